@@ -455,6 +455,17 @@ class LengthsConfig(Section):
     """Standard deviation of the logarithm of a response's tokens."""
 
 
+class PredictedConfig(Section):
+    """Prediction of a plan. Settings that are given beside the plan are not considered in it."""
+
+    step_seconds: PositiveFloat
+    """Of a step."""
+    tpspd: PositiveFloat
+    """Trained tokens per second and device."""
+    busy: dict[str, Annotated[float, Field(ge=0, le=1)]]
+    """Share of time in which the workers of each pool work."""
+
+
 class PoolConfig(Section):
     """Workers of one task."""
 
@@ -481,6 +492,8 @@ class PlanConfig(Section):
     """How many devices `asyncflow plan` plans for. None: as many as the configuration takes. A run does not read it."""
     lengths: LengthsConfig | None = None
     """What `asyncflow plan` expects of prompts and responses. None: it assumes, and says so. A run does not read it."""
+    predicted: PredictedConfig | None = None
+    """Prediction that comes with `plan=FILE`: the run's report shows it beside what the run measured."""
     reward: PoolConfig = PoolConfig()
     """Workers `reward/0` and on, where `reward.place` is `task`; each has `reward.num_workers` processes, and a reward model of its
     own where there is one."""

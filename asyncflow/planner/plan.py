@@ -31,7 +31,8 @@ from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.model_folder import read_json
 from asyncflow.planner import cost, hardware
 from asyncflow.planner.cost import Model, cut_of_rollout
-from asyncflow.planner.measured import PIECES, Measurement
+from asyncflow.planner.measured import Measurement
+from asyncflow.planner.pieces import PIECES
 from asyncflow.planner.search import ROWS_OF_SEARCH, Found, Plan, search, simulated, simulated_config, simulated_costs
 from asyncflow.run.factories import num_devices
 from asyncflow.run.memory import Shapes
@@ -142,7 +143,15 @@ def settings(plan: Plan) -> dict[str, Any]:
     train = ("responses_per_micro_batch", "activation_checkpointing")
     return {
         "schedule": {"name": config.schedule.name, **config.schedule.options},
-        "plan": {"train": config.plan.train.model_dump(), "reference": config.plan.reference.model_dump()},
+        "plan": {
+            "train": config.plan.train.model_dump(),
+            "reference": config.plan.reference.model_dump(),
+            "predicted": {
+                "step_seconds": round(plan.step_seconds, 4),
+                "tpspd": round(plan.tpspd, 2),
+                "busy": {pool: round(share, 3) for pool, share in plan.busy.items()},
+            },
+        },
         "rollout": {"num_workers": config.rollout.num_workers, "num_slots": config.rollout.num_slots, "engine": engine},
         "train": {name: getattr(config.train, name) for name in train},
         "weight_sync": {"name": config.weight_sync.name, **config.weight_sync.model_dump(exclude_defaults=True)},

@@ -23,7 +23,7 @@ import msgspec
 from asyncflow.config import Config, parse
 from asyncflow.engines.costs import Costs
 from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate
-from asyncflow.telemetry.idle import idle_ratios
+from asyncflow.telemetry.idle import idle_of_pools
 from asyncflow.types import RunError
 
 MAX_LINE_BYTES = 1 << 24
@@ -65,16 +65,13 @@ def outcome(run: Simulated) -> Outcome:
     seconds = sum(row["perf/step_seconds"] for row in later)
     trained = sum(row["perf/tpspd"] * row["perf/step_seconds"] for row in later)
     commits = sorted(span.end for span in run.spans if span.task == "optim_step") or [run.seconds]
-    pools: dict[str, list[float]] = {}
-    for worker, ratio in idle_ratios(run.spans, commits[0] if len(commits) > 1 else 0.0, commits[-1]).items():
-        pools.setdefault(worker.partition("/")[0], []).append(ratio)
     return Outcome(
         seed=run.seed,
         seconds=run.seconds,
         steps=len(steps),
         step_seconds=seconds / len(later) if later else 0.0,
         tpspd=trained / seconds if seconds else 0.0,
-        idle={pool: statistics.fmean(ratios) for pool, ratios in pools.items()},
+        idle=idle_of_pools(run.spans, commits[0] if len(commits) > 1 else 0.0, commits[-1]),
         staleness_mean=statistics.fmean(row["staleness/mean"] for row in later) if later else 0.0,
         staleness_max=max((int(row["staleness/max"]) for row in steps), default=0),
         counts=dict(run.counts),

@@ -10,6 +10,7 @@ and was started again) is `unrecorded`: neither busy nor idle, and never hidden 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -76,6 +77,14 @@ def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, fl
         recorded[span.worker] += seconds
         idle[span.worker] += seconds if span.task == WAIT else 0.0
     return {worker: idle[worker] / seconds for worker, seconds in sorted(recorded.items())}
+
+
+def idle_of_pools(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
+    """Pool -> the mean of `idle_ratios` over its workers."""
+    pools: defaultdict[str, list[float]] = defaultdict(list)
+    for worker, ratio in idle_ratios(spans, start, end).items():
+        pools[worker.partition("/")[0]].append(ratio)
+    return {pool: statistics.fmean(ratios) for pool, ratios in pools.items()}
 
 
 def active_seconds(spans: Iterable[Span], tasks: Iterable[str], start: float, end: float) -> float:

@@ -26,7 +26,7 @@ from asyncflow.telemetry.attribution import REASONS, attributed
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.charts import MetricRow, accuracy_keys, metric_charts
 from asyncflow.telemetry.gantt import BarKind, colours_of, gantt_chart, state_of, step_ends
-from asyncflow.telemetry.idle import Activity, busy_and_idle
+from asyncflow.telemetry.idle import Activity, busy_and_idle, idle_of_pools
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_lines, read_spans, worker_order
 from asyncflow.telemetry.trackers import METRICS_FILE
@@ -61,6 +61,7 @@ def write_report(run_dir: Path) -> Path:
         charts=charts,
         activities=_activities(spans),
         mean_step=_mean_step(spans),
+        planned=_planned(config, rows, spans),
         samples=_samples(read_rows(run_dir / SAMPLES_FILE)),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
         num_spans=len(spans),
@@ -220,6 +221,31 @@ def _mean_step(spans: Sequence[Span]) -> dict[str, Any]:
         "columns": [columns[i] for i in shown],
         "rows": [(worker, [seconds[i] for i in shown]) for worker, seconds in rows],
     }
+
+
+def _planned(config: Mapping[str, Any], rows: Sequence[MetricRow], spans: Sequence[Span]) -> list[tuple[str, str, str, str]]:
+    """What the plan of the run predicted beside what was measured after the first step: name, predicted, measured, and the error of
+    the prediction. Empty without a plan, or without a second step."""
+    plan = config.get("plan")
+    predicted = plan.get("predicted") if isinstance(plan, Mapping) else None
+    ends, later = [end for _, end in step_ends(spans, 0.0)], [row for row in rows[1:] if row.get("perf/step_seconds")]
+    if not predicted or len(ends) < 2 or not later:
+        return []
+    seconds = sum(row["perf/step_seconds"] for row in later)
+    tokens = sum((row.get("perf/tpspd") or 0.0) * row["perf/step_seconds"] for row in later)
+    shown = [
+        (name, f"{told:,.4g}", f"{seen:,.4g}", f"{told / seen - 1:+.0%}" if seen else "")
+        for name, told, seen in (
+            ("seconds of a step", predicted["step_seconds"], seconds / len(later)),
+            ("TPSPD", predicted["tpspd"], tokens / seconds),
+        )
+    ]
+    idle = idle_of_pools(spans, ends[0], ends[-1])
+    for pool, told in predicted["busy"].items():
+        if pool in idle:
+            busy = 1 - idle[pool]
+            shown.append((f"busy share of {pool}", f"{told:.1%}", f"{busy:.1%}", f"{100 * (told - busy):+.1f} points"))
+    return shown
 
 
 def _samples(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:

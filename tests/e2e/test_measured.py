@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from asyncflow.config import parse
-from asyncflow.planner.measured import means, measure, read_run, what_if
+from asyncflow.planner.measured import means, measure, what_if
+from asyncflow.planner.pieces import read_run
 from tests.depth import in_gate
 
 

@@ -12,7 +12,8 @@ from asyncflow.config import Config, dump, load
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.engines.sleeping import SampleKey
-from asyncflow.planner.measured import fitted, lengths_of, lognormal, measured, of_layers, residuals, samples, what_if
+from asyncflow.planner.measured import fitted, measured, of_layers, residuals, what_if
+from asyncflow.planner.pieces import lengths_of, lognormal, samples
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import Simulated, simulate
 from asyncflow.telemetry.profile import Cost

@@ -41,6 +41,8 @@ def test_a_run_takes_the_plans_settings_and_the_command_line_goes_first(tmp_path
     assert taken.rollout == best.config.rollout
     assert taken.schedule == best.config.schedule
     assert taken.weight_sync == best.config.weight_sync
+    assert taken.plan.predicted.step_seconds == pytest.approx(best.step_seconds, abs=1e-4)
+    assert taken.plan.predicted.busy == pytest.approx(best.busy, abs=1e-3)
     assert load(RECIPE, ["rollout.num_slots=7", f"plan={file}", *SMALL]).rollout.num_slots == 7
     assert described(best) == content["plan"]
     assert why(found).count(". ") == 1 and best.bound.binds in why(found)  # two sentences

@@ -4,12 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from asyncflow.control import SCHEDULES
 from asyncflow.engines.costs import Costs
 from asyncflow.simulation.run import simulate
-from asyncflow.telemetry.gantt import BARS_IN_VIEW
-from asyncflow.telemetry.idle import busy_and_idle
+from asyncflow.telemetry.gantt import BARS_IN_VIEW, step_ends
+from asyncflow.telemetry.idle import busy_and_idle, idle_of_pools
 from asyncflow.telemetry.report import duration, read_rows, script_json, write_report
 from asyncflow.telemetry.trace import SpanLog, write_trace
 from asyncflow.types import UserError
@@ -170,3 +171,22 @@ def test_a_long_run_is_drawn_in_levels(tmp_path):
 
 def test_durations_in_words():
     assert [duration(seconds) for seconds in (3.21, 245, 7380)] == ["3.2 s", "4 min 5 s", "2 h 3 min"]
+
+
+def test_the_plan_stands_beside_what_the_run_measured(tmp_path):
+    synthetic_run.write_run(tmp_path)
+    assert "The plan beside the run" not in Page(write_report(tmp_path)).text
+    rows = read_rows(tmp_path / "metrics.jsonl")[1:]
+    seconds = sum(row["perf/step_seconds"] for row in rows) / len(rows)
+    tokens = sum(row["perf/tpspd"] * row["perf/step_seconds"] for row in rows)
+    predicted = {"step_seconds": 2 * seconds, "tpspd": tokens / seconds / len(rows) / 2, "busy": {"trainer": 1.0, "values": 0.5}}
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {"plan": {"predicted": predicted}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    text = Page(write_report(tmp_path)).text
+    ends = [end for _, end in step_ends(synthetic_run.make_spans(10), 0.0)]
+    busy = 1 - idle_of_pools(synthetic_run.make_spans(10), ends[0], ends[-1])["trainer"]
+    told = re.sub(r"\s+", " ", text[text.index("The plan beside the run") :])
+    assert f"{2 * seconds:.4g} {seconds:.4g} +100%" in told
+    assert "-50%" in told
+    assert f"busy share of trainer 100.0% {busy:.1%} {100 * (1 - busy):+.1f} points" in told
+    assert "busy share of values" not in told  # no such pool has run
