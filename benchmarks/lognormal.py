@@ -1,4 +1,4 @@
-"""The embedded rollout engine with responses of lognormal length, and the random model that it runs.
+"""The embedded rollout engine with responses of lognormal length, the same lengths simulated, and the random model that it runs.
 
 A random model does not know when to end, so the engine ends each response after a number of tokens that is drawn from the
 response's own noise key: whatever schedule, worker or attempt makes it, it is as long.
@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from asyncflow.data import arithmetic
+from asyncflow.engines.base import SampleKey
+from asyncflow.engines.costs import Lengths
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.sampling import stream_keys
 from asyncflow.engines.rollout.slots import SlotRequest
 from asyncflow.engines.train.random_model import make_random_model
 from asyncflow.types import Array
@@ -42,8 +45,18 @@ def lengths(keys: Array, median: float, sigma: float) -> Array:
     return np.array([math.ceil(math.exp(normal.inv_cdf(((int(key) >> 12) + 0.5) / 2**52))) for key in keys], np.int64)
 
 
-def make_model(folder: Path) -> Path:
-    """A random `qwen2-tiny` for arithmetic problems."""
+class DrawnLengths(Lengths, frozen=True):
+    """Lengths of a simulated run that are those of `LognormalSlots`, response by response."""
+
+    def draw(self, key: SampleKey, sample: int, most: int) -> tuple[int, int]:
+        """See `Lengths.draw`."""
+        keys = stream_keys(key.seed, key.prompt_index, np.array([sample]))
+        tokens = int(lengths(keys, self.response_median, self.response_sigma)[0])
+        return min(tokens, most), super().draw(key, sample, most)[1]
+
+
+def make_model(folder: Path, spec: str = "random:qwen2-tiny") -> Path:
+    """A random model for arithmetic problems."""
     problems = arithmetic.problems(0, "train")
-    make_random_model("random:qwen2-tiny", folder, [next(problems).question for _ in range(2000)], seed=0)
+    make_random_model(spec, folder, [next(problems).question for _ in range(2000)], seed=0)
     return folder

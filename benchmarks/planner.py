@@ -1,8 +1,9 @@
 """What the planner foretells, beside what happens: step times, simulated runs, the order of plans, what-ifs, a planted flaw.
 
-    python benchmarks/planner.py [--parts steps sleeping order what_if flaw] [--few] [--dir FOLDER] [--json FILE]
+    python benchmarks/planner.py [--parts steps sleeping order what_if flaw] [--few] [--seconds N] [--dir FOLDER] [--json FILE]
 
-Predictions are in FOLDER/predictions.json before anything that they foretell is run. A machine's speed drifts, by more than the
+Predictions are in FOLDER/predictions.json before anything that they foretell is run, measurements in FOLDER/measured.json. With
+`--seconds` no run begins later than that: another call with the same folder continues. A machine's speed drifts, by more than the
 errors that are looked for. So a configuration is predicted as a multiple of a base run's step time, the base is run again before
 and after every two configurations, and what is measured is a multiple of these: a ratio inside one run. `--few`: the first
 configuration of each kind alone, to try the program.
@@ -21,34 +22,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from figures import Figure, finish, parser, run_name, runs_folder
-from lognormal import make_model
+from lognormal import DrawnLengths, make_model
 
-from asyncflow.config import Config, parse
+from asyncflow.config import Config, load, parse
 from asyncflow.control import SCHEDULES
-from asyncflow.engines.costs import Costs, Lengths
-from asyncflow.planner.measured import (
-    Measurement,
-    Prediction,
-    fitted,
-    means,
-    predicted,
-    read_run,
-    residuals,
-    samples,
-    what_if,
-)
+from asyncflow.engines.costs import Costs
+from asyncflow.planner.measured import Measurement, Prediction, fitted, means, predicted, residuals, what_if
+from asyncflow.planner.pieces import read_run, samples
 from asyncflow.run.job import Job
 from asyncflow.simulation.run import simulate
+from asyncflow.telemetry.report import REPORT_FILE
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "recipes/models/tiny-arithmetic"
@@ -136,17 +132,65 @@ def varied(tree: Mapping[str, Any], name: str, override: Override) -> dict[str, 
     return made
 
 
-def run(config: Config) -> Prediction:
-    """Run a configuration, and return what it measures."""
-    print(f"  running {config.run.name}", flush=True)
-    assert asyncio.run(Job(config).run()), "the run was interrupted"
-    return means(read_run(config.run_dir)[2])
+class Records:
+    """Numbers by name that earlier calls with the same folder have made, and the time until which runs may begin."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.few = folder, False
+        self._ends = time.monotonic() + seconds
+        self._files = {name: folder / f"{name}.json" for name in ("predictions", "measured")}
+        read = {name: json.loads(file.read_text()) if file.exists() else {} for name, file in self._files.items()}
+        self.predictions: dict[str, dict[str, float]] = read["predictions"]
+        self.measured: dict[str, float] = read["measured"]
+
+    def keep(self) -> None:
+        """Write the files."""
+        self._files["predictions"].write_text(json.dumps(self.predictions, indent=1))
+        self._files["measured"].write_text(json.dumps(self.measured, indent=1))
+
+    def run(self, config: Config) -> Prediction:
+        """Run a configuration, and return what it measures. Raises `TimeIsUp` where no run may begin any more."""
+        if time.monotonic() > self._ends:
+            raise TimeIsUp
+        print(f"  running {config.run.name}", flush=True)
+        assert asyncio.run(Job(config).run()), "the run was interrupted"
+        return means(read_run(config.run_dir)[2])
+
+    def run_once(self, config: Config) -> None:
+        """Run a configuration, unless an earlier call has done so."""
+        if not (config.run_dir / REPORT_FILE).exists():
+            self.run(config)
+
+    def told(self, part: str, cases: Sequence[Case]) -> list[Case]:
+        """Cases as they are predicted in the file, where they are noted unless they are there."""
+        known = self.predictions.setdefault(part, {case.name: case.predicted for case in cases})
+        self.keep()
+        return [replace(case, predicted=known[case.name]) for case in cases]
+
+    def measure(self, base: Config, cases: Sequence[Case]) -> list[Case]:
+        """Cases with what is measured: before and after every two of them the base is run."""
+        left = [case for case in cases if case.name not in self.measured]
+        first = self.run(base).step_seconds if left else 0.0
+        for start in range(0, len(left), 2):
+            seconds = {case.name: self.run(case.config).step_seconds for case in left[start : start + 2]}
+            last = self.run(base).step_seconds
+            self.measured |= {name: taken / statistics.fmean((first, last)) for name, taken in seconds.items()}
+            self.keep()
+            first = last
+        done = [replace(case, measured=self.measured[case.name]) for case in cases]
+        for case in done:
+            print(f"    {case.name}: {case.predicted:.3f} predicted, {case.measured:.3f} measured ({case.error:.1%})", flush=True)
+        return done
 
 
-def calibrated(tree: Mapping[str, Any], known: Costs | None = None) -> Measurement:
+class TimeIsUp(Exception):
+    """No run may begin any more in this call."""
+
+
+def calibrated(records: Records, tree: Mapping[str, Any], known: Costs | None = None) -> Measurement:
     """Costs of a base, by a run of it; its lengths are those that are drawn. `known`: see `fitted`."""
-    config = parse(tree)
-    run(config)
+    config = parse(varied(tree, f"{tree['run']['name']}-calibration", {}))
+    records.run_once(config)
     found = fitted(*read_run(config.run_dir), known=known)
     found = msgspec.structs.replace(found, costs=with_lengths(found.costs, config))
     simulated = predicted(config, msgspec.structs.replace(found, left_out=1.0))
@@ -158,37 +202,16 @@ def calibrated(tree: Mapping[str, Any], known: Costs | None = None) -> Measureme
 def with_lengths(costs: Costs, config: Config) -> Costs:
     """Costs whose lengths are those that the configuration's engine draws."""
     drawn = config.rollout.engine.options
-    lengths = Lengths(prompt=costs.lengths.prompt, response_median=drawn["median"], response_sigma=drawn["sigma"])
+    lengths = DrawnLengths(prompt=costs.lengths.prompt, response_median=drawn["median"], response_sigma=drawn["sigma"])
     return msgspec.structs.replace(costs, lengths=lengths)
 
 
-def told(folder: Path, part: str, cases: Sequence[Case]) -> None:
-    """Write predictions where they can be looked up."""
-    file = folder / "predictions.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    known[part] = {case.name: case.predicted for case in cases}
-    file.write_text(json.dumps(known, indent=1))
-
-
-def measure(base: Config, cases: Sequence[Case], first: float) -> Iterator[Case]:
-    """Run cases, and before and after every two of them the base, whose step took `first` seconds when it was last run."""
-    for start in range(0, len(cases), 2):
-        two = cases[start : start + 2]
-        seconds = [run(case.config).step_seconds for case in two]
-        last = run(base).step_seconds
-        for case, taken in zip(two, seconds, strict=True):
-            done = Case(case.name, case.config, case.predicted, taken / statistics.fmean((first, last)))
-            print(f"    {done.name}: {done.predicted:.3f} predicted, {done.measured:.3f} measured ({done.error:.1%})", flush=True)
-            yield done
-        first = last
-
-
-def errors(part: str, done: Sequence[Case], median: float, most: float) -> list[Figure]:
-    """Median error, and the one that nine of ten are within."""
+def errors(part: str, done: Sequence[Case], median: float, most: float, least: int | None = None) -> list[Figure]:
+    """Median error, and the one that nine of ten are within. `least`: configurations that there are to be."""
     found = sorted(case.error for case in done)
     ninth = found[max(0, -(-9 * len(found) // 10) - 1)]
     return [
-        Figure(f"{part}: configurations", len(found), ""),
+        Figure(f"{part}: configurations", len(found), "", least and f">= {least}"),
         Figure(f"{part}: median error", 100 * statistics.median(found), "%", f"<= {median:g}"),
         Figure(f"{part}: nine of ten within", 100 * ninth, "%", f"<= {most:g}"),
     ]
@@ -198,68 +221,66 @@ def errors(part: str, done: Sequence[Case], median: float, most: float) -> list[
 
 
 def cases_of(
-    folder: Path, tree: Mapping[str, Any], overrides: Sequence[Override], known: Costs | None = None
+    records: Records, tree: Mapping[str, Any], overrides: Sequence[Override], known: Costs | None = None
 ) -> tuple[Config, Measurement, list[Case]]:
     """A base, calibrated, and its predicted variations. `known`: see `fitted`."""
-    base, found, cases = parse(tree), calibrated(tree, known), []
+    base, found, cases = parse(tree), calibrated(records, tree, known), []
     for override in overrides:
         name = run_name(base.run.name, *(f"{key.split('.')[-1]}={value}" for key, value in override.items()))
         config = parse(varied(tree, name, override))
         costs = msgspec.structs.replace(found, costs=with_lengths(found.costs, config))
         cases.append(Case(name, config, predicted(config, costs).step_seconds / found.step_seconds))
-    return base, found, cases
+    return base, found, records.told(base.run.name, cases)
 
 
-def steps(folder: Path, few: bool) -> list[Figure]:
+def steps(records: Records) -> list[Figure]:
     """Step times of configurations that were not used for the calibration."""
-    done: list[Case] = []
-    for name, model in models(folder).items():
+    found: list[tuple[Config, list[Case]]] = []
+    for name, model in models(records.folder).items():
         known = None
         for dp in (1, 2):
-            tree = of_base(folder, f"{name}-dp{dp}", model, dp)
-            base, found, cases = cases_of(folder, tree, VARIED[:1] if few else VARIED, known)
-            known = found.costs
-            told(folder, f"steps: {base.run.name}", cases)
-            done += measure(base, cases, found.step_seconds)
-    return errors("steps", done, 7, 15)
+            tree = of_base(records.folder, f"{name}-dp{dp}", model, dp)
+            base, measurement, cases = cases_of(records, tree, VARIED[:1] if records.few else VARIED, known)
+            known = known or measurement.costs
+            found.append((base, cases))
+    done = [case for base, cases in found for case in records.measure(base, cases)]
+    return errors("steps", done, 7, 15, None if records.few else 16)
 
 
-def order(folder: Path, few: bool) -> list[Figure]:
+def order(records: Records) -> list[Figure]:
     """The predicted best of twelve plans against the measured best."""
-    base, found, cases = cases_of(folder, of_base(folder, "plans", models(folder)["4m"]), PLANS[::5] if few else PLANS)
-    told(folder, "order", cases)
-    done = [*measure(base, cases, found.step_seconds)]
+    tree = of_base(records.folder, "plans", models(records.folder)["4m"])
+    base, _, cases = cases_of(records, tree, PLANS[::5] if records.few else PLANS)
+    done = records.measure(base, cases)
     chosen, best = min(done, key=lambda case: case.predicted), min(done, key=lambda case: case.measured)
     print(f"  predicted best: {chosen.name}; measured best: {best.name}")
     return [Figure("order: predicted best over measured best", chosen.measured / best.measured, "", "<= 1.05")]
 
 
-def from_quickstart(folder: Path, few: bool) -> list[Figure]:
+def from_quickstart(records: Records) -> list[Figure]:
     """What-ifs from the quickstart's own run."""
-    from asyncflow.config import load
-
     own = [
         "run.steps=20",
-        f"run.dir={folder}",
+        f"run.dir={records.folder}",
         "run.overwrite=true",
         f"model.path={TINY}",
         "eval.path=null",
         "telemetry.trackers=[]",
     ]
     base, cases = load(ROOT / "recipes/quickstart.yaml", own), []
-    first = run(base).step_seconds
-    for override in WHAT_IFS[:1] if few else WHAT_IFS:
+    first = load(ROOT / "recipes/quickstart.yaml", [*own, f"run.name={base.run.name}-calibration"])
+    records.run_once(first)
+    for override in WHAT_IFS[:1] if records.few else WHAT_IFS:
         words = [f"{key}={value}" for key, value in override.items()]
         name = run_name("what-if", *(word.split(".")[-1] for word in words))
-        found = what_if(base.run_dir, words)
+        found = what_if(first.run_dir, words)
         config = load(ROOT / "recipes/quickstart.yaml", [*own, *words, f"run.name={name}"])
         cases.append(Case(name, config, found.predicted.step_seconds / found.measured.step_seconds))
-    told(folder, "what_if", cases)
-    done = [*measure(base, cases, first)]
+    done = records.measure(base, records.told("what_if", cases))
     return [Figure("what_if: largest error", 100 * max(case.error for case in done), "%", "<= 10")]
 
 
-def sleeping(folder: Path, few: bool) -> list[Figure]:
+def sleeping(records: Records) -> list[Figure]:
     """Real processes with sleeping engines against the simulation of the same configuration."""
     costs = {
         "decode_step_seconds": 0.02, "decode_slot_seconds": 0.0005, "prefill_seconds": 0.02, "prefill_token_seconds": 0.0,
@@ -267,27 +288,32 @@ def sleeping(folder: Path, few: bool) -> list[Figure]:
         "fetch_seconds": 0.0, "install_seconds": 0.05, "reward_seconds": 0.0, "load_seconds": 0.0,
         "lengths": {"prompt": PROMPT_TOKENS, "response_median": 40.0, "response_sigma": 0.6},
     }  # fmt: skip
-    done = []
-    for workers in (4,) if few else (4, 8, 16):
-        for schedule in ("delayed",) if few else SCHEDULES:
-            tree = of_base(folder, run_name("sleeping", schedule, str(workers)), TINY)
+    cases = []
+    for workers in (4,) if records.few else (4, 8, 16):
+        for schedule in ("delayed",) if records.few else SCHEDULES:
+            tree = of_base(records.folder, run_name("sleeping", schedule, str(workers)), TINY)
             tree["schedule"], tree["run"]["steps"] = schedule, 8
             tree["rollout"] |= {"engine": {"path": SLEEPING_ROLLOUT, "costs": costs}, "num_workers": workers, "num_slots": 16}
             tree["train"] |= {"engine": {"path": SLEEPING_TRAIN, "costs": costs}, "prompts_per_step": 4 * workers}
             config = parse(tree)
             simulated = means(simulate(config, costs=msgspec.convert(costs, Costs)).rows).step_seconds
-            case = Case(config.run.name, config, simulated)
-            told(folder, case.name, [case])
-            done.append(Case(case.name, config, simulated, run(config).step_seconds))
-            print(f"    {simulated:.3f} s simulated, {done[-1].measured:.3f} s by the clock ({done[-1].error:.1%})", flush=True)
+            cases.append(Case(config.run.name, config, simulated))
+    done = []
+    for case in records.told("sleeping", cases):
+        if case.name not in records.measured:
+            records.measured[case.name] = records.run(case.config).step_seconds
+            records.keep()
+        done.append(replace(case, measured=records.measured[case.name]))
+        shown = f"{case.predicted:.3f} s simulated, {done[-1].measured:.3f} s by the clock ({done[-1].error:.1%})"
+        print(f"    {case.name}: {shown}", flush=True)
     return errors("sleeping", done, 3, 7)
 
 
-def flaw(folder: Path, few: bool) -> list[Figure]:
+def flaw(records: Records) -> list[Figure]:
     """Costs with the collectives counted twice are reported, and those without are not."""
-    known = calibrated(of_base(folder, "flaw-dp1", TINY)).costs
-    tree = of_base(folder, "flaw-dp2", TINY, dp=2)
-    found, config = calibrated(tree, known), parse(tree)
+    known = calibrated(records, of_base(records.folder, "tiny-dp1", TINY)).costs
+    tree = of_base(records.folder, "tiny-dp2", TINY, dp=2)
+    found, config = calibrated(records, tree, known), parse(varied(tree, "tiny-dp2-calibration", {}))
     pieces = samples(config, read_run(config.run_dir)[1], found.costs.lengths.prompt)
     flawed = msgspec.structs.replace(found.costs, collectives_seconds=2 * found.costs.collectives_seconds)
     seen = {}
@@ -304,10 +330,10 @@ def flaw(folder: Path, few: bool) -> list[Figure]:
 @cache
 def models(folder: Path) -> dict[str, Path]:
     """Models by name: of 0.44M and of 4M parameters."""
-    return {"tiny": TINY, "4m": make_model(folder / "model-4m")}
+    return {"tiny": TINY, "4m": make_model(folder / "model-4m", "random:qwen2-small")}
 
 
-PARTS: dict[str, Callable[[Path, bool], list[Figure]]] = {
+PARTS: dict[str, Callable[[Records], list[Figure]]] = {
     "steps": steps,
     "sleeping": sleeping,
     "order": order,
@@ -320,13 +346,21 @@ def main() -> int:
     arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="which of the figures to make")
     arguments.add_argument("--few", action="store_true", help="the first configuration of each kind alone")
+    arguments.add_argument("--seconds", type=float, default=math.inf, help="begin no run later; the same call continues")
     given = arguments.parse_args()
     figures: list[Figure] = []
+    left = list(given.parts)
     with runs_folder(given.dir) as folder:
-        for part in given.parts:
-            print(f"{part}:", flush=True)
-            figures += PARTS[part](folder, given.few)
-    return finish(figures, given.json)
+        records = Records(folder, given.seconds)
+        records.few = given.few
+        with suppress(TimeIsUp):
+            while left:
+                print(f"{left[0]}:", flush=True)
+                figures += PARTS[left[0]](records)
+                del left[0]
+    if left:
+        print(f"the time is up: {', '.join(left)} left")
+    return max(finish(figures, given.json), bool(left))
 
 
 if __name__ == "__main__":

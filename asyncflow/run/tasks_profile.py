@@ -77,7 +77,8 @@ async def _time_rollout(config: Config, model: Path, weights: Mapping[str, Tenso
             await _generate(engine, _tokens(model, length), active, SampleKey(number, repeat))
             for timing in engine.timings():
                 if repeat:
-                    spans.beside(timing.task, timing.start, timing.end, rows=timing.rows, tokens=timing.tokens)
+                    counts = {"rows": timing.rows, "tokens": timing.tokens, "calls": timing.calls}
+                    spans.beside(timing.task, timing.start, timing.end, **counts)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     for repeat in range(repeats + 1):
         with spans.busy("install" if repeat else "warm_up", bytes=num_bytes, version=repeat):

@@ -35,8 +35,9 @@ def costs(spans: Iterable[Span]) -> list[Cost]:
     for span in spans:
         if span.task not in UNMEASURED:
             is_step = span.task == "decode_step"  # as many slots as are active: those of about one number together
-            key = (span.task, 0, 0, _power(span.rows)) if is_step else (span.task, span.tokens, span.bytes, 0)
-            seconds.setdefault(key, {}).setdefault(span.worker, []).append(span.end - span.start)
+            calls = max(span.calls, 1)
+            key = (span.task, 0, 0, _power(-(-span.rows // calls))) if is_step else (span.task, span.tokens, span.bytes, 0)
+            seconds.setdefault(key, {}).setdefault(span.worker, []).append((span.end - span.start) / calls)
     tasks = list(dict.fromkeys(task for task, *_ in seconds))
     return [
         Cost(*key[:3], max(map(statistics.median, seconds[key].values())), min(map(len, seconds[key].values())), key[3])

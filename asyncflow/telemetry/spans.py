@@ -20,7 +20,10 @@ COUNTS = ("rows", "tokens", "bytes")
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Interval of one worker. `task` is `wait` for idle time, and `cause` is then what was waited for."""
+    """Interval of one worker. `task` is `wait` for idle time, and `cause` is then what was waited for.
+
+    `calls`: of an engine, where the span is of several, as of decode steps; `rows` and `tokens` are sums over them.
+    """
 
     worker: str
     task: str
@@ -34,6 +37,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rows: int = 0
     tokens: int = 0
     bytes: int = 0
+    calls: int = 0
     layout: str = ""
     device: str = ""
 

@@ -167,7 +167,7 @@ class SlotEngine(RolloutEngine):
         return InstalledWeights(self._decoder)
 
     def timings(self) -> Sequence[Timing]:
-        """See `RolloutEngine`: all prefills, and a decode step every `slots.TIMING_SECONDS`."""
+        """See `RolloutEngine`: all prefills, and all decode steps, those of `slots.TIMING_SECONDS` together."""
         return self._slots.take_timings()
 
     async def pause(self) -> None:
@@ -217,6 +217,7 @@ class SlotEngine(RolloutEngine):
         with torch.inference_mode():
             while True:
                 while self._slots.is_paused or not self._slots.is_busy or not self._inbox.empty():
+                    self._slots.end_timing()
                     self._deliveries.hand_over()
                     call = self._inbox.get()
                     if call is None:

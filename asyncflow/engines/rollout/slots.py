@@ -19,7 +19,7 @@ from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
 
 PREFILL_TOKENS = 256  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
-TIMING_SECONDS = 0.05  # from one decode step that is timed to the next: they are short and many
+TIMING_SECONDS = 0.05  # of decode steps that are timed together: they are short and many
 MAX_TIMINGS = 10_000  # kept until they are taken
 
 
@@ -70,7 +70,7 @@ class Slots:
         self._tokens = np.zeros((num_slots, max_context), np.int64)
         self._logprobs = np.zeros((num_slots, max_context), np.float32)
         self._timings: deque[Timing] = deque(maxlen=MAX_TIMINGS)
-        self._next_timing = 0.0
+        self._steps: Timing | None = None  # decode steps that are timed together, so far
         self._arrays = (
             *(self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits),
             *(self._top_ps, self._top_ks, self._min_ps),
@@ -138,6 +138,7 @@ class Slots:
     def step(self) -> None:
         """Fill the free slots, then one more token for every active one."""
         while self._waiting and self._num_active < self._num_slots:
+            self.end_timing()
             before, began = self._num_active, time.monotonic()
             num_tokens = self._admit()
             self._timings.append(Timing("prefill", began, time.monotonic(), self._num_active - before, num_tokens))
@@ -148,9 +149,17 @@ class Slots:
             tokens = self._tokens[active, self._counts[active] - 1]
             positions = (self._prompt_lengths + self._counts)[active] - 1
             self._append(0, self._decoder.decode(tokens, positions))
-            if began >= self._next_timing:
-                self._timings.append(Timing("decode_step", began, time.monotonic(), rows, num_tokens))
-                self._next_timing = began + TIMING_SECONDS
+            so_far = self._steps or Timing("decode_step", began, began, 0, 0, 0)
+            sums = (so_far.rows + rows, so_far.tokens + num_tokens, so_far.calls + 1)
+            self._steps = Timing("decode_step", so_far.start, time.monotonic(), *sums)
+            if self._steps.end - self._steps.start >= TIMING_SECONDS:
+                self.end_timing()
+
+    def end_timing(self) -> None:
+        """End the decode steps that are timed together: something else comes before the next one."""
+        if self._steps is not None:
+            self._timings.append(self._steps)
+            self._steps = None
 
     def take_timings(self) -> list[Timing]:
         """Timings since the last call, in the order of time. May be called from any thread."""

@@ -40,6 +40,8 @@ def test_decode_steps_are_summed_up_by_about_their_number_of_slots() -> None:
     assert [cost.slots for cost in found] == [1, 2, 8, 16]
     assert [cost.seconds for cost in found] == pytest.approx([0.001, 0.002, 0.006, 0.009])
     assert table(found)[2] == ("decode step", "5 to 8 slots", "6 ms", "750 us a slot")
+    together = span("rollout/0", "decode_step", 0.03, rows=30, tokens=900, calls=5)  # of 6 slots each
+    assert costs([*steps, together])[2].seconds == pytest.approx(0.006)
     assert table([Cost("score", 0, 0, 0.5, 3)]) == [("score", "", "500 ms", "")]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import itertools
 import threading
 import time
 import weakref
@@ -524,3 +525,23 @@ async def test_timings_say_what_was_computed(saved: tuple[PreTrainedModel, Path]
     assert prefills == [(2, len(PROMPT)), (1, len(PROMPT))]  # the third one's sibling slots are free by then
     steps = [(timing.rows, timing.tokens) for timing in timings if timing.task == "decode_step"]
     assert steps == [*((2, 2 * (len(PROMPT) + made)) for made in (1, 2, 3)), *((1, len(PROMPT) + made) for made in (1, 2, 3))]
+
+
+async def test_decode_steps_are_timed_together_until_something_else_is_done(
+    saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow.engines.rollout.slots.TIMING_SECONDS", 1e9)
+    async with opened(saved[1], num_slots=2) as engine:
+        await responses(engine, range(3), length=4)
+        await engine.pause()  # the last steps are ended before it
+        await engine.resume()
+        timings = engine.timings()
+    counts = [(timing.task, timing.calls, timing.rows, timing.tokens) for timing in timings]
+    attended = [len(PROMPT) + made for made in (1, 2, 3)]
+    assert counts == [
+        ("prefill", 1, 2, len(PROMPT)),
+        ("decode_step", 3, 6, 2 * sum(attended)),
+        ("prefill", 1, 1, len(PROMPT)),
+        ("decode_step", 3, 3, sum(attended)),
+    ]
+    assert all(one.end <= next_one.start for one, next_one in itertools.pairwise(timings))
