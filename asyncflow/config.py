@@ -244,6 +244,28 @@ class RolloutConfig(Section):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+class EpisodesConfig(Section):
+    """Episodes, in a run with an environment. Tokens of an episode, sampled and observed, are `rollout.max_new_tokens` at most."""
+
+    format: Chosen = Choice(name="text")
+    """How observations become tokens and turns actions."""
+    max_turns: PositiveInt = 16
+    """Turns of the policy."""
+    max_turn_tokens: PositiveInt | None = None
+    """Tokens of a turn. None: what is left of the episode's."""
+    num_workers: PositiveInt = 1
+    """Environment processes beside each rollout worker; each has one episode at a time, or as many as the environment says."""
+    deadline_seconds: PositiveFloat = 30.0
+    """An environment that has not answered by then is killed, and its episode ends as `timeout`."""
+    memory_bytes: PositiveInt = 1 << 30
+    """What an episode may allocate beyond what the environment had when it was built; of a process with several, all together."""
+    output_bytes: PositiveInt = 1 << 20
+    """What an episode may print, and write to a file."""
+    on_limit: Literal["score", "fail"] = "score"
+    """What becomes of an episode that reaches a limit of turns, tokens or seconds: it has the rewards that it has got until then,
+    or its row fails."""
+
+
 class CriticConfig(Section):
     """Model of values, where the algorithm has one. What is not set here is as for the policy."""
 
@@ -514,6 +536,9 @@ class Config(Section):
     """What is optimised."""
     schedule: Chosen = Choice(name="periodic")
     """When things may happen."""
+    environment: Chosen | None = None
+    """What episodes of several turns talk to. None: a response is one turn."""
+    episodes: EpisodesConfig = EpisodesConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

@@ -18,15 +18,15 @@ from figures import Figure, finish, parser
 
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart, Sample
-from asyncflow.rewards.messages import RewardLimits
-from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.sandbox.frames import ProcessLimits
 
 TIMES = ("user", "system", "children_user", "children_system")
 
 
 async def cost(part: RewardPart, sample: Sample, count: int) -> tuple[float, float]:
     """Milliseconds of wall and CPU time of a sample."""
-    pool = RewardPool([part], RewardLimits(30, 1 << 30), num_workers=1, name="benchmark")
+    pool = RewardPool([part], ProcessLimits(30, 1 << 30), num_workers=1, name="benchmark")
     await pool.start()
     try:
         await pool.score(sample)

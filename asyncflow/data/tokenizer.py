@@ -73,6 +73,10 @@ class CheckpointTokenizer:
         """Text without special tokens."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
+    def decode_all(self, ids: Array) -> str:
+        """Text with special tokens."""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
     def _read_template(self, folder: Path) -> str | None:
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")

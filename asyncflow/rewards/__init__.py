@@ -1,16 +1,6 @@
 """Rewards: a finished sample in, a number out. Scorers run in processes of their own that can be killed.
 
-      the run's process                           each worker: its own session and pipes, no torch
-    +---------------------------+  Sample       +------------------------------------------------------------+
-    | sandbox.RewardPool        | ------------> | worker.py: the scorers, built once                         |
-    |   FIFO over the workers   | <------------ |   fork --> forked.py: one sample, its deadline, its memory,|
-    |                           |  Scored/Failed|            what it prints; nothing of it stays             |
-    +---------------------------+               +------------------------------------------------------------+
-                 | who lives                                        ^
-                 v                                                  | SIGKILL to the whole session
-    +---------------------------+                                   |
-    | guard.py                  | ----------------------------------+  when the run's process is gone
-    +---------------------------+
+`pool.py` has the processes (`sandbox/`), `worker.py` is what runs in them: the scorers, built once, then each sample in a fork.
 
 `base.py` is the contract, `signatures.py` takes reward functions that were written for TRL or verl, `answers.py` finds the answer
 in a text and `number_parsing.py` the number in an answer; `scorings.py` has what goes with the reward processes: a reward model,

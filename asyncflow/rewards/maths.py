@@ -21,7 +21,7 @@ from typing import Any, Final
 from asyncflow.rewards.answers import MARKS, AnswerScorer, reference_answer
 from asyncflow.rewards.exception_probe import first_caught, forget_caught, import_telling
 from asyncflow.rewards.number_parsing import Quantity, are_equal, is_range, plain, quantity, sides_of
-from asyncflow.rewards.process_limits import memory_share
+from asyncflow.sandbox.limits import memory_share
 
 # Parsed once when the scorer is built: what a process learns at its first formula, each sample's would have to learn again.
 _WARM_UP: Final = (r"\frac{1}{2}", r"x^2+\sqrt{3}", r"(1, 2]", r"\{1, 2\}", r"\begin{pmatrix}1\\2\end{pmatrix}", "x=5", "2*x/3")

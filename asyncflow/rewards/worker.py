@@ -5,7 +5,7 @@ waits for: the next frame (without end: an idle worker is no fault; the parent h
 is unblocked by: the parent's next frame, or the end of stdin when the parent closes or dies
 
     scorers, built once --fork--> a child: one sample under its limits --> an answer; the child and what it started are killed
-                        --fork--> a child: the next sample                                                      (forked.py)
+                        --fork--> a child: the next sample                                                      (sandbox/forked.py)
 
 So a sample meets the scorers as they were built, whatever the one before it did to them. Scorers that are all stateless are called
 here, without the fork. Imports are few: a killed worker's successor must start quickly.
@@ -19,22 +19,22 @@ import importlib
 import inspect
 import math
 import numbers
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from asyncflow.rewards.base import RewardPart, Sample, weighted
-from asyncflow.rewards.forked import in_child
-from asyncflow.rewards.messages import TOKEN_BYTES, Broken, Failed, Message, Ready, Reply, Scored, Setup, frame
-from asyncflow.rewards.process_limits import adopt_orphans, children, die_with_parent, limit_memory, limit_output
+from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
 from asyncflow.rewards.signatures import Adapted, adapted
+from asyncflow.sandbox.child import private_pipes, receive, words_of
+from asyncflow.sandbox.forked import in_child
+from asyncflow.sandbox.frames import Broken, Failed, frame
+from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, limit_memory, limit_output
 from asyncflow.user_file import import_file
 
-MAX_TEXT = 2000  # characters of a scorer's own words that an answer carries
 MAX_REWARD = (2 - 2**-23) * 2.0**127  # the largest of float32
 
 
@@ -50,7 +50,7 @@ def build_scorer(
     try:
         module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # a user's file may raise anything; it is told to the user by the parent
-        raise NoScorer(f"cannot be imported: {_words(error)}") from error
+        raise NoScorer(f"cannot be imported: {words_of(error)}") from error
     target = getattr(module, name, None)
     if target is None:
         raise NoScorer(f"cannot be imported: {place} has no {name!r}")
@@ -58,7 +58,7 @@ def build_scorer(
         try:
             target, options = target(**options), {}
         except Exception as error:  # as above
-            raise NoScorer(f"cannot be built with the options {options!r:.200}: {_words(error)}") from error
+            raise NoScorer(f"cannot be built with the options {options!r:.200}: {words_of(error)}") from error
     if not callable(target):
         raise NoScorer("cannot be called: it must be a function, or a class with __call__(self, sample)")
     return adapted(target, options, prompt_column, prompt_template)
@@ -73,7 +73,7 @@ def answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Samp
         except MemoryError:
             value = MemoryError  # the traceback holds what ate the memory: leave this block before saying anything
         except Exception as error:  # the contract: any exception fails the sample, and the sample's owner is told
-            return Failed("raised", f"scorer {part.scorer} raised {_words(error)}")
+            return Failed("raised", f"scorer {part.scorer} raised {words_of(error)}")
         if value is MemoryError:
             return Failed("memory", f"scorer {part.scorer} ran out of memory")
         reward = _finite(value)
@@ -118,36 +118,6 @@ def _shown(value: Any) -> str:
     return f"{value!r:.60}" if isinstance(value, float | str | None) else f"a {type(value).__name__}"
 
 
-def _words(error: Exception) -> str:
-    try:
-        text = str(error)
-    except Exception:  # a broken __str__ must not hide the error itself
-        text = "(its text cannot be shown)"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    return f"{type(error).__name__}: {text[:MAX_TEXT]}{place}".encode(errors="replace").decode()
-
-
-def private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The parent's two pipes, moved out of the scorer's reach: its prints go to stderr and its `input()` finds nothing."""
-    requests, replies = os.dup(0), os.dup(1)  # not inheritable by what the scorer runs
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
-
-
-def _receive(requests: BinaryIO, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[bytes, Message] | None:
-    """The next message and its token, None at the end of the pipe."""
-    head = requests.read(TOKEN_BYTES + 4)
-    if len(head) < TOKEN_BYTES + 4:
-        return None
-    return head[:TOKEN_BYTES], decoder.decode(requests.read(int.from_bytes(head[TOKEN_BYTES:], "big")))
-
-
 def main() -> None:
     """`python -m asyncflow.rewards.worker PARENT_PID`."""
     die_with_parent(int(sys.argv[1]))
@@ -157,7 +127,7 @@ def main() -> None:
         replies.write(token + frame(reply))
         replies.flush()
 
-    first = _receive(requests, msgspec.msgpack.Decoder(Setup))
+    first = receive(requests, msgspec.msgpack.Decoder(Setup))
     if first is None:
         return
     token, setup = first
@@ -180,10 +150,10 @@ def main() -> None:
     pipes = requests.fileno(), replies.fileno()
     own = children()  # what building the scorers has started
     samples = msgspec.msgpack.Decoder(Sample)
-    while (asked := _receive(requests, samples)) is not None:
+    while (asked := receive(requests, samples)) is not None:
         token, sample = asked
         work = functools.partial(answer, scorers, setup.parts, sample)
-        send(token, work() if is_stateless else in_child(work, setup.limits, who, pipes, own))
+        send(token, work() if is_stateless else in_child(work, Scored, setup.limits, who, pipes, own))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from asyncflow.loops.samples import SELECT_TASK, UPDATE_TASK, VALUES_TASK, Shape
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
-from asyncflow.rewards.messages import RewardLimits
-from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.rewards.pool import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
+from asyncflow.sandbox.frames import ProcessLimits
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.sampler.checks import check_sampler
 from asyncflow.transfer_queue.schema import Schema
@@ -329,7 +329,7 @@ def reward_pool(config: Config, name: str, on_scored: Callable[[float], None] = 
     ]
     return RewardPool(
         parts,
-        RewardLimits(reward.deadline_seconds, reward.memory_bytes, reward.output_bytes),
+        ProcessLimits(reward.deadline_seconds, reward.memory_bytes, reward.output_bytes),
         num_workers=reward.num_workers,
         name=name,
         prompt_column=config.data.prompt_column,

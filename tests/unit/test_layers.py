@@ -72,7 +72,7 @@ def test_no_text_is_evaluated_outside_of_reward_processes() -> None:
     assert calls == []
     assert evaluating and all(re.fullmatch(r"rewards/maths\w*\.py", name) for name in evaluating)
     elsewhere = {(name, text) for name, text in of_processes if not re.fullmatch(r"rewards/maths\w*\.py", name)}
-    assert elsewhere == {("rewards/__init__.py", REWARDS["maths"]), ("rewards/sandbox.py", "asyncflow.rewards.worker")}
+    assert elsewhere == {("rewards/__init__.py", REWARDS["maths"]), ("rewards/pool.py", "asyncflow.rewards.worker")}
     assert [*said(ast.parse("import sympy as s\nfrom asyncflow.rewards import maths\n'not this'\nf('math_verify')"))] == [
         "sympy", "asyncflow.rewards.maths", "math_verify",
     ]  # fmt: skip

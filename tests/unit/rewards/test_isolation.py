@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncflow.rewards import REWARDS, process_limits
+from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score, weighted
-from asyncflow.rewards.messages import RewardLimits
-from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.scorings import with_fallback
+from asyncflow.sandbox import limits
+from asyncflow.sandbox.frames import ProcessLimits
 from tests.patience import patience
 from tests.processes import below, is_alive, words_of
 
@@ -141,7 +142,7 @@ async def open_pool(tmp_path: Path) -> AsyncIterator[Open]:
         named = [RewardPart(p.name, path.get(p.scorer, p.scorer.replace("GRADER", str(file))), p.options, p.weight) for p in named]
         pool = RewardPool(
             named,
-            RewardLimits(seconds, 256 << 20, 10_000),
+            ProcessLimits(seconds, 256 << 20, 10_000),
             num_workers=workers,
             name="test",
             **(data or {}),
@@ -235,7 +236,7 @@ def helpers(pid: int) -> list[str]:
 @pytest.mark.skipif(not os.path.exists(f"/proc/self/task/{os.getpid()}/children"), reason="this kernel does not tell of children")
 async def test_a_daemon_that_a_sample_has_started_ends_with_it(open_pool: Open, tmp_path: Path) -> None:
     pool = await open_pool("runs_it")
-    (worker,) = pool._workers
+    (worker,) = pool._processes._living
     assert (await pool.score(sample(DAEMON.format(place=str(tmp_path)), answer="9"))).reward == 3.0
     assert not any(psutil.pid_exists(int(pid)) for pid in (tmp_path / "daemon").read_text().split())
     assert worker.is_alive and not helpers(worker.pid)
@@ -244,21 +245,21 @@ async def test_a_daemon_that_a_sample_has_started_ends_with_it(open_pool: Open, 
 
 @pytest.mark.skipif(not os.path.exists(f"/proc/self/task/{os.getpid()}/children"), reason="this kernel does not tell of children")
 def test_what_cannot_be_killed_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    spared = process_limits.children()
+    spared = limits.children()
     with subprocess.Popen(["sleep", "60"]) as child:
         with monkeypatch.context() as patch:
-            patch.setattr(process_limits, "END_SECONDS", 0.05)
-            patch.setattr(process_limits.os, "kill", lambda pid, signal: None)
-            with pytest.raises(TimeoutError, match=r"^1 processes that a scorer has started are still there"):
-                process_limits.end_children(spared)
-        process_limits.end_children(spared)
+            patch.setattr(limits, "END_SECONDS", 0.05)
+            patch.setattr(limits.os, "kill", lambda pid, signal: None)
+            with pytest.raises(TimeoutError, match=r"^1 processes that were started there are still there"):
+                limits.end_children(spared)
+        limits.end_children(spared)
         assert not psutil.pid_exists(child.pid)
-    assert process_limits.children() - spared == set()
+    assert limits.children() - spared == set()
 
 
 async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> None:
     pool = await open_pool("Helped")
-    (worker,) = pool._workers
+    (worker,) = pool._processes._living
     for _ in range(3):
         assert (await pool.score(sample("#"))).reward == 1.0
         assert helpers(worker.pid) == ["cat"]
@@ -266,7 +267,7 @@ async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> N
 
 async def test_scorers_of_our_own_without_state_need_no_fork_and_are_killed_in_time(open_pool: Open) -> None:
     pool = await open_pool(RewardPart("slow", "regex", {"pattern": "(a+)+$"}), seconds=0.5)
-    (worker,) = pool._workers
+    (worker,) = pool._processes._living
     assert worker.grace_seconds == 0.0 and (await pool.score(sample("aaaa"))).reward == 1.0
     start = time.monotonic()
     assert await kind(pool, "a" * 60 + "b") == "timeout"  # catastrophic backtracking, in C, with the interpreter lock
@@ -457,7 +458,7 @@ async def test_a_value_on_failure_is_given_after_so_many_attempts_and_not_for_wh
 
 async def test_nothing_is_left_open_after_many_samples(open_pool: Open) -> None:
     pool = await open_pool("keeps_state")
-    (worker,) = pool._workers
+    (worker,) = pool._processes._living
     descriptors = f"/proc/{worker.pid}/fd"
     if not os.path.isdir(descriptors):
         pytest.skip("there is no /proc here")

@@ -17,8 +17,10 @@ import pytest
 from asyncflow.cluster.fork_server import TITLE
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample
-from asyncflow.rewards.messages import TOKEN_BYTES, RewardLimits, Scored, frame
-from asyncflow.rewards.sandbox import RewardPool, Worker
+from asyncflow.rewards.messages import Scored
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.sandbox.frames import TOKEN_BYTES, ProcessLimits, frame
+from asyncflow.sandbox.process import SandboxProcess
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
 from tests.processes import below, is_alive, name_of, words_of
@@ -68,7 +70,8 @@ class Score:
         time.sleep(60)
     def do_forge(self, rest):  # an answer in its worker's own pipe, which the true one follows later
         import fcntl, stat
-        from asyncflow.rewards.messages import Scored, frame
+        from asyncflow.rewards.messages import Scored
+        from asyncflow.sandbox.frames import frame
         above = sys._getframe()
         while "token" not in above.f_locals: above = above.f_back
         for fd in os.listdir(f"/proc/{os.getppid()}/fd"):
@@ -136,7 +139,7 @@ async def open_pool(scorer_file: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     async def open_pool(seconds: float = DEADLINE_SECONDS, workers: int = 1, path: str = "", **options: Any) -> Pool:
         pool = Pool(
             [RewardPart("test", path or f"{scorer_file}:Score", options)],
-            RewardLimits(seconds, MEMORY_BYTES, start_seconds=120.0),
+            ProcessLimits(seconds, MEMORY_BYTES, start_seconds=120.0),
             num_workers=workers,
             name="test",
         )
@@ -297,9 +300,8 @@ async def test_a_sample_that_forges_an_answer_gives_it_to_no_other(open_pool: Op
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 async def test_answers_that_are_read_together_are_told_apart(piece: int) -> None:
-    worker, mine = Worker(), b"n" * TOKEN_BYTES
-    reply = worker._reply = asyncio.get_running_loop().create_future()
-    worker._token = mine
+    worker, mine = SandboxProcess(Scored, "worker"), b"n" * TOKEN_BYTES
+    reply = worker._asked[mine] = asyncio.get_running_loop().create_future()
     sent = b"o" * TOKEN_BYTES + frame(Scored(3.0, [3.0])) + mine + frame(Scored(1.0, [1.0]))
     for start in range(0, len(sent), piece):
         worker.pipe_data_received(1, sent[start : start + piece])
@@ -348,7 +350,7 @@ async def test_a_cancelled_call_leaves_its_answer_to_nobody(open_pool: Open, tmp
 async def test_a_worker_that_died_while_idle_costs_no_sample(open_pool: Open) -> None:
     pool = await open_pool()
     pid = int(await pool.score(sample("worker")))
-    (worker,) = pool._workers
+    (worker,) = pool._processes._living
     os.kill(pid, signal.SIGKILL)
     await asyncio.wait_for(asyncio.shield(worker.ended), DEADLINE_SECONDS)
     assert await pool.score(sample("number 3")) == 3.0
@@ -360,7 +362,7 @@ async def test_workers_import_no_torch(open_pool: Open) -> None:
         await open_pool(path=path)
     pool = await open_pool()
     assert await pool.score(sample("torch")) == 0.0
-    heavy = "import sys, asyncflow.rewards.sandbox, asyncflow.rewards.final_answer; sys.exit('torch' in sys.modules)"
+    heavy = "import sys, asyncflow.rewards.pool, asyncflow.rewards.final_answer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", heavy], timeout=patience(60), check=False).returncode == 0
 
 
@@ -384,7 +386,7 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
     path = path.format(file=scorer_file, exits=tmp_path / "exits.py", hangs=tmp_path / "hangs.py")
     seconds = 0.3 if "hangs" in path else 20.0
     parts = [RewardPart("test", path, options)]
-    pool = RewardPool(parts, RewardLimits(1, MEMORY_BYTES, start_seconds=seconds), num_workers=2, name="test")
+    pool = RewardPool(parts, ProcessLimits(1, MEMORY_BYTES, start_seconds=seconds), num_workers=2, name="test")
     with pytest.raises(UserError, match=words) as caught:
         await pool.start()
     assert "\n" not in str(caught.value) and path in str(caught.value)
@@ -396,13 +398,13 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
 @pytest.mark.parametrize("path", ["final_answer", ":Name", "module:", ""])
 def test_a_path_without_a_name_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=r"package\.module:Name"):
-        RewardPool([RewardPart("test", path)], RewardLimits(1, MEMORY_BYTES), num_workers=1, name="test")
+        RewardPool([RewardPart("test", path)], ProcessLimits(1, MEMORY_BYTES), num_workers=1, name="test")
 
 
 async def test_a_scorer_that_is_gone_ends_the_pool_for_all_who_wait(
     open_pool: Open, scorer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncflow.rewards.sandbox.RESTART_PAUSES_SECONDS", (0.01,))
+    monkeypatch.setattr("asyncflow.sandbox.process.RESTART_PAUSES_SECONDS", (0.01,))
     pool = await open_pool()
     scorer_file.unlink()
     async with asyncio.timeout(patience(60)):
@@ -431,12 +433,12 @@ async def test_close_leaves_no_process_and_nobody_waiting(open_pool: Open) -> No
 PARENT = """
 import asyncio, json, sys
 from asyncflow.rewards.base import RewardPart, Sample
-from asyncflow.rewards.messages import RewardLimits
-from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.rewards.pool import RewardPool
+from asyncflow.sandbox.frames import ProcessLimits
 
 async def main(path, responses):
     parts = [RewardPart("test", path)]
-    pool = RewardPool(parts, RewardLimits(60, 1 << 28), num_workers=len(responses), name="orphan")
+    pool = RewardPool(parts, ProcessLimits(60, 1 << 28), num_workers=len(responses), name="orphan")
     await pool.start()
     await asyncio.gather(*(pool.score(Sample(prompt="", response=r, example={}, is_finished=True)) for r in responses))
 

@@ -1,5 +1,5 @@
-"""Limits of reward processes: what they may use, and when they end. Linux enforces all of it; elsewhere the guard and the deadline
-remain."""
+"""Limits of processes that run code of the user's: what they may use, and when they end. Linux enforces all of it; elsewhere the
+guard and the deadline remain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Set
 from pathlib import Path
 
-END_SECONDS = 2.0  # SIGKILL to the end of all that a sample has left
+END_SECONDS = 2.0  # SIGKILL to the end of all that a piece of work has left
 LOOK_AGAIN_SECONDS = 0.001
 
 _PR_SET_PDEATHSIG = 1
@@ -58,7 +58,7 @@ def end_children(spared: Set[int]) -> None:
     deadline = time.monotonic() + END_SECONDS
     while left := children() - spared:
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"{len(left)} processes that a scorer has started are still there {END_SECONDS:g} s after SIGKILL")
+            raise TimeoutError(f"{len(left)} processes that were started there are still there {END_SECONDS:g} s after SIGKILL")
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

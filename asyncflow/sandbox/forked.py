@@ -1,10 +1,10 @@
-"""One sample in a process of its own: a fork of the one that the scorers were built in, which ends with the sample.
+"""One piece of work in a process of its own: a fork of the one in which the user's code was built, which ends with the work.
 
-consumes: a sample
+consumes: work, such as scoring a sample
 waits for: the child's answer, at most `deadline_seconds`
 is unblocked by: the answer, the child's end, too much of output, or the deadline
 
-Whatever scoring did, to modules, to globals, to a cache, is gone with the child. So are its temporary files, and processes that it
+Whatever the work did, to modules, to globals, to a cache, is gone with the child. So are its temporary files, and processes that it
 started: the child has a process group of its own, and who left that becomes a child of this process when its parent ends. What the
 child prints is kept here, the end of it, as its last words.
 """
@@ -19,25 +19,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Set
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from asyncflow.rewards.messages import Failed, Reply, RewardLimits, Scored, frame
-from asyncflow.rewards.process_limits import die_with_parent, end_children, limit_memory, limit_output
+from asyncflow.sandbox.frames import Failed, ProcessLimits, frame
+from asyncflow.sandbox.limits import die_with_parent, end_children, limit_memory, limit_output
 
 LAST_WORDS_BYTES: Final = 4096
 MAX_ANSWER_BYTES: Final = 1 << 20
 LOOK_AGAIN_SECONDS: Final = 0.02  # for the child's end, where the kernel does not tell of it
 
-_decoder = msgspec.msgpack.Decoder(Scored | Failed)
+Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 def in_child(
-    work: Callable[[], Reply], limits: RewardLimits, who: str, not_for_child: tuple[int, ...], spared: Set[int] = frozenset()
-) -> Reply:
-    """Reply of `work`, called in a fork of this process. `not_for_child`: file descriptors that the child does not get. `spared`:
-    children of this process that live on; all others are killed at the end. Raises `TimeoutError` if some cannot be."""
+    work: Callable[[], Reply | Failed],
+    reply_type: type[Reply],
+    limits: ProcessLimits,
+    who: str,
+    not_for_child: tuple[int, ...] = (),
+    spared: Set[int] = frozenset(),
+) -> Reply | Failed:
+    """Reply of `work`, called in a fork of this process, or why there is none.
+
+    `not_for_child`: file descriptors that the child does not get. `spared`: children of this process that live on; all others are
+    killed at the end. Raises `TimeoutError` if some cannot be."""
     answers, answer = os.pipe()
     words, word = os.pipe()
     own = os.getpid()
@@ -46,12 +53,12 @@ def in_child(
         if child == 0:
             for descriptor in (answers, words, *not_for_child):
                 os.close(descriptor)
-            _score(work, limits, own, answer, word, folder)
+            _work(work, limits, own, answer, word, folder)
         os.close(answer)
         os.close(word)
         with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: whoever comes first
             os.setpgid(child, child)
-        watch = _Watch(child, answers, words, limits, who)
+        watch = _Watch(child, answers, words, reply_type, limits, who)
         try:
             return watch.reply()
         finally:
@@ -59,7 +66,7 @@ def in_child(
             end_children(spared)
 
 
-def _score(work: Callable[[], Reply], limits: RewardLimits, parent: int, answer: int, word: int, folder: str) -> None:
+def _work(work: Callable[[], msgspec.Struct], limits: ProcessLimits, parent: int, answer: int, word: int, folder: str) -> None:
     """The child. It never returns: what comes after the fork is its parent's to do."""
     status = 1
     try:
@@ -72,7 +79,7 @@ def _score(work: Callable[[], Reply], limits: RewardLimits, parent: int, answer:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         own = os.getpid()
         reply = frame(work())
-        if os.getpid() == own:  # else it is a child that the scorer forked and that came back: the answer is not its to give
+        if os.getpid() == own:  # else it is a child that the work forked and that came back: the answer is not its to give
             while reply:
                 reply = reply[os.write(answer, reply) :]
         status = 0
@@ -85,10 +92,11 @@ def _score(work: Callable[[], Reply], limits: RewardLimits, parent: int, answer:
         os._exit(status & 0xFF)
 
 
-class _Watch:
+class _Watch(Generic[Reply]):
     """The parent's view of a child."""
 
-    def __init__(self, child: int, answers: int, words: int, limits: RewardLimits, who: str) -> None:
+    def __init__(self, child: int, answers: int, words: int, reply_type: type[Reply], limits: ProcessLimits, who: str) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Reply | Failed] = msgspec.msgpack.Decoder(reply_type | Failed)
         self._child, self._answers, self._words = child, answers, words
         self._limits, self._who = limits, who
         self._deadline = time.monotonic() + limits.deadline_seconds
@@ -101,7 +109,7 @@ class _Watch:
             if descriptor is not None:
                 self._poll.register(descriptor, select.POLLIN)
 
-    def reply(self) -> Reply:
+    def reply(self) -> Reply | Failed:
         """The child's answer, or why there is none."""
         while True:
             has_ended = self._wait()
@@ -109,7 +117,7 @@ class _Watch:
             is_whole = self._read_answer()
             if is_whole:
                 with contextlib.suppress(msgspec.DecodeError):
-                    return _decoder.decode(memoryview(self._received)[4:])
+                    return self._decoder.decode(memoryview(self._received)[4:])
             if is_whole or len(self._received) > MAX_ANSWER_BYTES:
                 return self._failed("invalid", "sent what is no answer")
             if self._printed > self._limits.output_bytes:

@@ -1,10 +1,10 @@
-"""Kills the sessions of the reward workers when the process that owns them is gone, however it went.
+"""Kills the sessions of sandboxed processes when the process that owns them is gone, however it went.
 
 consumes: lines on stdin, `+1234` for a session that lives and `-1234` for one that is gone
 waits for: the next line (without end, on purpose: its whole work is to outlive its parent)
 is unblocked by: the owner, or the end of stdin, which the kernel brings about when the owner dies
 
-A worker dies with its parent by itself (`worker.die_with_parent`), but processes that a scorer started do not, and a scorer stuck
+A process dies with its parent by itself (`limits.die_with_parent`), but processes that it started do not, and code stuck
 in C code that holds the interpreter lock cannot look after them. Run by path with `-I -S`: only the standard library.
 """
 
@@ -28,7 +28,8 @@ def main() -> None:
 def kill_sessions(sessions: set[int]) -> None:
     """SIGKILL to all processes of sessions, each named by its leader, who need not live any more.
 
-    Every sample has a process group of its own in its worker's session. Where /proc does not tell them, only the leader's is ended.
+    Every piece of work has a process group of its own in its process's session. Where /proc does not tell
+    them, only the leader's is ended.
     """
     for session in sessions:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,0 +1,47 @@
+"""Messages between the owner of a process and the process: a 4-byte big-endian length and a msgpack message.
+
+Before each goes a token: a question's is drawn at random, and its answer has the same. Code that gets hold of the pipe can so
+answer the questions that it was asked, but no other.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_FRAME_BYTES = 1 << 28
+TOKEN_BYTES = 8
+
+
+class ProcessLimits(msgspec.Struct, frozen=True):
+    """Limits of a process that runs code of the user's."""
+
+    deadline_seconds: float
+    """For one answer, from the moment the question is taken up."""
+    memory_bytes: int
+    """Address space that answering may add to what the process has when all is built."""
+    output_bytes: int = 1 << 20
+    """Bytes that answering may print, and write to a file."""
+    start_seconds: float = 60.0
+    """For importing and building."""
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """Something of the user's cannot be imported or built; `message` follows its name."""
+
+    name: str
+    message: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """No answer. `kind` is one of raised, timeout, exited, memory, output, invalid."""
+
+    kind: str
+    message: str
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """The message as it goes over a pipe. Raises `ValueError` if it is too large for one frame."""
+    payload = msgspec.msgpack.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(payload)} bytes does not fit a frame of {MAX_FRAME_BYTES}")
+    return len(payload).to_bytes(4, "big") + payload

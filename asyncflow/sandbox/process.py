@@ -1,0 +1,238 @@
+"""The owner's end of processes that can be killed.
+
+consumes: questions, each with a deadline
+waits for: the answer
+is unblocked by: the answer, the process's end, or the deadline
+
+A process is ended by SIGKILL, with everything in its session; what it started outside of that is its own to end (`forked.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from asyncflow.sandbox import guard
+from asyncflow.sandbox.frames import MAX_FRAME_BYTES, TOKEN_BYTES
+from asyncflow.types import RunError, UserError
+
+LAST_WORDS_BYTES = 4096
+DRAIN_SECONDS = 0.2  # for the pipes of a process that has ended: somebody outside its group may hold them open
+KILL_SECONDS = 5.0  # SIGKILL to the end of the process; longer only if the kernel is stuck
+RESTART_PAUSES_SECONDS = (0.5, 2.0)
+
+
+class ProcessEnded(Exception):
+    """The process ended before it answered."""
+
+
+class SandboxProcess(asyncio.SubprocessProtocol):
+    """The owner's end of one process. Several questions may be under way; an answer finds its question by the token."""
+
+    def __init__(self, replies: Any, what: str) -> None:
+        """`replies`: the union of the answers' types. `what` the process is called in messages."""
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[int] = loop.create_future()  # the exit status, minus the signal's number if one ended it
+        self._decoder, self._what = msgspec.msgpack.Decoder(replies), what
+        self._asked: dict[bytes, asyncio.Future[Any]] = {}  # by token
+        self._received = bytearray()
+        self._last_words = bytearray()
+        self._open_pipes = {1, 2}
+        self._exited = False
+        self.is_garbled = False  # sent what is no answer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._process = cast(asyncio.SubprocessTransport, transport)
+        self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
+        self.pid = self._process.get_pid()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._exited
+
+    @property
+    def last_words(self) -> str:
+        """Text that the process printed since it was last asked, at most 4 KiB, ready to be appended to a message."""
+        text = self._last_words.decode(errors="replace").strip()
+        return f"; its last words: {text}" if text else ""
+
+    @property
+    def last_line(self) -> str:
+        """The end of the last words, for a message of one sentence."""
+        lines = self._last_words.decode(errors="replace").strip().splitlines()
+        return f"; its last words: {lines[-1]:.300}" if lines else ""
+
+    @property
+    def end(self) -> str:
+        """End of the process, in words."""
+        status = self.ended.result()
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+    @property
+    def kind_of_end(self) -> str:
+        """`memory` or `exited`. Nobody here kills a process that may still answer, so a SIGKILL is the kernel's, and its reason is
+        memory."""
+        return "memory" if self.ended.result() == -signal.SIGKILL and not self.is_garbled else "exited"
+
+    async def ask(self, question: bytes, seconds: float) -> Any:
+        """Send a frame and wait for the answer. Raises `TimeoutError`, or `ProcessEnded` if the process ends first."""
+        loop = asyncio.get_running_loop()
+        if self._exited:
+            await asyncio.shield(self.ended)
+            raise ProcessEnded
+        if not self._asked:
+            self._last_words.clear()
+        reply, token = loop.create_future(), os.urandom(TOKEN_BYTES)
+        self._asked[token] = reply
+        self._stdin.write(token + question)
+        # A timer, not asyncio.timeout: an answer that came in time counts even where this loop was too busy to look.
+        timer = loop.call_later(seconds, _settle, reply, TimeoutError())
+        try:
+            return await reply
+        finally:
+            timer.cancel()
+            del self._asked[token]
+
+    async def kill(self) -> None:
+        """SIGKILL the process group and wait for the end. Raises `RunError` if the kernel does not deliver."""
+        if not self._exited:  # an id that is free again may name a stranger
+            self._kill_all()
+        try:
+            async with asyncio.timeout(KILL_SECONDS):
+                await asyncio.shield(self.ended)
+        except TimeoutError as error:
+            raise RunError(f"{self._what} {self.pid} is still there {KILL_SECONDS:g} s after SIGKILL") from error
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._last_words += data
+            del self._last_words[:-LAST_WORDS_BYTES]
+            return
+        self._received += data
+        head = TOKEN_BYTES + 4
+        while len(self._received) >= head:
+            end = head + min(int.from_bytes(self._received[TOKEN_BYTES:head], "big"), MAX_FRAME_BYTES)
+            if len(self._received) < end:
+                return
+            token = bytes(self._received[:TOKEN_BYTES])
+            try:
+                reply = self._decoder.decode(self._received[head:end])
+            except msgspec.DecodeError:  # only code that wrote into pipes it was not given can bring this about
+                self.is_garbled = True
+                self._kill_all()
+                return
+            del self._received[:end]
+            if token in self._asked:  # else the answer of a question before, which had given itself one
+                _settle(self._asked[token], reply)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open_pipes.discard(fd)
+        if self._exited and not self._open_pipes:
+            self._finish()
+
+    def process_exited(self) -> None:
+        self._exited = True
+        self._kill_all()  # what was started there and left behind
+        if self._open_pipes:
+            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._finish)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.ended.done():
+            return
+        status = self._process.get_returncode()
+        assert status is not None, "the event loop reported an end without a status"
+        self.ended.set_result(status)
+        self._process.close()
+        for reply in self._asked.values():
+            _settle(reply, ProcessEnded())
+
+    def _kill_all(self) -> None:
+        # The process leads its own session, so its id names that, also after its own end while others are left in it.
+        guard.kill_sessions({self.pid})
+
+
+def _settle(reply: asyncio.Future[Any], outcome: Any) -> None:
+    if reply.done():
+        return
+    if isinstance(outcome, Exception):
+        reply.set_exception(outcome)
+    else:
+        reply.set_result(outcome)
+
+
+class SandboxProcesses:
+    """Processes of one kind, and the guard that outlives their owner."""
+
+    def __init__(self, module: str, setup: bytes, replies: Any, *, what: str, who: str, built: str, start_seconds: float) -> None:
+        """`module`: run with the owner's process id as argument; its first question is `setup`. In messages a process is called
+        `what`, the user's code in it `who`, and `built` is what is built there."""
+        self._command = (sys.executable, "-u", "-m", module, str(os.getpid()))
+        self._setup, self._replies, self._start_seconds = setup, replies, start_seconds
+        self._what, self._who, self._built = what, who, built
+        self._guard: asyncio.subprocess.Process | None = None
+        self._living: set[SandboxProcess] = set()
+
+    async def start_guard(self) -> None:
+        """Start the guard, before any process."""
+        self._guard = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", guard.__file__, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+
+    async def spawn(self) -> tuple[SandboxProcess, Any]:
+        """A new process and its answer to the setup. Raises `UserError`, with no process left, if there was none in time."""
+        loop = asyncio.get_running_loop()
+        _, process = await loop.subprocess_exec(
+            lambda: SandboxProcess(self._replies, self._what), *self._command, start_new_session=True
+        )
+        self._living.add(process)
+        self._tell_guard(f"+{process.pid}\n")
+        try:
+            return process, await process.ask(self._setup, self._start_seconds)
+        except TimeoutError:
+            await self.remove(process)
+            late = f"was not imported and built within {self._start_seconds:g} s"
+            raise UserError(f"{self._who} {late}{process.last_line}") from None
+        except ProcessEnded:
+            await self.remove(process)
+            ended = f"its process {process.end} before the {self._built} was built"
+            raise UserError(f"{self._who}: {ended}{process.last_line}") from None
+
+    async def remove(self, process: SandboxProcess) -> None:
+        """Kill a process, and forget it."""
+        await process.kill()
+        self._living.discard(process)
+        self._tell_guard(f"-{process.pid}\n")
+
+    async def close(self) -> None:
+        """Kill all processes and wait for their end, and the guard's. Raises `RunError` if the kernel does not deliver."""
+        await asyncio.gather(*(self.remove(process) for process in list(self._living)))
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            try:
+                async with asyncio.timeout(KILL_SECONDS):
+                    await self._guard.wait()
+            except TimeoutError as error:
+                raise RunError(f"guard {self._guard.pid} of {self._who} does not end") from error
+            self._guard = None
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.write(line.encode())
+
+
+async def patiently(spawn: Callable[[], Any]) -> Any:
+    """What `spawn` gives. A start that fails is tried again: a machine may be short for a moment."""
+    for pause in RESTART_PAUSES_SECONDS:
+        try:
+            return await spawn()
+        except (UserError, OSError):
+            await asyncio.sleep(pause)
+    return await spawn()
