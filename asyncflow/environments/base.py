@@ -50,7 +50,7 @@ class Action(str):
         return action
 
 
-class Outcome(NamedTuple):
+class TurnResult(NamedTuple):
     """Result of a step. `words`: None where nothing is to be said. `reward`: None where this turn has none. `done`: the episode
     ends. `info`: JSON values; `tool_calls` and `tool_failures` are counted in the metrics."""
 
@@ -85,12 +85,32 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, action: Action) -> Outcome | tuple[Any, ...] | Awaitable[Outcome | tuple[Any, ...]]:
-        """Answer to a turn: an `Outcome`, or a tuple of its four fields."""
+    def step(self, action: Action) -> TurnResult | tuple[Any, ...] | Awaitable[TurnResult | tuple[Any, ...]]:
+        """Answer to a turn: an `TurnResult`, or a tuple of its four fields."""
         ...
 
     def close(self) -> Awaitable[None] | None:
         """End, whether the episode is done or not."""
+        ...
+
+
+class Episode(Protocol):
+    """One episode, as `produce` sees it."""
+
+    async def step(self, action: Action) -> TurnResult:
+        """The environment's answer to a turn. Raises `EnvironmentFailure`."""
+        ...
+
+    def end(self) -> None:
+        """The episode has ended, or is not wanted any more. Returns at once."""
+        ...
+
+
+class Environments(Protocol):
+    """Source of episodes: processes (pool.py), or a simulation's."""
+
+    async def begin(self, example: Mapping[str, Any], seed: int) -> tuple[Episode, Opening | None]:
+        """An episode, and its first observation; waits for room. Raises `EnvironmentFailure`."""
         ...
 
 

@@ -46,6 +46,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._open_pipes = {1, 2}
         self._exited = False
         self.is_garbled = False  # sent what is no answer
+        self.is_replaced = False  # by its owner, which has another in its place
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast(asyncio.SubprocessTransport, transport)

@@ -267,8 +267,8 @@ async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> N
 
 async def test_scorers_of_our_own_without_state_need_no_fork_and_are_killed_in_time(open_pool: Open) -> None:
     pool = await open_pool(RewardPart("slow", "regex", {"pattern": "(a+)+$"}), seconds=0.5)
-    (worker,) = pool._processes._living
-    assert worker.grace_seconds == 0.0 and (await pool.score(sample("aaaa"))).reward == 1.0
+    (idle,) = pool._idle
+    assert idle.grace_seconds == 0.0 and (await pool.score(sample("aaaa"))).reward == 1.0
     start = time.monotonic()
     assert await kind(pool, "a" * 60 + "b") == "timeout"  # catastrophic backtracking, in C, with the interpreter lock
     assert time.monotonic() - start < patience(30.0), "backtracking would take years"

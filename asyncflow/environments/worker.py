@@ -1,0 +1,250 @@
+"""The process of an environment: builds it, then plays episodes until its stdin ends.
+
+consumes: frames on stdin, first an `EnvironmentSetup`, then questions about episodes; each gets one frame on stdout
+waits for: the next frame (without end: the owner holds the deadline of each answer)
+is unblocked by: the owner's next frame, or the end of stdin when the owner closes or dies
+
+    one episode at a time     environment, built once --fork--> a child: one episode; it and what it started are killed at its end
+    several at once           an instance for each, coroutines side by side; plain functions in threads
+
+A child that dies takes this process with it: the owner learns of the status, and starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from asyncflow.environments.base import Action, Opening
+from asyncflow.environments.messages import (
+    CloseEpisode,
+    EnvironmentReady,
+    EnvironmentSetup,
+    EpisodeClosed,
+    EpisodeOpened,
+    EpisodeStepped,
+    Question,
+    Reply,
+    ResetEpisode,
+    StepEpisode,
+)
+from asyncflow.sandbox.child import private_pipes, receive, words_of
+from asyncflow.sandbox.frames import Broken, Failed, frame
+from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, end_children, limit_memory, limit_output
+from asyncflow.user_file import import_file
+
+Build = Callable[[], Any]
+Send = Callable[[bytes, Reply], None]
+
+
+class NotAnAnswer(Exception):
+    """What an environment returned and must not."""
+
+
+def load(path: str, options: Mapping[str, Any]) -> Build:
+    """Function that builds the environment at `package.module:Name` or `/path/file.py:Name`. Raises `ImportError` and whatever the
+    user's file raises."""
+    place, _, name = path.rpartition(":")
+    module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if (target := getattr(module, name, None)) is None:
+        raise ImportError(f"{place} has no {name!r}")
+    return lambda: target(**options)
+
+
+def opened(returned: Any) -> EpisodeOpened:
+    """What `reset` returned, as a message. Raises `NotAnAnswer`."""
+    if isinstance(returned, Opening):
+        return EpisodeOpened(_words(returned.words), list(returned.tools))
+    return EpisodeOpened(_words(returned), [])
+
+
+def stepped(returned: Any) -> EpisodeStepped:
+    """What `step` returned, as a message. Raises `NotAnAnswer`."""
+    try:
+        words, reward, done, facts = returned
+    except (TypeError, ValueError):
+        raise NotAnAnswer(f"step returned {returned!r:.100}, not (observation, reward, done, info)") from None
+    if reward is not None:
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise NotAnAnswer("step returned a reward that is no finite number")
+    return EpisodeStepped(_words(words), reward, bool(done), dict(facts or {}))
+
+
+def _words(words: Any) -> str | list[dict[str, Any]] | None:
+    if words is None or isinstance(words, str):
+        return words
+    if isinstance(words, list | tuple) and all(isinstance(message, Mapping) for message in words):
+        return [dict(message) for message in words]
+    raise NotAnAnswer(f"an observation must be text or a list of messages, not {words!r:.100}")
+
+
+class Player:
+    """The episodes of this process."""
+
+    def __init__(self, build: Build, path: str, pool: ThreadPoolExecutor | None = None) -> None:
+        """`pool`: threads in which plain functions run; None: they are called where they are."""
+        self._build, self._path, self._pool = build, path, pool
+        self._playing: dict[int, Any] = {}  # by the episode's number
+
+    async def answer(self, question: Question) -> Reply:
+        """Ask the environment; whatever it does short of ending the process becomes an answer."""
+        try:
+            reply = await self._ask(question)
+            frame(reply)  # what cannot be written is a failure of the row's too
+            return reply
+        except MemoryError:
+            kind, what = "memory", "ran out of memory"
+        except (NotAnAnswer, msgspec.ValidationError) as error:
+            kind, what = "invalid", str(error)
+        except Exception as error:  # the contract: any exception fails the row, and its owner is told
+            kind, what = "raised", f"raised {words_of(error)}"
+        return Failed(kind, f"environment {self._path}: {what}")
+
+    async def _ask(self, question: Question) -> Reply:
+        playing = self._playing
+        match question:
+            case ResetEpisode():
+                environment = playing[question.episode] = self._build()
+                return opened(await self._call(environment.reset, question.example, question.seed))
+            case StepEpisode():
+                action = Action(question.text, question.is_finished, question.token_ids)
+                return stepped(await self._call(playing[question.episode].step, action))
+            case CloseEpisode():
+                environment = playing.pop(question.episode, None)
+                if hasattr(environment, "close"):
+                    await self._call(environment.close)
+                return EpisodeClosed()
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._pool is None or inspect.iscoroutinefunction(function):
+            returned = function(*arguments)
+        else:
+            returned = await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        return await returned if inspect.isawaitable(returned) else returned
+
+
+def serve_one_by_one(environment: Any, setup: EnvironmentSetup, requests: BinaryIO, send: Send) -> None:
+    """Episodes one after another, each in a fork of this process, which ends as its child does where that does not end well."""
+    spared, questions = children(), msgspec.msgpack.Decoder(Question)
+    while (asked := receive(requests, questions)) is not None:
+        child = os.fork()
+        if child == 0:
+            _in_fork(environment, setup, asked, requests, send)
+        _, status = os.waitpid(child, 0)
+        end_children(spared)
+        if os.WIFSIGNALED(status):
+            if (number := os.WTERMSIG(status)) != signal.SIGKILL:
+                signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if status:
+            os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _in_fork(environment: Any, setup: EnvironmentSetup, asked: tuple[bytes, Question], requests: BinaryIO, send: Send) -> None:
+    """The child: an episode, from its reset to its close. It never returns."""
+    status, parent = 1, os.getppid()
+    try:
+        die_with_parent(parent)
+        limit_memory(setup.limits.memory_bytes)
+        limit_output(setup.limits.output_bytes)
+        asyncio.run(_play(Player(lambda: environment, setup.path), asked, requests, send))
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        sys.stderr.flush()
+        os._exit(status & 0xFF)
+
+
+async def _play(player: Player, asked: tuple[bytes, Question] | None, requests: BinaryIO, send: Send) -> None:
+    questions = msgspec.msgpack.Decoder(Question)
+    while asked is not None:
+        token, question = asked
+        send(token, await player.answer(question))
+        if isinstance(question, CloseEpisode):
+            return
+        asked = receive(requests, questions)
+
+
+async def serve_together(player: Player, requests: BinaryIO, send: Send) -> None:
+    """Episodes side by side."""
+    loop, questions = asyncio.get_running_loop(), msgspec.msgpack.Decoder(Question)
+    arrived: asyncio.Queue[tuple[bytes, Question] | None] = asyncio.Queue()
+
+    def read() -> None:
+        while (asked := receive(requests, questions)) is not None:
+            loop.call_soon_threadsafe(arrived.put_nowait, asked)
+        os._exit(0)  # the owner is gone, or done: threads of the user's hold nothing up
+
+    async def reply(token: bytes, question: Question) -> None:
+        send(token, await player.answer(question))
+
+    threading.Thread(target=read, daemon=True).start()
+    answering: set[asyncio.Task[None]] = set()
+    while (asked := await arrived.get()) is not None:
+        task = asyncio.create_task(reply(*asked))
+        answering.add(task)
+        task.add_done_callback(answering.discard)
+
+
+def main() -> None:
+    """`python -m asyncflow.environments.worker PARENT_PID`."""
+    die_with_parent(int(sys.argv[1]))
+    requests, replies = private_pipes()
+
+    def send(token: bytes, reply: Reply) -> None:
+        replies.write(token + frame(reply))
+        replies.flush()
+
+    first = receive(requests, msgspec.msgpack.Decoder(EnvironmentSetup))
+    if first is None:
+        return
+    token, setup = first
+    try:
+        build = load(setup.path, setup.options)
+    except Exception as error:  # a user's file may raise anything; it is told to the user by the owner
+        return send(token, Broken(setup.path, f"cannot be imported: {words_of(error)}"))
+    try:
+        environment = build()
+    except Exception as error:  # as above
+        return send(token, Broken(setup.path, f"cannot be built with the options {dict(setup.options)!r:.200}: {words_of(error)}"))
+    if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
+        return send(token, Broken(setup.path, f"has no {missing[0]}: asyncflow/environments/base.py says what is needed"))
+    at_once = int(getattr(environment, "episodes_per_process", 1))
+    tools = [dict(tool) for tool in getattr(environment, "tools", ())]
+    ready = EnvironmentReady(at_once, bool(getattr(environment, "is_deterministic", True)), tools)
+    if at_once > 1:
+        limit_memory(setup.limits.memory_bytes)
+        limit_output(setup.limits.output_bytes)
+        send(token, ready)
+        player = Player(build, setup.path, ThreadPoolExecutor(at_once))
+        asyncio.run(serve_together(player, requests, send))
+    else:
+        adopt_orphans()
+        gc.collect()
+        gc.freeze()  # a child's collector leaves what is built alone, and shared
+        send(token, ready)
+        serve_one_by_one(environment, setup, requests, send)
+
+
+if __name__ == "__main__":
+    main()
