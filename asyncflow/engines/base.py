@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Sampling:
     """Settings for drawing the tokens of a response.
 
-    `temperature` 0 means greedy decoding. `max_new_tokens` limits one response. The end tokens come from the model's own files.
+    `temperature` 0 means greedy decoding. `max_new_tokens` limits one response. `stop_ids`: tokens that end one; None: the end
+    tokens of the model's own files.
 
     A token is drawn from those that `min_p`, `top_k` and `top_p` leave, in this order: those at least `min_p` times as likely as
     the likeliest one; the `top_k` likeliest (0: all); of these, the likeliest, as few as have the part `top_p` of their
@@ -41,6 +42,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] | None = None
 
     @property
     def is_truncated(self) -> bool:
@@ -156,7 +158,8 @@ class MicroBatch:
     indices int64 [R]; prompt_ids int64 [Lp]. The ragged columns have R entries: response_ids int64, loss_mask uint8,
     rollout_logprobs float32. advantages float32: [R], one for each row, or [T], one for each of all T response tokens. staleness
     int64 [R]: of each row's oldest token, in versions. ref_logprobs, ragged float32: only where the reference is a separate task.
-    values, ragged float32: only for a critic, and `advantages` are then the returns.
+    values, ragged float32: only for a critic, and `advantages` are then the returns. target_ids, ragged int64: the tokens whose
+    log-probs the loss is given, one for each response token; None: the response tokens themselves.
     """
 
     indices: Array
@@ -168,6 +171,7 @@ class MicroBatch:
     staleness: Array
     ref_logprobs: Ragged | None = None
     values: Ragged | None = None
+    target_ids: Ragged | None = None
 
     @property
     def token_advantages(self) -> Array:
@@ -224,6 +228,17 @@ class OptimResult:
     learning_rate: float
     skipped: bool = False
     fill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyperparameters:
+    """Hyperparameters of AdamW, where they are chosen update by update. `max_grad_norm` None: gradients are not clipped."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +327,11 @@ class ClassifierEngine(Protocol):
 class LogProbEngine(Protocol):
     """Engine that computes log-probs, for a task such as the reference that needs nothing else from a model."""
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """Log-probs (float32) of the tokens of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+        """Log-probs (float32) of the tokens of R responses (int64) to a prompt (int64 [Lp]), without gradient.
+
+        `target_ids`: other tokens whose log-probs are taken in their places, as in `MicroBatch`.
+        """
         ...
 
     async def close(self) -> None:
@@ -418,6 +436,13 @@ class TrainEngine(ModelTraining, LogProbEngine, Protocol):
 
         If the engine has several data-parallel groups, all of them call at the same time, each with its own micro-batches. Their
         numbers may differ, and a group may have none.
+        """
+        ...
+
+    async def set_hyperparameters(self, chosen: Hyperparameters) -> None:
+        """Use these in all updates from now on, in the place of the options' own; they are not part of the state.
+
+        Raises `UserError` if the engine keeps those that it was made with.
         """
         ...
 

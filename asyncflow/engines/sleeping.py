@@ -28,7 +28,16 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response, SampleKey, Sampling, Timing
+from asyncflow.engines.base import (
+    Hyperparameters,
+    MicroBatch,
+    MicroBatchResult,
+    OptimResult,
+    Response,
+    SampleKey,
+    Sampling,
+    Timing,
+)
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.costs import Costs
 from asyncflow.types import Array, HeldWeights, Objective, Ragged, ValueObjective, WeightSource
@@ -311,6 +320,10 @@ class SleepingTrainEngine:
         await self.occupied(self._costs.forward_backward(tokens))
         return MicroBatchResult(loss_sum=0.0, loss_tokens=int(micro_batch.loss_mask.values.sum()), physical_tokens=tokens)
 
+    async def set_hyperparameters(self, chosen: Hyperparameters) -> None:
+        """See `TrainEngine`. The learning rate is only reported."""
+        self._learning_rate = chosen.learning_rate
+
     async def optim_step(self, normaliser: int) -> OptimResult:
         """See `TrainEngine`."""
         await self.occupied(self._costs.optim_step_seconds)
@@ -320,7 +333,7 @@ class SleepingTrainEngine:
     async def discard(self) -> None:
         """See `TrainEngine`."""
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine`."""
         return await self.pass_over(prompt_ids, response_ids, self._costs.log_probs)
 

@@ -16,7 +16,7 @@ from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.engines.train.model import attention
 from asyncflow.registry import build
-from asyncflow.types import Layout, LossSums, RunError, TokenBatch, UserError
+from asyncflow.types import Layout, LossSums, Ragged, RunError, TokenBatch, UserError
 from tests.contract.devices import ROUNDING, alike
 from tests.unit.engines.train.training import (
     MakeMicroBatch,
@@ -140,6 +140,36 @@ async def test_results_tell_of_each_micro_batch_in_its_place(
     assert num_equal == results[1].loss_tokens or device != "cpu", "training's log-probs are those of log_probs, to the bit"
     assert results[0].logprob_differences[1] > 0.1
     assert all(result.metrics["policy/entropy"] > result.loss_tokens for result in results)
+
+
+async def test_tokens_that_are_predicted_may_be_others_than_those_that_follow(
+    make_engine: MakeEngine, model_path: ModelPath, make_micro_batch: MakeMicroBatch, device: str
+) -> None:
+    """The same response with other targets in places: there the log-prob is the target's, elsewhere it is as before."""
+    engine, batch = make_engine(model_path("qwen2-tiny")), make_micro_batch(0)
+    response = batch.response_ids
+    other = response.values.copy()
+    other[::3] = (other[::3] + 1) % 50
+    targets = Ragged(other, response.offsets)
+    model = AutoModelForCausalLM.from_pretrained(model_path("qwen2-tiny"), dtype=torch.float32)
+    expected = []
+    for ids, of_row in zip(response, targets, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor(np.concatenate([batch.prompt_ids, ids]))[None]).logits[0]
+        from_prompt = logits[len(batch.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected.append(from_prompt.gather(1, torch.tensor(of_row)[:, None])[:, 0].numpy())
+    found = await engine.log_probs(batch.prompt_ids, response, targets)
+    assert np.abs(found.values - np.concatenate(expected)).max() < 1e-4
+    seen: list[torch.Tensor] = []
+
+    def seeing(tokens: TokenBatch) -> LossSums:
+        seen.append(tokens.logprobs_T.detach())
+        return policy_gradient(tokens)
+
+    await engine.forward_backward([replace(batch, target_ids=targets)], Sum(seeing, False))
+    assert seen[0].cpu().numpy() == pytest.approx(found.values, abs=1e-5)
+    with pytest.raises(ValueError, match="have targets of"):
+        await engine.log_probs(batch.prompt_ids, response, targets.take([0]))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

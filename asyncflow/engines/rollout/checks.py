@@ -14,8 +14,10 @@ from asyncflow.types import Array
 
 def check_request(prompt_ids: Array, sampling: Sampling, *, vocab_size: int, max_context: int) -> None:
     """Raises `ValueError` for an empty prompt, an unknown token, impossible sampling, or more tokens than the context has."""
-    if not len(prompt_ids) or prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size:
-        raise ValueError(f"the prompt of {len(prompt_ids)} tokens is empty or has a token outside 0..{vocab_size - 1}")
+    check_tokens(prompt_ids, vocab_size=vocab_size)
+    for token in sampling.stop_ids or ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"the stop token {token} lies outside 0..{vocab_size - 1}")
     is_possible = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1 and all(sampling.stop)
     if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf or not is_possible:
         raise ValueError(f"impossible sampling: {sampling}")
@@ -24,6 +26,12 @@ def check_request(prompt_ids: Array, sampling: Sampling, *, vocab_size: int, max
             f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
             f" the engine's context of {max_context}"
         )
+
+
+def check_tokens(token_ids: Array, *, vocab_size: int) -> None:
+    """Raises `ValueError` for an empty prompt, or an unknown token."""
+    if not len(token_ids) or token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        raise ValueError(f"the prompt of {len(token_ids)} tokens is empty or has a token outside 0..{vocab_size - 1}")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, ties_head: bool) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from asyncflow.model_folder import weight_files
 from asyncflow.types import Array
 
 MIN_ROWS = 4
+SCORED_ROWS = 256  # tokens whose logits are made together where a sequence is scored
 PACKED_ROWS = 64  # the number of rows for which oneDNN chooses the order of a packed weight; any number may come
 
 
@@ -264,6 +265,27 @@ class Decoder:
         rows.append(np.zeros(num_inert, np.int64))
         return [self._on_device(bucket) for bucket in buckets], self._on_device(np.concatenate(rows))
 
+    def log_probs(self, token_ids: Array) -> Array:
+        """Log-probs (float32 [L - 1]) of the tokens of one sequence (int64 [L]) after its first. The cache is neither used nor
+        changed. At most `SCORED_ROWS` rows of logits exist at a time."""
+        num_tokens = len(token_ids)
+        inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
+        buckets, rows_T = self._buckets(np.array([num_tokens]), np.array([num_tokens]), len(inert))
+
+        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            return causal_attention(q_THD, k_TKD, v_TKD, buckets[0]).index_select(0, rows_T)
+
+        positions = np.append(np.arange(num_tokens), inert)
+        h_TE = self._hidden(np.append(token_ids, inert), positions, attend)
+        targets_T = self._on_device(np.append(token_ids[1:], [0, *inert]))
+        chosen = []
+        for begin in range(0, len(h_TE), SCORED_ROWS):
+            logits_CV = self.lm_head(h_TE[begin : begin + SCORED_ROWS]).float()
+            targets_C1 = targets_T[begin : begin + SCORED_ROWS, None]
+            chosen.append(logits_CV.log_softmax(-1).gather(1, targets_C1).squeeze(1))
+        scored: Array = torch.cat(chosen)[: num_tokens - 1].cpu().numpy()
+        return scored
+
     def decode(self, tokens: Array, positions: Array) -> Tensor:
         """Logits (float32 [N, V]) after one more token of slots 0 .. N-1 (int64 [N]), at its position (int64 [N])."""
         num_rows = len(tokens)
@@ -279,6 +301,10 @@ class Decoder:
 
     def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""
+        return self.lm_head(self._hidden(tokens, positions, attend, wanted_P)).float()
+
+    def _hidden(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
+        """What the output layer is given ([T, E]), as in `_forward`."""
         c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
         positions_T = self._on_device(positions)
@@ -298,8 +324,7 @@ class Decoder:
             h_TE = rms_norm(x_TE, layer.mlp_norm, c.rms_norm_eps)
             gate, up = layer.gate_up(h_TE).chunk(2, -1)
             x_TE = layer.down(F.silu(gate).mul_(up)).add_(x_TE)
-        h_TE = rms_norm(x_TE, self.norm, c.rms_norm_eps)
-        return self.lm_head(h_TE).float()
+        return rms_norm(x_TE, self.norm, c.rms_norm_eps)
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device)

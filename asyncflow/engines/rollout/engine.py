@@ -35,7 +35,7 @@ from torch import Tensor
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.rollout.checks import check_request
+from asyncflow.engines.rollout.checks import check_request, check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.deliveries import Deliveries
 from asyncflow.engines.rollout.probe import find_dependence
@@ -162,6 +162,20 @@ class SlotEngine(RolloutEngine):
         self._prepared = (None, None)
         call = partial(self._slots.install, version, tensors, prepared if prepared_version == version else None)
         await asyncio.wrap_future(self._hand_in(call))
+
+    async def log_probs(self, token_ids: Array) -> Array:
+        """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under the installed weights.
+
+        Computed between two decode steps, at temperature 1. Raises `ValueError` for an unknown token, or more tokens than the
+        context has.
+        """
+        token_ids = np.asarray(token_ids, np.int64)
+        check_tokens(token_ids, vocab_size=self._vocab_size)
+        if len(token_ids) > self.max_context:
+            raise ValueError(f"{len(token_ids)} tokens exceed the engine's context of {self.max_context}")
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+        return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids)))
 
     async def export_weights(self) -> WeightSource:
         return InstalledWeights(self._decoder)

@@ -226,6 +226,8 @@ class Slots:
         self._counts[slots] += 1
         is_stopped = self._is_stop[tokens]
         for row, slot in enumerate(rows.tolist()):
+            if (own := self._requests[slot].sampling.stop_ids) is not None:
+                is_stopped[row] = tokens[row] in own
             if (stop := self._requests[slot].sampling.stop) and not is_stopped[row]:
                 is_stopped[row] = self._stop_strings.are_completed(self._tokens[slot, : self._counts[slot]], stop)
         for row in np.flatnonzero(is_stopped | (self._counts[slots] == self._limits[slots]))[::-1]:

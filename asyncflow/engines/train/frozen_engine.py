@@ -27,8 +27,8 @@ class FrozenEngine(LogProbEngine):
         )
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        return await self._thread.run(self._model.response_log_probs, prompt_ids, response_ids)
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+        return await self._thread.run(self._model.response_log_probs, prompt_ids, response_ids, target_ids)
 
     async def close(self) -> None:
         self._thread.close()

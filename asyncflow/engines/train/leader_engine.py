@@ -21,7 +21,15 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, ModelTraining, OptimResult, TrainEngine, TrainEngineOptions
+from asyncflow.engines.base import (
+    Hyperparameters,
+    MicroBatch,
+    MicroBatchResult,
+    ModelTraining,
+    OptimResult,
+    TrainEngine,
+    TrainEngineOptions,
+)
 from asyncflow.engines.train.parallel.calls import Call
 from asyncflow.engines.train.training import PolicyTraining, Training
 from asyncflow.threads import ComputeThread
@@ -47,6 +55,9 @@ class TrainingEngine(ModelTraining, Generic[T]):
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Any) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt changes the numbers."""
         return await self._lead("forward_backward", list(micro_batches), objective=objective)
+
+    async def set_hyperparameters(self, chosen: Hyperparameters) -> None:
+        await self._lead("set_hyperparameters", chosen)
 
     async def optim_step(self, normaliser: int) -> OptimResult:
         """See `ModelTraining.optim_step`. Also skipped when nothing was accumulated. Raises `ValueError` if `normaliser` < 1."""
@@ -128,9 +139,9 @@ class LeaderEngine(TrainingEngine[PolicyTraining], TrainEngine):
             await asyncio.wait([asyncio.wrap_future(written)])
         await self.close()
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`. The log-probs are those under the policy's current weights."""
-        return await self._lead("log_probs", prompt_ids, response_ids)
+        return await self._lead("log_probs", prompt_ids, response_ids, target_ids)
 
     async def export_weights(self) -> WeightSource:
         """See `TrainEngine.export_weights`. The weights are float32."""

@@ -87,8 +87,8 @@ class OneRank(OneModel, PolicyTraining):
         """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt changes the numbers."""
         return [self._forward_backward(micro_batch, objective) for micro_batch in micro_batches]
 
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        return self.policy.response_log_probs(prompt_ids, response_ids)
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+        return self.policy.response_log_probs(prompt_ids, response_ids, target_ids)
 
     def gather(self, name: str) -> Tensor:
         return self.policy.parameters[name].detach().cpu().contiguous()
@@ -97,7 +97,7 @@ class OneRank(OneModel, PolicyTraining):
         self.policy.module.save_pretrained(path)
 
     def _forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
-        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device)
+        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device, micro_batch.target_ids)
         if self._is_to_check and packed.layout.has_prompt:
             check_sharing(self.policy, micro_batch)
             self._is_to_check = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from operator import not_
 from typing import Final
@@ -17,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from asyncflow.engines.base import OptimResult, TrainEngineOptions
+from asyncflow.engines.base import Hyperparameters, OptimResult, TrainEngineOptions
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 PIECE_ELEMENTS: Final = 2**26
@@ -46,6 +47,17 @@ class Optimizer:
             eps=options.epsilon,
             foreach=True,
         )
+
+    def set_hyperparameters(self, chosen: Hyperparameters) -> None:
+        """Use these in all updates from now on. Which parameters have weight decay stays as it is."""
+        self._options = replace(
+            self._options, learning_rate=chosen.learning_rate, learning_rate_schedule="constant", warmup_steps=0
+        )
+        self._max_grad_norm = math.inf if chosen.max_grad_norm is None else chosen.max_grad_norm
+        decaying, others = self.adamw.param_groups
+        decaying["weight_decay"] = chosen.weight_decay
+        for group in (decaying, others):
+            group["betas"], group["eps"] = chosen.betas, chosen.epsilon
 
     @property
     def learning_rate(self) -> float:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult
+from asyncflow.engines.base import Hyperparameters, MicroBatch, MicroBatchResult, OptimResult
 from asyncflow.engines.train.model.tri_model import TriModel
+from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.state import EngineState
 from asyncflow.types import Array, Ragged, TensorSpec
 
@@ -34,6 +35,7 @@ class Training(ABC):
     """Rank of the data-parallel group, from 0, in its leader; None in a rank that follows."""
     models: TriModel[Any] | None = None
     """The policy with its frozen models; None for a critic."""
+    _optimizer: Optimizer
     _state: EngineState
     """State in a checkpoint. Who keeps another one overrides the three methods that use it."""
 
@@ -46,6 +48,10 @@ class Training(ABC):
     @abstractmethod
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Any) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`."""
+
+    def set_hyperparameters(self, chosen: Hyperparameters) -> None:
+        """See `ModelTraining.set_hyperparameters`."""
+        self._optimizer.set_hyperparameters(chosen)
 
     def optim_step(self, normaliser: int) -> OptimResult:
         """See `TrainEngine.optim_step`."""
@@ -91,7 +97,7 @@ class PolicyTraining(Training):
     specs: Mapping[str, TensorSpec]
 
     @abstractmethod
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`."""
 
     @abstractmethod

@@ -247,7 +247,7 @@ class Frozen:
     def __init__(self) -> None:
         self.pieces: list[list[int]] = []
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         self.pieces.append([int(ids[0]) for ids in response_ids])
         return Ragged((response_ids.values + 100 * len(prompt_ids)).astype(np.float32), response_ids.offsets)
 

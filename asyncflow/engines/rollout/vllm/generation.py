@@ -88,7 +88,7 @@ class Generation:
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
             "logprobs": 0,  # of the token that was drawn, and of no other
-            "stop_token_ids": self._stop_ids,
+            "stop_token_ids": self._stop_ids if sampling.stop_ids is None else list(sampling.stop_ids),
             "ignore_eos": True,  # the end tokens are those above, and no others
             "detokenize": bool(sampling.stop),
         }

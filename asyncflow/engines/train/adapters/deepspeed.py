@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.base import Hyperparameters, MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.adapters.checks import check_deepspeed
 from asyncflow.engines.train.adapters.gathered import GatheredTraining, loaded
@@ -46,7 +46,7 @@ from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
-from asyncflow.types import Array, Objective, Ragged, TensorSpec
+from asyncflow.types import Array, Objective, Ragged, TensorSpec, UserError
 
 # T response tokens, H hidden elements, V tokens of the vocabulary.
 
@@ -112,14 +112,18 @@ class DeepSpeedTraining(GatheredTraining):
         self._optimizer.num_updates += is_done
         return OptimResult(grad_norm, learning_rate, skipped=not is_done, fill_tokens=fill_tokens)
 
+    def set_hyperparameters(self, chosen: Hyperparameters) -> None:
+        """Raises `UserError`: DeepSpeed's optimiser keeps those that it was made with."""
+        raise UserError("the DeepSpeed engine takes no hyperparameters update by update: take train.engine=torch")
+
     def _clear(self) -> None:
         self._num_added = self._fill_tokens = 0
         self._zero.forget()
 
     @torch.no_grad()
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`. With stage 3 all processes call at the same time."""
-        packed = pack_thrifty(prompt_ids, response_ids, self._device)
+        packed = pack_thrifty(prompt_ids, response_ids, self._device, target_ids)
         return Ragged(self._policy_log_probs(packed).cpu().numpy(), response_ids.offsets)
 
     def _weight(self, name: str) -> Tensor:
@@ -149,7 +153,7 @@ class DeepSpeedTraining(GatheredTraining):
             if self._every(True):
                 self._add(total)
             return None
-        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device)
+        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device, micro_batch.target_ids)
         if self._is_to_check and packed.layout.has_prompt and self._ranks.size == 1:
             check_shared_log_probs(self._policy_log_probs, micro_batch, self._device, self._policy.dtype)
             self._is_to_check = False

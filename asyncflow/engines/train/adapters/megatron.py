@@ -102,7 +102,7 @@ class MegatronTraining(GatheredTraining):
         """
         if not micro_batches:  # data-parallel groups meet in `optim_step` only
             return []
-        batches = [pack_thrifty(batch.prompt_ids, batch.response_ids, self._device) for batch in micro_batches]
+        batches = [pack_thrifty(batch.prompt_ids, batch.response_ids, self._device, batch.target_ids) for batch in micro_batches]
         shared = next((i for i, packed in enumerate(batches) if packed.layout.has_prompt), None)
         if self._is_to_check and shared is not None:
             check_shared_log_probs(self._policy.log_probs, micro_batches[shared], self._device, self._policy.dtype)
@@ -140,9 +140,9 @@ class MegatronTraining(GatheredTraining):
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`."""
-        packed = pack_thrifty(prompt_ids, response_ids, self._device)
+        packed = pack_thrifty(prompt_ids, response_ids, self._device, target_ids)
         log_probs_T = self._policy.log_probs(packed)
         last = dist.get_global_rank(self._core.pp_group, self._options.layout.pp - 1)
         dist.broadcast(log_probs_T, last, group=self._core.pp_group)

@@ -121,9 +121,9 @@ class CausalModel:
         return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=self.chunk_tokens)[0]
 
     @torch.no_grad()
-    def response_log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    def response_log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the same as in training, so that the bits are the same."""
-        packed = pack_thrifty(prompt_ids, response_ids, self.device)
+        packed = pack_thrifty(prompt_ids, response_ids, self.device, target_ids)
         return Ragged(self.log_probs(packed).cpu().numpy(), response_ids.offsets)
 
 

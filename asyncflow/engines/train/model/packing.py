@@ -56,7 +56,7 @@ class Packed:
     """Packed prompt and responses: P tokens of the sequence, T response tokens. Tensors are int64, on the model's device."""
 
     tokens_P: Tensor
-    targets_T: Tensor  # the response tokens, end to end
+    targets_T: Tensor  # the response tokens, end to end, or others that are predicted in their places
     row_T: Tensor  # the response that a token belongs to, 0..R-1
     layout: AttentionLayout
     prompt_length: int
@@ -124,13 +124,19 @@ def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu
     )
 
 
-def pack_thrifty(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu") -> Packed:
+def pack_thrifty(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu", targets: Ragged | None = None) -> Packed:
     """Pack a prompt (int64 [Lp]) and its responses (R ragged int64), and share the prompt if that saves enough tokens.
 
-    The decision depends on the lengths alone, so every model computes the same layout. Raises `ValueError` as `pack`.
+    `targets`: tokens that are predicted in the places of the response tokens (`MicroBatch.target_ids`). The decision depends on
+    the lengths alone, so every model computes the same layout. Raises `ValueError` as `pack`, and for targets of other lengths.
     """
     ratio = token_ratio(len(prompt_ids), responses.lengths.tolist())
-    return pack(prompt_ids, responses, device, is_shared=ratio >= LEAST_TOKEN_RATIO)
+    packed = pack(prompt_ids, responses, device, is_shared=ratio >= LEAST_TOKEN_RATIO)
+    if targets is None:
+        return packed
+    if not np.array_equal(targets.offsets, responses.offsets):
+        raise ValueError(f"responses of {responses.lengths.tolist()} tokens have targets of {targets.lengths.tolist()}")
+    return replace(packed, targets_T=torch.tensor(targets.values, dtype=torch.int64, device=device))
 
 
 def pack_inert(num_tokens: int, device: str | torch.device = "cpu") -> Packed:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.base import Hyperparameters, MicroBatch
 from asyncflow.types import ARRAY_DTYPES, Array, Ragged, RunError
 
 ARGUMENTS: Final[dict[str, Any]] = {
@@ -21,7 +21,8 @@ ARGUMENTS: Final[dict[str, Any]] = {
     "forward_backward": tuple[list[MicroBatch]],
     "optim_step": tuple[int],
     "discard": tuple[()],
-    "log_probs": tuple[Array, Ragged],
+    "set_hyperparameters": tuple[Hyperparameters],
+    "log_probs": tuple[Array, Ragged, Ragged | None],
     "gather": tuple[str],
     "fingerprint": tuple[()],
     "save": tuple[Path],

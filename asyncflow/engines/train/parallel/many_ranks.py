@@ -65,7 +65,9 @@ class ManyRanks(PolicyTraining):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`: one round."""
-        packed = [pack_thrifty(batch.prompt_ids, batch.response_ids, self.ranks.device) for batch in micro_batches]
+        packed = [
+            pack_thrifty(batch.prompt_ids, batch.response_ids, self.ranks.device, batch.target_ids) for batch in micro_batches
+        ]
         asks_old = max((self.models.asks_old_model(batch) for batch in micro_batches), default=False)  # asks all: it may raise
         asks_reference = any(batch.ref_logprobs is None for batch in micro_batches) and self.models.reference is not None
         checks = self._is_to_check and any(p.layout.has_prompt for p in packed)
@@ -123,9 +125,9 @@ class ManyRanks(PolicyTraining):
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
-        packed = pack_thrifty(prompt_ids, response_ids, self.ranks.device)
+        packed = pack_thrifty(prompt_ids, response_ids, self.ranks.device, target_ids)
         made = self._log_probs(self._policy, [packed])
         log_probs_T = self._pipeline.log_probs_from_last(made[0] if made else None, len(response_ids.values))
         return Ragged(log_probs_T.numpy(), response_ids.offsets)

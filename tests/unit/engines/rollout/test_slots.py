@@ -60,6 +60,11 @@ async def responses(
     return {response.sample: response async for response in stream}
 
 
+async def responses_to(engine: SlotEngine, sampling: Sampling) -> dict[int, Response]:
+    stream = engine.generate(PROMPT, samples=range(6), sampling=sampling, key=KEY)
+    return {response.sample: response async for response in stream}
+
+
 def log_probs_of(model: PreTrainedModel, response: Response, temperature: float = 1.0) -> np.ndarray:
     tokens = torch.tensor(np.concatenate([PROMPT, response.token_ids]))
     with torch.no_grad():
@@ -200,6 +205,43 @@ async def test_end_tokens_stop(saved: tuple[PreTrainedModel, Path]) -> None:
         assert stopped[sample].token_ids.tolist() == response.token_ids[:length].tolist()
         assert stopped[sample].finish_reason == ("stop" if len(ends) else "length")
     assert any(response.finish_reason == "stop" for response in stopped.values())
+
+
+async def test_a_request_may_have_end_tokens_of_its_own_beside_one_that_has_none(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path, stop_ids=None) as engine:
+        free = await responses_to(engine, Sampling(1.0, 60, stop_ids=()))
+        stops = (int(free[0].token_ids[20]), int(free[1].token_ids[5]))
+        stopped, of_files = await asyncio.gather(
+            responses_to(engine, Sampling(1.0, 60, stop_ids=stops)), responses_to(engine, Sampling(1.0, 60))
+        )
+        with pytest.raises(ValueError, match=r"stop token 64 lies outside 0\.\.63"):
+            engine.generate(PROMPT, samples=[0], sampling=Sampling(stop_ids=(64,)), key=KEY)
+    assert all(response.finish_reason == "length" and len(response.token_ids) == 60 for response in free.values())
+    for made, ends in ((stopped, stops), (of_files, (1,))):
+        for sample, response in free.items():
+            at = np.flatnonzero(np.isin(response.token_ids, ends))
+            length = int(at[0]) + 1 if len(at) else 60
+            assert made[sample].token_ids.tolist() == response.token_ids[:length].tolist()
+    assert any(response.finish_reason == "stop" for response in stopped.values())
+
+
+@pytest.mark.parametrize("length", [2, 7, 150])
+async def test_a_sequence_is_scored_between_the_steps_of_a_response(saved: tuple[PreTrainedModel, Path], length: int) -> None:
+    model, path = saved
+    tokens = np.random.default_rng(length).integers(0, 64, length)
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)[None]).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(tokens[1:, None]))[:, 0].numpy()
+    async with opened(path) as engine:
+        alone = await responses(engine, [0])
+        scored, beside = await asyncio.gather(engine.log_probs(tokens), responses(engine, [0]))
+        assert scored.dtype == np.float32 and np.abs(scored - expected).max() < 1e-5
+        assert beside[0].token_ids.tolist() == alone[0].token_ids.tolist()
+        with pytest.raises(ValueError, match="exceed the engine's context of 224"):
+            await engine.log_probs(np.zeros(225, np.int64))
+        with pytest.raises(ValueError, match="empty"):
+            await engine.log_probs(np.zeros(0, np.int64))
 
 
 async def test_end_tokens_are_those_of_the_files(saved: tuple[PreTrainedModel, Path]) -> None:

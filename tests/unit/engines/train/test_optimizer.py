@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import get_scheduler
 
-from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.base import Hyperparameters, MicroBatch
 from asyncflow.engines.train import optimizer as optimizer_file
 from asyncflow.engines.train.model import causal_model
 from asyncflow.engines.train.model.packing import pack_thrifty
@@ -72,6 +72,19 @@ def test_an_update_is_adamw_of_clipped_gradients_at_a_rate_that_warms_up_and_shr
         assert (result.grad_norm, result.skipped) == (norm, False) and result.learning_rate == pytest.approx(rate)
         for name, parameter in parameters.items():
             np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=1e-5)
+
+
+def test_hyperparameters_that_are_chosen_for_an_update_are_those_of_that_update() -> None:
+    (first,), (second,) = ([nn.Parameter(torch.tensor([[1.0, -2.0]]))] for _ in range(2))
+    options = train_options(learning_rate=0.1, weight_decay=0.5, max_grad_norm=0.5, warmup_steps=2)
+    chosen = Hyperparameters(learning_rate=0.02, betas=(0.8, 0.9), epsilon=1e-3, weight_decay=0.3, max_grad_norm=None)
+    ours, torchs = Optimizer({"matrix": first}, options), torch.optim.AdamW([second], 0.02, (0.8, 0.9), 1e-3, 0.3)
+    ours.set_hyperparameters(chosen)
+    for _ in range(3):
+        first.grad, second.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 4.0]])
+        assert ours.update([first.grad], 5.0).learning_rate == 0.02
+        torchs.step()
+        assert torch.equal(first, second)
 
 
 def test_an_update_without_a_finite_norm_is_left_out_and_is_none_of_the_warm_up() -> None:
