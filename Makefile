@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 ADAPTERS := .venv-adapters
 RAY := .venv-ray
+TINKER := .venv-tinker
+TINKER_EARLY := .venv-tinker-early
 VLLM := .venv-vllm
 WHEEL := .venv-wheel
 # Test files that run at once: more than there are cores, since many wait for processes of theirs.
@@ -79,6 +81,19 @@ $(VLLM)/installed: $(VLLM)/bin/uv
 	    && $(VLLM_INSTALL) --torch-backend $(VLLM_TORCH) $(VLLM_PACKAGE))
 	touch $@
 
+# The public SDK of Tinker's API and its cookbook, at two versions, as clients of ours: nothing of AsyncFlow is in their environments.
+# The cookbook pins the version of a package for one model's chat format, which its loops do not import, and of which there may be none.
+TINKER_CLIENT = $(call UV,$(1)) --override $(1)/left-out.txt torch==2.13.0 'tinker==$(2)' 'tinker-cookbook[math-rl]==$(3)'
+$(TINKER)/installed: $(TINKER)/bin/uv
+	printf "tml-renderers ; sys_platform == 'never'\n" >$(TINKER)/left-out.txt
+	$(call TINKER_CLIENT,$(TINKER),0.38.0,0.6.1)
+	touch $@
+
+$(TINKER_EARLY)/installed: $(TINKER_EARLY)/bin/uv
+	printf "tml-renderers ; sys_platform == 'never'\n" >$(TINKER_EARLY)/left-out.txt
+	$(call TINKER_CLIENT,$(TINKER_EARLY),0.18.2,0.4.1)
+	touch $@
+
 # What somebody gets who installs the package: a wheel, in an environment with nothing else, used in another folder.
 wheel:
 	rm -rf $(WHEEL) build
@@ -128,4 +143,4 @@ coverage: install-dev servers
 	$(BIN)/coverage report --skip-covered --sort miss
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(VLLM) $(WHEEL) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(TINKER) $(TINKER_EARLY) $(VLLM) $(WHEEL) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -76,6 +76,17 @@ SUITES = (
         ),
     ),
     Suite(
+        "tinker",
+        ("tests/tinker",),
+        ".venv",
+        ("asyncflow/service/tinker", "asyncflow/service/app.py", "asyncflow/engines/train/one_rank.py", "tests/tinker"),
+        variables={
+            "ASYNCFLOW_TINKER_PYTHONS": os.pathsep.join(
+                str(ROOT / environment / "bin" / "python") for environment in (".venv-tinker", ".venv-tinker-early")
+            )
+        },
+    ),
+    Suite(
         "vllm",
         ("tests/contract/test_rollout_engine.py", "tests/vllm"),
         ".venv",
@@ -84,7 +95,7 @@ SUITES = (
         variables={"ASYNCFLOW_VLLM_PYTHON": str(ROOT / ".venv-vllm" / "bin" / "python")},
     ),
 )
-ALSO_MADE = {"vllm": ".venv-vllm"}
+ALSO_MADE = {"tinker": (".venv-tinker", ".venv-tinker-early"), "vllm": (".venv-vllm",)}
 """Environments that a suite needs beside the one that its tests run in."""
 
 
@@ -114,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tested, results, missing = read_page(PAGE.read_text() if PAGE.exists() else ""), [], []
     for suite in suites:
         why = "" if chosen.what == "smoke" else "all is asked for" if chosen.what == "deep" else why_deep(suite, tested)
-        if not all(make(environment) for environment in (suite.environment, ALSO_MADE.get(suite.name)) if environment):
+        if not all(make(environment) for environment in (suite.environment, *ALSO_MADE.get(suite.name, ()))):
             missing.append(suite.name)
             print(f"NOTE: {suite.name}'s environment cannot be made here: ITS TESTS DID NOT RUN", flush=True)
             continue

@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from asyncflow.cli.plan import load_planned
-from asyncflow.config import Config
+from asyncflow.config import Config, load
 from asyncflow.types import UserError
 
 SERVICE_DIR = "service"
 """Beside the folder of a run, whose start may clear that: keys, certificate and audit lines stay."""
+TINKER_DIR = "tinker"
+"""Likewise, for a server of Tinker's API, whose checkpoints are there, too."""
 
 
 def serve(
@@ -25,6 +27,12 @@ def serve(
     certificate: Annotated[Path | None, typer.Option(help="PEM file with certificate and key, for TLS.")] = None,
     self_signed: Annotated[bool, typer.Option(help="TLS with a certificate made at the first start.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if there is none.")] = False,
+    tinker: Annotated[bool, typer.Option(help="Serve a model by Tinker's API instead; CONFIG may be its folder.")] = False,
+    model_name: Annotated[
+        str | None, typer.Option(help="With --tinker: the model's name for clients, by default its path.")
+    ] = None,
+    max_models: Annotated[int, typer.Option(min=1, help="With --tinker: models that may be in training at once.")] = 4,
+    samplers: Annotated[int, typer.Option(min=1, help="With --tinker: models that may be sampled from at once.")] = 1,
 ) -> None:
     """Serve a run over HTTP: clients start it, put prompts, train steps, generate for it or train for it."""
     try:
@@ -32,6 +40,9 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"asyncflow serve needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error
+    if tinker:
+        served = _serve_tinker(config, overrides or [], listen, certificate, self_signed, model_name, max_models, samplers)
+        raise typer.Exit(asyncio.run(served))
     raise typer.Exit(asyncio.run(_serve(load_planned(config, overrides or []), listen, certificate, self_signed, resume)))
 
 
@@ -62,25 +73,81 @@ async def _serve(config: Config, listen: str, certificate: Path | None, self_sig
     address = await server.start()
     print(f"serving {config.run_dir} at {address}, with the keys in {keys.path}")
     print(f"try        {_example(address, keys.path, trusted)}", flush=True)
-    seen: list[int] = []
-
-    def end(number: int) -> None:
-        seen.append(number)
-        hosted.over.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
     try:
-        await hosted.over.wait()
+        return await _until_told(hosted.over)
     finally:
         await hosted.stop()
         await server.stop()
         audit.close()
+
+
+async def _serve_tinker(
+    path: Path,
+    overrides: list[str],
+    listen: str,
+    certificate: Path | None,
+    self_signed: bool,
+    name: str | None,
+    max_models: int,
+    samplers: int,
+) -> int:
+    """Serve a model by Tinker's API until a signal comes. Returns the exit status."""
+    from asyncflow.service.app import AuditLog, make_app
+    from asyncflow.service.keys import KeyRing
+    from asyncflow.service.limits import Limits
+    from asyncflow.service.server import HttpServer, Listen, make_self_signed
+    from asyncflow.service.tinker.routes import routes
+    from asyncflow.service.tinker.serving import KEY_PREFIX, base_model, config_of_model, sessions_of
+    from asyncflow.service.tinker.sessions import Bounds
+
+    place = Listen.parse(listen)
+    config = config_of_model(str(path), overrides) if path.is_dir() else load(path, overrides)
+    folder, base = config.run_dir.with_name(f"{config.run_dir.name}.{TINKER_DIR}"), base_model(config, name)
+    keys, limits, audit = KeyRing.open(folder / "keys.json", time.time, KEY_PREFIX), Limits(), AuditLog(folder / "audit.jsonl")
+    trusted = None
+    if self_signed and certificate is None:
+        certificate = folder / "tls.pem"
+        trusted = make_self_signed(certificate, place.host)
+    bounds = Bounds(models=max_models)
+    try:
+        async with sessions_of(config, base, folder, num_samplers=samplers, bounds=bounds) as sessions:
+            description = f"The model {base.name}, by the API of the tinker SDK."
+            app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit)
+            app.include_router(routes(sessions))
+            server = HttpServer(app, place, limits, certificate)
+            address = await server.start()
+            print(f"serving {base.name} at {address}, with the keys in {keys.path} and the checkpoints in {folder}")
+            trust = f"SSL_CERT_FILE={trusted} " if trusted else ""
+            print(f"try        {trust}TINKER_BASE_URL={address} TINKER_API_KEY={_secret_of(keys.path)} python", flush=True)
+            try:
+                return await _until_told(asyncio.Event())
+            finally:
+                await server.stop()
+    finally:
+        audit.close()
+
+
+async def _until_told(over: asyncio.Event) -> int:
+    """Wait until it is over, or a signal says so. Returns the exit status."""
+    seen: list[int] = []
+
+    def end(number: int) -> None:
+        seen.append(number)
+        over.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    await over.wait()
     return 128 + seen[0] if seen else 0
 
 
 def _example(address: str, keys: Path, trusted: Path | None) -> str:
     """Command that shows the run's status."""
     where = f"--unix-socket {address.removeprefix('unix:')} http://run" if address.startswith("unix:") else address
-    secret = f"$(python3 -c \"import json; print(json.load(open('{keys}'))['keys'][0]['secret'])\")"
+    secret = _secret_of(keys)
     return f'curl {f"--cacert {trusted} " if trusted else ""}-H "Authorization: Bearer {secret}" {where}/v1/status'
+
+
+def _secret_of(keys: Path) -> str:
+    """Shell expression for the first key's secret, so that the secret itself is not printed."""
+    return f"$(python3 -c \"import json; print(json.load(open('{keys}'))['keys'][0]['secret'])\")"

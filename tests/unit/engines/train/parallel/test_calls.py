@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncflow.engines.base import Hyperparameters
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.parallel.calls import ARGUMENTS, Call, decode, encode
@@ -36,8 +37,12 @@ def test_the_other_calls_arrive_with_their_arguments() -> None:
     nothing = np.empty(0, np.int64)
     for call in (Call("begin_step"), Call("optim_step", (7,)), Call("gather", ("a.weight",)), Call("save", (Path("/a/b"),))):
         assert decode(encode(call)) == call
-    method, (prompt_ids, response_ids) = decode(encode(Call("log_probs", (nothing, Ragged(nothing, np.zeros(1, np.int64))))))
-    assert method == "log_probs" and len(prompt_ids) == 0 and len(response_ids) == 0
+    chosen = Hyperparameters(learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0, max_grad_norm=None)
+    assert decode(encode(Call("set_hyperparameters", (chosen,)))).arguments == (chosen,)
+    empty = Ragged(nothing, np.zeros(1, np.int64))
+    method, (prompt_ids, response_ids, target_ids) = decode(encode(Call("log_probs", (nothing, empty, empty))))
+    assert method == "log_probs" and len(prompt_ids) == 0 and len(response_ids) == len(target_ids) == 0
+    assert decode(encode(Call("log_probs", (nothing, empty, None)))).arguments[2] is None
 
 
 @pytest.mark.parametrize("training", [OneRank, ManyRanks])
@@ -54,8 +59,8 @@ def test_each_call_is_a_method(training: type) -> None:
         msgspec.msgpack.encode(["evaluate", ["1"]]),
         msgspec.msgpack.encode(["optim_step", ["all"]]),
         msgspec.msgpack.encode(["optim_step", []]),
-        msgspec.msgpack.encode(["log_probs", [["object", [1], b"12345678"], []]]),
-        msgspec.msgpack.encode(["log_probs", [["int64", [2], b"12345678"], [["int64", [0], b""]] * 2]]),
+        msgspec.msgpack.encode(["log_probs", [["object", [1], b"12345678"], [], None]]),
+        msgspec.msgpack.encode(["log_probs", [["int64", [2], b"12345678"], [["int64", [0], b""]] * 2, None]]),
     ],
     ids=["nothing", "no msgpack", "no call", "no number", "no argument", "no dtype", "too short"],
 )

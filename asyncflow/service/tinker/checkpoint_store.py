@@ -1,0 +1,197 @@
+"""Checkpoints of trained models on disk, by the paths that clients know them by: `tinker://MODEL/weights/NAME`.
+
+    checkpoints/MODEL/weights/NAME/           checkpoint.json, model/ (Hugging Face format), state/ (train engine, with optimiser)
+    checkpoints/MODEL/sampler_weights/NAME/   checkpoint.json, model/
+    snapshots/MODEL/NUMBER/                   weights that a sampler was made from without a name: the newest ones stay
+
+A checkpoint is written to a folder beside it, and renamed when it is whole. All but snapshots outlive the server.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from asyncflow.types import UserError
+
+Kind = Literal["weights", "sampler_weights"]
+KINDS: Final[dict[str, str]] = {"weights": "training", "sampler_weights": "sampler"}
+"""Segments of paths, with the SDK's names for the kinds of checkpoints."""
+SCHEME: Final = "tinker://"
+RECORD_FILE: Final = "checkpoint.json"
+MODEL_DIR, STATE_DIR = "model", "state"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_PARTIAL, _OVER = ".partial", ".over"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a checkpoint. Times are Unix seconds; `expires` None: never."""
+
+    base_model: str
+    created: float
+    num_bytes: int
+    expires: float | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is there, and whole."""
+
+    model_id: str
+    kind: Kind
+    name: str
+    folder: Path
+    record: Record
+
+    @property
+    def path(self) -> str:
+        """Path by which clients know it."""
+        return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"
+
+    def description(self) -> dict[str, Any]:
+        """Description in the API's words."""
+        expires = self.record.expires
+        return {
+            "checkpoint_id": f"{self.kind}/{self.name}",
+            "checkpoint_type": KINDS[self.kind],
+            "time": datetime.fromtimestamp(self.record.created, UTC).isoformat(),
+            "tinker_path": self.path,
+            "size_bytes": self.record.num_bytes,
+            "public": False,
+            "user_metadata": self.record.user_metadata,
+            "expires_at": None if expires is None else datetime.fromtimestamp(expires, UTC).isoformat(),
+        }
+
+
+class CheckpointStore:
+    """Checkpoints in one folder. Its calls read and write files: make them in a thread where they may take long."""
+
+    def __init__(self, folder: Path, kept_snapshots: int) -> None:
+        """`kept_snapshots`: of each model. Snapshots and unfinished checkpoints of an earlier server are removed."""
+        self._folder, self._snapshots, self._kept = folder / "checkpoints", folder / "snapshots", kept_snapshots
+        shutil.rmtree(self._snapshots, ignore_errors=True)
+        for entry in self._folder.glob("*/*/*"):
+            if entry.name.endswith((_PARTIAL, _OVER)):
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def begin(self, model_id: str, kind: Kind, name: str, *, overwrite: bool) -> Path:
+        """Folder to write a checkpoint to. Raises `UserError` for a bad name, or one that is taken."""
+        folder = self._place(model_id, kind, name)
+        if folder.exists() and not overwrite and self._read(model_id, kind, name) is not None:
+            raise UserError(f"{SCHEME}{model_id}/{kind}/{name} is there already: take another name, or overwrite it")
+        partial = folder.with_name(name + _PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def commit(
+        self, model_id: str, kind: Kind, name: str, *, base_model: str, seconds: int | None, metadata: Mapping[str, str] | None
+    ) -> Checkpoint:
+        """Make what was written a checkpoint. `seconds`: how long it is kept; None: until it is deleted."""
+        folder = self._place(model_id, kind, name)
+        partial, now = folder.with_name(name + _PARTIAL), time.time()
+        record = Record(
+            base_model=base_model,
+            created=now,
+            num_bytes=sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()),
+            expires=None if seconds is None else now + seconds,
+            user_metadata=None if metadata is None else dict(metadata),
+        )
+        (partial / RECORD_FILE).write_bytes(msgspec.json.encode(record))
+        if folder.exists():
+            self._remove(folder)
+        partial.rename(folder)
+        return Checkpoint(model_id, kind, name, folder, record)
+
+    def find(self, path: str) -> Checkpoint:
+        """Checkpoint at `tinker://MODEL/KIND/NAME`. Raises `UserError` if there is none."""
+        parts = path.removeprefix(SCHEME).split("/")
+        if path.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS:
+            kind: Kind = "weights" if parts[1] == "weights" else "sampler_weights"
+            found = self._read(parts[0], kind, parts[2])
+            if found is not None:
+                return found
+        raise UserError(f"there is no checkpoint {path[:300]!r} here: it was never saved, has expired, or was deleted")
+
+    def all(self, model_id: str | None = None) -> list[Checkpoint]:
+        """Checkpoints of one model, or of all, oldest first."""
+        found: list[Checkpoint] = []
+        for folder in self._folder.iterdir() if self._folder.is_dir() else ():
+            if model_id is None or folder.name == model_id:
+                found += self._of_model(folder)
+        return sorted(found, key=lambda checkpoint: checkpoint.record.created)
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint from the disk."""
+        self._remove(checkpoint.folder)
+
+    def keep_for(self, checkpoint: Checkpoint, seconds: int | None) -> None:
+        """Keep a checkpoint for so many seconds from now; None: until it is deleted."""
+        expires = None if seconds is None else time.time() + seconds
+        record = msgspec.structs.replace(checkpoint.record, expires=expires)
+        changed = checkpoint.folder / f"{RECORD_FILE}{_PARTIAL}"
+        changed.write_bytes(msgspec.json.encode(record))
+        changed.replace(checkpoint.folder / RECORD_FILE)
+
+    def begin_snapshot(self, model_id: str, number: int) -> Path:
+        """Folder to write the weights of a sampler without a name to."""
+        folder = self._snapshots / _checked(model_id) / str(number)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def trim_snapshots(self, model_id: str) -> None:
+        """Remove all but the newest snapshots of a model."""
+        folder = self._snapshots / model_id
+        numbers = sorted(int(entry.name) for entry in folder.iterdir()) if folder.is_dir() else []
+        for number in numbers[: -self._kept]:
+            shutil.rmtree(folder / str(number), ignore_errors=True)
+
+    def forget_snapshots(self, model_id: str) -> None:
+        """Remove all snapshots of a model."""
+        shutil.rmtree(self._snapshots / model_id, ignore_errors=True)
+
+    def _of_model(self, folder: Path) -> Iterator[Checkpoint]:
+        for kind in KINDS:
+            of_kind: Kind = "weights" if kind == "weights" else "sampler_weights"
+            for entry in (folder / kind).iterdir() if (folder / kind).is_dir() else ():
+                if (found := self._read(folder.name, of_kind, entry.name)) is not None:
+                    yield found
+
+    def _read(self, model_id: str, kind: Kind, name: str) -> Checkpoint | None:
+        """Checkpoint if it is there and has not expired; one that has expired is removed."""
+        if not (_NAME.fullmatch(model_id) and _NAME.fullmatch(name)) or name.endswith((_PARTIAL, _OVER)):
+            return None
+        folder = self._folder / model_id / kind / name
+        try:
+            record = msgspec.json.decode((folder / RECORD_FILE).read_bytes(), type=Record)
+        except (OSError, msgspec.DecodeError):
+            return None
+        if record.expires is not None and time.time() >= record.expires:
+            self._remove(folder)
+            return None
+        return Checkpoint(model_id, kind, name, folder, record)
+
+    def _place(self, model_id: str, kind: Kind, name: str) -> Path:
+        return self._folder / _checked(model_id) / kind / _checked(name)
+
+    def _remove(self, folder: Path) -> None:
+        over = folder.with_name(folder.name + _OVER)
+        shutil.rmtree(over, ignore_errors=True)
+        folder.rename(over)
+        shutil.rmtree(over, ignore_errors=True)
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name) or name.endswith((_PARTIAL, _OVER)):
+        raise UserError(f"{name[:200]!r} is no name: take 1 to 128 letters, digits, '.', '_', ':' and '-', a letter or digit first")
+    return name

@@ -1,0 +1,354 @@
+"""Requests of the Tinker API: their fields, as the SDK's versions send them in JSON or protobuf, and what is possible.
+
+A field that this server does not know may be there if it is empty (null, false, 0, "", []): newer SDKs have more of them. One that
+asks for something is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from google.protobuf.message import DecodeError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+
+from asyncflow.engines.base import Hyperparameters, Sampling
+from asyncflow.service.tinker import protobuf
+from asyncflow.service.tinker.examples import Example
+from asyncflow.types import Array
+
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Number = Annotated[int, Field(ge=0, lt=1 << 62)]
+Metadata = dict[str, Any] | None
+METADATA_BYTES: Final = 64 << 10
+DTYPES: Final = {"float32": np.float32, "int64": np.int64}
+_WIRE_DTYPES: Final[dict[int, np.dtype]] = {protobuf.FLOAT32: np.dtype("<f4"), protobuf.INT64: np.dtype("<i8")}
+
+
+class Message(BaseModel):
+    """Object in a request."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), frozen=True)
+    type: str = ""
+
+    @model_validator(mode="after")
+    def _known(self) -> Message:
+        for name, value in (self.model_extra or {}).items():
+            if value:
+                raise ValueError(f"this server does not know {name[:100]!r}: leave it out")
+        return self
+
+
+class CreateSession(Message):
+    tags: list[str] = Field(default=[], max_length=100)
+    user_metadata: Metadata = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = Field(None, max_length=1000)
+
+    @model_validator(mode="after")
+    def _small(self) -> CreateSession:
+        check_metadata(self.user_metadata)
+        return self
+
+
+class OfSession(Message):
+    session_id: Id
+
+
+class LoraConfig(Message):
+    """The low-rank adapter that a client asks for. This server trains all weights instead."""
+
+    rank: Annotated[int, Field(ge=1, le=1 << 16)]
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Message):
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(Message):
+    session_id: Id
+    model_seq_id: Number
+    base_model: Id
+    user_metadata: Metadata = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _small(self) -> CreateModel:
+        check_metadata(self.user_metadata)
+        return self
+
+
+class OfModel(Message):
+    model_id: Id
+
+
+class Turn(Message):
+    """Request to a model that has its turn by a number."""
+
+    model_id: Id
+    seq_id: Number | None = None
+
+
+class AdamParams(Message):
+    learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Hyperparameters for the engine."""
+        return Hyperparameters(
+            learning_rate=self.learning_rate,
+            betas=(self.beta1, self.beta2),
+            epsilon=self.eps,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.grad_clip_norm or None,
+        )
+
+
+class OptimStep(Turn):
+    adam_params: AdamParams
+
+
+class SaveWeights(Turn):
+    path: str | None = None
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _small(self) -> SaveWeights:
+        check_metadata(self.user_metadata)
+        return self
+
+
+class SaveWeightsForSampler(SaveWeights):
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class LoadWeights(Message):
+    """Load of a checkpoint into a model, or, with `session_id`, into a new one."""
+
+    model_id: Id | None = None
+    seq_id: Number | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    base_model: Id | None = None
+    user_metadata: Metadata = None
+    path: str
+    optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> LoadWeights:
+        check_metadata(self.user_metadata)
+        if (self.model_id is None) == (self.session_id is None or self.model_seq_id is None):
+            raise ValueError("say model_id, or session_id and model_seq_id: one of the two")
+        return self
+
+
+class CreateSamplingSession(Message):
+    session_id: Id
+    sampling_session_seq_id: Number
+    base_model: Id | None = None
+    model_path: str | None = None
+
+
+class TokensChunk(Message):
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class ModelInput(Message):
+    chunks: list[TokensChunk]
+
+    @property
+    def token_ids(self) -> Array:
+        """Tokens of all chunks, int64 [N]."""
+        return np.array([token for chunk in self.chunks for token in chunk.tokens], np.int64)
+
+
+class TensorData(Message):
+    data: list[float] | list[int]
+    dtype: Literal["float32", "int64"]
+    shape: list[Annotated[int, Field(ge=0)]] | None = None
+
+    def array(self) -> Array:
+        """The tensor. Raises `ValueError` if data and shape contradict each other."""
+        values = np.array(self.data, DTYPES[self.dtype])
+        return values if self.shape is None else values.reshape(self.shape)
+
+
+class SamplingParams(Message):
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_k: int = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def sampling(self, end_ids: Sequence[int], largest: int) -> Sampling:
+        """Settings for the engine. `end_ids`: end tokens of the model's own; `largest`: tokens that there is room for.
+
+        Stop tokens come in addition to the end tokens, except for an empty list, which disables them too.
+        """
+        texts: tuple[str, ...] = ()
+        stop_ids: tuple[int, ...] | None = None
+        if isinstance(self.stop, str):
+            texts = (self.stop,)
+        elif isinstance(self.stop, list):
+            texts = tuple(stop for stop in self.stop if isinstance(stop, str))
+            numbers = tuple(stop for stop in self.stop if isinstance(stop, int))
+            stop_ids = () if not self.stop else (*numbers, *end_ids) if numbers else None
+        return Sampling(
+            temperature=self.temperature,
+            max_new_tokens=largest if self.max_tokens is None else self.max_tokens,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            stop=texts,
+            stop_ids=stop_ids,
+        )
+
+
+class Sample(Message):
+    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    base_model: Id | None = None
+    model_path: str | None = None
+    sampling_session_id: Id | None = None
+    seq_id: Number | None = None
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+
+
+class RetrieveFuture(Message):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class CancelFuture(Message):
+    request_id: Id
+
+
+class WeightsInfo(Message):
+    tinker_path: str
+
+
+class KeepFor(Message):
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+
+
+class JsonDatum(Message):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+
+
+class PassInput(Message):
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class JsonPass(Turn):
+    """`forward` or `forward_backward`, as older SDKs send it."""
+
+    pass_input: PassInput = Field(validation_alias=AliasChoices("forward_backward_input", "forward_input"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """`forward` or `forward_backward`."""
+
+    model_id: str
+    seq_id: int | None
+    examples: Sequence[Example]
+    loss: str
+    loss_options: Mapping[str, float | str]
+    is_forward_only: bool
+
+    def content(self) -> bytes:
+        """Hash of the request's content, however it was encoded."""
+        found = hashlib.blake2b(f"{self.loss} {self.is_forward_only} {sorted(self.loss_options.items())}".encode(), digest_size=16)
+        for example in self.examples:
+            arrays = [("", example.token_ids), *sorted(example.inputs.items())]
+            for name, array in arrays:
+                found.update(f"{name} {array.dtype} {array.shape}".encode())
+                found.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+        return found.digest()
+
+
+def content_of(message: Message) -> bytes:
+    """Hash of a request's content."""
+    return hashlib.blake2b(f"{type(message).__name__} {message.model_dump_json()}".encode(), digest_size=16).digest()
+
+
+def pass_of_json(message: JsonPass, *, is_forward_only: bool) -> Pass:
+    """Pass from JSON. Raises `ValueError`."""
+    given = message.pass_input
+    examples = [
+        Example(datum.model_input.token_ids, {name: tensor.array() for name, tensor in datum.loss_fn_inputs.items()})
+        for datum in given.data
+    ]
+    return Pass(message.model_id, message.seq_id, examples, given.loss_fn, given.loss_fn_config or {}, is_forward_only)
+
+
+def pass_of_protobuf(body: bytes) -> Pass:
+    """Pass from protobuf. Raises `ValueError`."""
+    made = protobuf.message("ForwardBackwardRequest")
+    try:
+        made.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(f"the body is no protobuf message ForwardBackwardRequest: {error}") from error
+    options: dict[str, float | str] = dict(made.loss_fn_config)
+    for name, value in made.loss_fn_config_v2.items():
+        options[name] = value.text if value.WhichOneof("kind") == "text" else value.number
+    examples = [
+        Example(_tokens(datum.model_input), {name: _array(name, tensor) for name, tensor in datum.loss_fn_inputs.items()})
+        for datum in made.data
+    ]
+    return Pass(made.model_id, made.seq_id, examples, made.loss_fn, options, made.forward_only)
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> None:
+    """Raises `ValueError` for metadata that take too much room."""
+    if metadata is not None and len(msgspec.json.encode(metadata)) > METADATA_BYTES:
+        raise ValueError(f"user_metadata may have {METADATA_BYTES} bytes as JSON")
+
+
+def _tokens(chunks: Any) -> Array:
+    pieces = []
+    for chunk in chunks:
+        if chunk.WhichOneof("kind") != "encoded_text":
+            raise ValueError("an input may have tokens alone: models here see no images and hear no sound")
+        pieces.append(_read(chunk.encoded_text.tokens, np.dtype("<i4")).astype(np.int64))
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+
+def _array(name: str, tensor: Any) -> Array:
+    if tensor.WhichOneof("kind") == "sparse_csr":
+        raise ValueError(f"{name} is sparse, with several entries for each token: that is not supported")
+    if tensor.dtype not in _WIRE_DTYPES:
+        raise ValueError(f"{name} is neither float32 nor int64")
+    values = _read(tensor.dense, _WIRE_DTYPES[tensor.dtype])
+    return values.reshape(tuple(tensor.shape)) if len(tensor.shape) else values
+
+
+def _read(content: bytes, dtype: np.dtype) -> Array:
+    if len(content) % dtype.itemsize:
+        raise ValueError(f"{len(content)} bytes are no array of {dtype}")
+    return np.frombuffer(content, dtype)

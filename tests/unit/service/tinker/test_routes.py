@@ -1,0 +1,407 @@
+"""Routes over engines that are not there: sessions, order and repetition of requests, results, failures. By JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response
+from asyncflow.service.app import AuditLog, make_app
+from asyncflow.service.keys import KeyRing
+from asyncflow.service.limits import Limits
+from asyncflow.service.tinker import messages, routes
+from asyncflow.service.tinker import samplers as samplers_file
+from asyncflow.service.tinker import sessions as sessions_file
+from asyncflow.service.tinker.checkpoint_store import CheckpointStore
+from asyncflow.service.tinker.results import Results
+from asyncflow.service.tinker.samplers import Samplers
+from asyncflow.service.tinker.sessions import Bounds, Sessions
+from asyncflow.service.tinker.trained_model import BaseModel
+from asyncflow.types import Objective, Ragged, TokenBatch, UserError
+from tests.patience import patience
+
+
+class Training:
+    """Train engine whose log-prob of a target t is - t / 10, and whose weights are the number of its updates."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls: list[Any] = []
+        weights = folder / "weights"
+        self.updates = int(weights.read_text()) if weights.exists() else 0
+        self.added = 0.0
+        self.is_finite = True
+        self.may_go = asyncio.Event()
+        self.may_go.set()
+
+    async def begin_step(self) -> None:
+        self.calls.append("begin")
+
+    async def forward_backward(self, batches: list[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        await self.may_go.wait()
+        (batch,) = batches
+        assert batch.target_ids is not None
+        logprobs_T = (-torch.tensor(batch.target_ids.values).float() / 10).requires_grad_()
+        sampled_T = torch.tensor(batch.rollout_logprobs.values)
+        rows = TokenBatch(
+            logprobs_T=logprobs_T,
+            old_logprobs_T=sampled_T,
+            rollout_logprobs_T=sampled_T,
+            ref_logprobs_T=None,
+            entropy_T=torch.zeros_like(sampled_T),
+            advantages_T=torch.tensor(batch.token_advantages),
+            mask_T=torch.tensor(batch.loss_mask.values).float(),
+            row_T=torch.zeros(len(sampled_T), dtype=torch.int64),
+            row_tokens_R=torch.ones(len(batch.indices)),
+        )
+        loss = objective.loss(rows).loss
+        self.added += loss.item()
+        self.calls.append(("pass", round(loss.item(), 4)))
+        return [MicroBatchResult(loss.item(), len(sampled_T), len(sampled_T), is_finite=self.is_finite)]
+
+    async def log_probs(self, prompt_ids: np.ndarray, response_ids: Ragged, target_ids: Ragged) -> Ragged:
+        return Ragged(-target_ids.values.astype(np.float32) / 10, target_ids.offsets)
+
+    async def set_hyperparameters(self, chosen: Any) -> None:
+        self.calls.append(("rate", chosen.learning_rate))
+
+    async def optim_step(self, normaliser: int) -> OptimResult:
+        assert normaliser == 1
+        self.calls.append("step")
+        self.updates, self.added = self.updates + 1, 0.0
+        return OptimResult(grad_norm=2.5, learning_rate=0.1)
+
+    async def discard(self) -> None:
+        self.calls.append("discard")
+
+    async def save(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        (path / "weights").write_text(str(self.updates))
+
+    async def save_state(self, folder: Path) -> Any:
+        async def written() -> None:
+            folder.mkdir()
+            (folder / "moments").write_text("m")
+
+        return written()
+
+    async def load_state(self, folder: Path) -> None:
+        self.calls.append(("moments", (folder / "moments").read_text()))
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+class Rollout:
+    """Rollout engine whose samples say which weights it has."""
+
+    def __init__(self) -> None:
+        self.weights, self.may_go = "base", asyncio.Event()
+        self.may_go.set()
+
+    async def install(self, version: int, tensors: Any) -> None:
+        self.weights = tensors
+
+    async def generate(self, prompt_ids, *, samples, sampling, key):
+        if sampling.max_new_tokens > 20:
+            raise ValueError("too many tokens")
+        await self.may_go.wait()
+        for sample in samples:
+            tokens = np.array([0 if self.weights == "base" else 1 + int(self.weights), key.prompt_index])
+            yield Response(sample, tokens, np.full(2, -0.5, np.float32), np.zeros((1, 2), np.int64), "length")
+
+    async def close(self) -> None:
+        self.may_go.set()
+
+
+class World:
+    """A server over such engines. `engines`: of the models, in the order in which they were made."""
+
+    def __init__(self, folder: Path, **bounds: Any) -> None:
+        self.base_folder = folder / "base"
+        self.base_folder.mkdir()
+        (self.base_folder / "config.json").write_text('{"eos_token_id": 1}')
+        (self.base_folder / "tokenizer.json").write_text("{}")
+        base = BaseModel(name="base", folder=self.base_folder, vocab_size=50, max_context=32)
+        self.engines: list[Training] = []
+        self.rollout = Rollout()
+        self.sessions = Sessions(
+            base,
+            self._make,
+            store=CheckpointStore(folder / "state", 2),
+            samplers=Samplers([self.rollout], self.base_folder, 10),
+            results=Results(kept_bytes=1 << 20, largest_number=100),
+            bounds=Bounds(**bounds),
+        )
+        keys, audit = KeyRing.open(folder / "keys.json", time.time, "tml-"), AuditLog(None)
+        self.app = make_app(title="t", description="", keys=keys, limits=Limits(), audit=audit)
+        self.app.include_router(routes.routes(self.sessions))
+        self.key = keys.all[0].secret
+        transport = httpx2.ASGITransport(app=self.app)
+        self.client = httpx2.AsyncClient(transport=transport, base_url="http://t/api/v1", headers={"X-API-Key": self.key})
+
+    def _make(self, folder: Path) -> Training:
+        if folder.name == "broken":
+            raise UserError("this model cannot be trained")
+        self.engines.append(Training(folder))
+        return self.engines[-1]
+
+    async def post(self, path: str, body: dict[str, Any], status: int = 200) -> Any:
+        answer = await self.client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def result(self, future: dict[str, Any]) -> Any:
+        async with asyncio.timeout(patience(10)):
+            return await self.post("/retrieve_future", {"request_id": future["request_id"]})
+
+    async def done(self, path: str, body: dict[str, Any]) -> Any:
+        return await self.result(await self.post(path, body))
+
+    async def session(self) -> str:
+        made = await self.post(
+            "/create_session", {"tags": [], "user_metadata": {"a": 1}, "sdk_version": "0", "type": "create_session"}
+        )
+        assert made["session_id"] and "all weights" in made["info_message"]
+        return made["session_id"]
+
+    async def model(self, session: str, number: int = 0) -> str:
+        body = {"session_id": session, "model_seq_id": number, "base_model": "base", "lora_config": {"rank": 8}}
+        return (await self.done("/create_model", body))["model_id"]
+
+
+@pytest.fixture(autouse=True)
+def no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(folder: Path) -> str:
+        return "base" if folder.name == "base" else (folder / "weights").read_text()
+
+    monkeypatch.setattr(samplers_file, "load_tensors", load)
+
+
+@asynccontextmanager
+async def opened(folder: Path, **bounds: Any) -> AsyncIterator[World]:
+    world = World(folder, **bounds)
+    try:
+        yield world
+    finally:
+        await world.sessions.close()
+        await world.client.aclose()
+
+
+def passed(model: str, number: int, weights: list[float], loss: str = "cross_entropy") -> dict[str, Any]:
+    tensors = {
+        "target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]},
+        "weights": {"data": weights, "dtype": "float32", "shape": [2]},
+    }
+    datum = {"model_input": {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}, "loss_fn_inputs": tensors}
+    return {"forward_backward_input": {"data": [datum], "loss_fn": loss}, "model_id": model, "seq_id": number}
+
+
+def stepped(model: str, number: int, rate: float = 0.5) -> dict[str, Any]:
+    return {"adam_params": {"learning_rate": rate}, "model_id": model, "seq_id": number, "type": "optim_step"}
+
+
+async def test_nothing_is_answered_without_a_key(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        for route in world.app.routes:
+            path, methods = getattr(route, "path", ""), getattr(route, "methods", None) or ()
+            for method in methods if path.startswith("/api") else ():
+                world.client.headers.pop("X-API-Key", None)
+                answer = await world.client.request(method, f"http://t{path}")
+                assert answer.status_code in (401, 429), (method, path)
+        world.client.headers["X-API-Key"] = world.key
+        capabilities = (await world.client.get("/get_server_capabilities")).json()
+        assert capabilities["training"] == "full_weights" and capabilities["supported_models"][0]["model_name"] == "base"
+        assert (await world.client.get("/healthz")).json() == {"status": "ok"}
+        assert world.key.startswith("tml-")
+
+
+async def test_requests_are_applied_once_and_in_their_order(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        model = await world.model(await world.session())
+        first, step = passed(model, 1, [0.0, 1.0]), stepped(model, 2)
+        futures = [await world.post("/optim_step", step) for _ in range(2)]
+        assert futures[0] == futures[1] and world.engines[0].calls == ["begin"]
+        waiting = await world.client.post("/retrieve_future", json={"request_id": "s:other:1"})
+        assert waiting.status_code == 410
+        futures += [await world.post("/forward_backward", first) for _ in range(3)]
+        answer = await world.result(futures[2])
+        assert answer["metrics"] == {"loss:sum": pytest.approx(0.3)}
+        assert answer["loss_fn_outputs"] == [{"logprobs": {"data": pytest.approx([-0.2, -0.3]), "dtype": "float32", "shape": [2]}}]
+        assert (await world.result(futures[0]))["metrics"]["grad_norm"] == 2.5
+        assert world.engines[0].calls == ["begin", ("pass", 0.3), ("rate", 0.5), "step", "begin"]
+        assert await world.post("/forward_backward", first) == futures[2]  # long after its turn
+        assert await world.result(futures[2]) == answer and world.engines[0].updates == 1
+        refused = await world.post("/forward_backward", passed(model, 1, [0.0, 2.0]), 400)
+        assert "number 1 belongs to another request" in refused["error"]["message"]
+        assert (await world.done("/forward", {**passed(model, 3, [0.0, 1.0])}))["metrics"]["loss:sum"] == pytest.approx(0.3)
+        assert len(world.engines[0].calls) == 5
+
+
+async def test_a_result_that_is_not_there_yet_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "RETRIEVE_SECONDS", 0.05)
+    async with opened(tmp_path) as world:
+        model = await world.model(await world.session())
+        world.engines[0].may_go.clear()
+        future = await world.post("/forward_backward", passed(model, 1, [0.0, 1.0]))
+        again = await world.client.post("/retrieve_future", json={**future, "allow_metadata_only": True})
+        assert again.status_code == 408 and again.json() == {"type": "try_again", "queue_state": "active", **future}
+        world.engines[0].may_go.set()
+        await asyncio.sleep(0.05)
+        assert (await world.result(future))["metrics"]["loss:sum"] == pytest.approx(0.3)
+
+
+async def test_two_models_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        models = [await world.model(await world.session()) for _ in range(2)]
+        world.engines[0].may_go.clear()
+        slow = await world.post("/forward_backward", passed(models[0], 1, [0.0, 1.0]))
+        for number in range(1, 4):
+            assert (await world.done("/forward_backward", passed(models[1], number, [0.0, 1.0])))["metrics"]
+        world.engines[0].may_go.set()
+        assert (await world.result(slow))["metrics"]
+
+
+async def test_a_loss_that_is_not_finite_fails_its_step_and_the_next_one_begins(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        model = await world.model(await world.session())
+        engine = world.engines[0]
+        engine.is_finite = False
+        failed = await world.done("/forward_backward", passed(model, 1, [0.0, 1.0]))
+        assert failed["category"] == "user" and "not finite" in failed["error"]
+        engine.is_finite = True
+        assert "not finite" in (await world.done("/forward_backward", passed(model, 2, [0.0, 1.0])))["error"]
+        assert "not finite" in (await world.done("/optim_step", stepped(model, 3)))["error"]
+        assert engine.updates == 0 and engine.calls[-2:] == ["discard", "begin"]
+        assert (await world.done("/forward_backward", passed(model, 4, [0.0, 1.0])))["metrics"]
+        assert (await world.done("/optim_step", stepped(model, 5)))["metrics"] and engine.updates == 1
+
+
+async def test_what_was_saved_is_loaded_with_its_moments_or_without(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        model = await world.model(session)
+        await world.done("/optim_step", stepped(model, 1))
+        save = {"model_id": model, "path": "a", "seq_id": 2, "ttl_seconds": 3600, "user_metadata": {"renderer": "x"}}
+        saved = await world.done("/save_weights", save)
+        assert saved["path"] == f"tinker://{model}/weights/a"
+        taken = await world.done("/save_weights", {**save, "seq_id": 3})
+        assert "is there already" in taken["error"]
+        await world.done("/optim_step", stepped(model, 4))
+        load = {"session_id": session, "model_seq_id": 1, "path": saved["path"], "optimizer": True}
+        loaded = await world.done("/load_weights", load)
+        assert loaded["model_id"] == f"{session}:train:1" and world.engines[1].updates == 1
+        assert world.engines[1].calls == [("moments", "m"), "begin"]
+        again = await world.done("/load_weights", {"model_id": model, "seq_id": 5, "path": saved["path"], "optimizer": False})
+        assert again["path"] == saved["path"] and world.engines[0].calls[-1] == "close"
+        assert world.engines[2].updates == 1 and world.engines[2].calls == ["begin"]
+        missing = await world.done(
+            "/load_weights", {"model_id": model, "seq_id": 6, "path": "tinker://a/weights/b", "optimizer": True}
+        )
+        assert "no checkpoint" in missing["error"]
+        assert (await world.done("/optim_step", stepped(model, 7)))["metrics"]  # the model is what it was
+        run = (await world.client.get(f"/training_runs/{model}")).json()
+        assert run["last_checkpoint"]["tinker_path"] == saved["path"] and run["is_lora"] is False
+        assert run["last_checkpoint"]["expires_at"] and run["last_checkpoint"]["user_metadata"] == {"renderer": "x"}
+        info = await world.post("/weights_info", {"tinker_path": saved["path"]})
+        assert info == {"base_model": "base", "is_lora": False}
+        assert (await world.client.delete(f"/training_runs/{model}/checkpoints/weights/a")).status_code == 200
+        assert (await world.client.get(f"/training_runs/{model}/checkpoints")).json() == {"checkpoints": []}
+
+
+async def test_a_sampler_has_the_weights_of_the_moment_at_which_it_was_made(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        model = await world.model(session)
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+        of_base = (await world.post("/create_sampling_session", base))["sampling_session_id"]
+        samplers = []
+        for number in (1, 2):
+            await world.done("/optim_step", stepped(model, 2 * number - 1))
+            save = {"model_id": model, "seq_id": 2 * number, "sampling_session_seq_id": number}
+            samplers.append((await world.done("/save_weights_for_sampler", save))["sampling_session_id"])
+        named = await world.done("/save_weights_for_sampler", {"model_id": model, "seq_id": 5, "path": "b"})
+        of_name = {"session_id": session, "sampling_session_seq_id": 9, "model_path": named["path"]}
+        samplers.append((await world.post("/create_sampling_session", of_name))["sampling_session_id"])
+        asked = {"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}, "sampling_params": {"max_tokens": 2}, "num_samples": 2}
+        drawn = {}
+        for sampler in (*samplers, of_base, samplers[0]):
+            future = await world.post("/asample", {**asked, "sampling_session_id": sampler, "seq_id": 4})
+            assert future["sample_sequence_ids"] == [f"{sampler}:4:0", f"{sampler}:4:1"]
+            drawn[sampler] = [sequence["tokens"] for sequence in (await world.result(future))["sequences"]]
+        assert list(drawn.values()) == [[[2, 4]] * 2, [[3, 4]] * 2, [[3, 4]] * 2, [[0, 4]] * 2]
+        seeded = {**asked, "sampling_session_id": of_base, "seq_id": 5, "sampling_params": {"max_tokens": 2, "seed": 3}}
+        assert (await world.done("/asample", seeded))["sequences"][0]["tokens"] == [0, 0]
+        assert (await world.client.get(f"/samplers/{samplers[2]}")).json()["model_path"] == named["path"]
+        failed = await world.done("/asample", {**seeded, "seq_id": 6, "sampling_params": {"max_tokens": 21}})
+        assert failed == {"error": "too many tokens", "category": "user"}
+        longest = {**seeded, "seq_id": 7, "prompt": {"chunks": [{"tokens": [1] * 32}]}}
+        assert "has 1 to 31 tokens here" in (await world.post("/asample", longest, 400))["error"]["message"]
+
+
+async def test_samples_that_nobody_wants_any_more_are_not_drawn(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+        sampler = (await world.post("/create_sampling_session", body))["sampling_session_id"]
+        world.rollout.may_go.clear()
+        asked = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 2}, "sampling_session_id": sampler}
+        future = await world.post("/asample", {**asked, "seq_id": 0})
+        await world.post("/cancel_future", {"request_id": future["request_id"]})
+        assert (await world.result(future))["error"] == "the request was cancelled"
+
+
+async def test_a_session_that_ends_takes_its_models_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_file, "SWEEP_SECONDS", 0.02)
+    async with opened(tmp_path, models=2, session_seconds=0.3) as world:
+        first, second = await world.session(), await world.session()
+        models = [await world.model(session) for session in (first, second)]
+        full = await world.post("/create_model", {"session_id": first, "model_seq_id": 7, "base_model": "base"}, 400)
+        assert "holds 2 models" in full["error"]["message"]
+        await world.post(f"/sessions/{first}/finish", {"reason": {"type": "success"}})
+        await world.post("/session_heartbeat", {"session_id": first}, 410)
+        await world.post("/optim_step", stepped(models[0], 1), 410)
+        assert world.engines[0].calls[-1] == "close"
+        deadline = time.monotonic() + patience(10)
+        for _ in range(20):  # one that is alive stays
+            await world.post("/session_heartbeat", {"session_id": second})
+            await asyncio.sleep(0.02)
+        while world.sessions.all():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        assert world.engines[1].calls[-1] == "close"
+        await world.model(await world.session())
+
+
+async def test_mistakes_are_sentences(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        model = await world.model(session)
+        for path, body, status, sentence in (
+            ("/create_model", {"session_id": session, "model_seq_id": 5, "base_model": "other"}, 400, "no model 'other' here"),
+            ("/create_model", {"session_id": "nobody", "model_seq_id": 5, "base_model": "base"}, 410, "no such session"),
+            ("/forward_backward", passed(model, 0, [0.0, 1.0]), 400, "has the number 1"),
+            ("/forward_backward", {"model_id": model}, 400, "forward_backward_input"),
+            ("/optim_step", {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}, 422, "adam_params"),
+            ("/optim_step", stepped(f"{session}:train:9", 1), 404, "no model"),
+            ("/asample", {"prompt": {"chunks": []}, "sampling_params": {}}, 400, "sampling_session_id"),
+        ):
+            message = (await world.post(path, body, status))["error"]["message"]
+            assert sentence in message, message
+        answer = await world.client.post(
+            "/forward_backward", content=b"\x0a\xff", headers={"Content-Type": "application/x-protobuf"}
+        )
+        assert answer.status_code == 400 and "no protobuf message" in answer.json()["error"]["message"]
+        answer = await world.client.post("/forward_backward", content=b"x", headers={"Content-Encoding": "zstd"})
+        assert answer.status_code == 415
+        failed = await world.done("/forward_backward", passed(model, 1, [0.0, 1.0], loss="dro"))
+        assert failed["category"] == "user" and "no loss 'dro'" in failed["error"]
+        assert messages.METADATA_BYTES == 1 << 16

@@ -1,0 +1,46 @@
+"""Requests of a model: by their numbers, each once."""
+
+import pytest
+
+from asyncflow.service.limits import Busy
+from asyncflow.service.tinker import turns
+from asyncflow.service.tinker.turns import Turns
+
+
+def test_requests_have_their_turn_by_their_numbers_whenever_they_come() -> None:
+    queue: Turns[str] = Turns(10)
+    for number in (3, 1):
+        assert queue.offer(number, b"%d" % number, f"request {number}") == (number, True)
+    assert (queue.take(), queue.take()) == ("request 1", None)
+    assert queue.offer(2, b"2", "request 2") == (2, True)
+    assert [queue.take(), queue.take(), queue.take()] == ["request 2", "request 3", None]
+    assert queue.offer(None, b"4", "request 4") == (4, True) and queue.take() == "request 4"
+
+
+def test_a_request_that_comes_again_is_the_same_one_before_its_turn_and_after() -> None:
+    queue: Turns[str] = Turns(10)
+    assert queue.offer(1, b"a", "first") == (1, True)
+    assert queue.offer(1, b"a", "again") == (1, False)
+    assert queue.take() == "first"
+    assert queue.offer(1, b"a", "again") == (1, False)
+    with pytest.raises(ValueError, match="number 1 belongs to another request"):
+        queue.offer(1, b"b", "other")
+    with pytest.raises(ValueError, match="has the number 1"):
+        queue.offer(0, b"a", "none")
+    assert queue.take() is None
+
+
+def test_what_waits_is_bounded_and_so_is_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "REMEMBERED", 2)
+    queue: Turns[int] = Turns(3)
+    for number in (2, 3, 4):
+        queue.offer(number, b"", number)
+    with pytest.raises(Busy, match="3 requests of this model wait"):
+        queue.offer(5, b"", 5)
+    queue = Turns(3)
+    for number in range(1, 6):
+        queue.offer(number, b"", number)
+        assert queue.take() == number
+    assert queue.offer(5, b"", 0) == (5, False)
+    with pytest.raises(ValueError, match="long ago: this model's next one is 6"):
+        queue.offer(1, b"", 0)
