@@ -33,7 +33,7 @@ def served(folder: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("python", NEWEST)
 def test_every_call_of_the_sdk_does_what_it_says(served: Served, folder: Path, python: Path) -> None:
-    seen: dict[str, Any] = json.loads(served.run(python, CLIENTS / "basics.py", "tiny", python.parent.parent.name, cwd=folder))
+    seen: dict[str, Any] = json.loads(served.run(python, CLIENTS / "basics.py", "tiny", version_of(python), cwd=folder))
     assert seen["models"] == ["tiny"] and seen["info"] == ["tiny", False]
     # Training: the loss that `forward` says is the first one of `forward_backward`, and it falls.
     assert seen["forward_loss"] == pytest.approx(seen["losses"][0], rel=1e-5)
@@ -52,7 +52,7 @@ def test_every_call_of_the_sdk_does_what_it_says(served: Served, folder: Path, p
     # A state goes on as the model would have; without the optimiser's moments the second step differs.
     with_moments, without = seen["continued"]
     assert with_moments[0] == pytest.approx(without[0], rel=1e-5) and with_moments[1] != pytest.approx(without[1], rel=1e-4)
-    name = python.parent.parent.name
+    name = version_of(python)
     assert seen["paths"][0].endswith(f"/weights/{name}-state") and seen["paths"][1].endswith(f"/sampler_weights/{name}-sampler")
     assert seen["run"] == ["tiny", False, seen["paths"][0]]
     assert seen["checkpoints"] == [f"sampler_weights/{name}-sampler", f"weights/{name}-state"]
