@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from asyncflow.service.tinker.checkpoint_store import MODEL_DIR
-from tests.tinker.world import CLIENTS, NAME, PYTHONS, make_world, metrics_of, serving
+from tests.tinker.world import CLIENTS, NAME, PYTHONS, make_world, metrics_of, serving, version_of
 
 pytestmark = pytest.mark.skipif(not PYTHONS, reason="ASYNCFLOW_TINKER_PYTHONS names no interpreter that has the tinker SDK")
-VERSIONS = [pytest.param(python, id=python.parent.parent.name) for python in PYTHONS]
-SL_BATCH, SL_RATE, SL_STEPS = 16, 3e-3, 40
+VERSIONS = [pytest.param(python, id=version_of(python)) for python in PYTHONS]
+SL_BATCH, SL_RATE, SL_STEPS = 16, 5e-3, 90
 RL_BATCH, RL_GROUP, RL_RATE, RL_TOKENS, RL_STEPS = 8, 8, 1e-3, 12, 16
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("python", VERSIONS)
 def test_the_cookbooks_loops_learn_what_plain_loops_learn(folder: Path, python: Path) -> None:
-    version = python.parent.parent.name
+    version = version_of(python)
     sl_log, rl_log, learnt = folder / f"sl-{version}", folder / f"rl-{version}", folder / f"learnt-{version}"
     with serving(folder / NAME, folder / f"sl-runs-{version}") as served:
         options = [

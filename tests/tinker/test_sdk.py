@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import MODEL
-from tests.tinker.world import CLIENTS, PYTHONS, Served, serving
+from tests.tinker.world import CLIENTS, PYTHONS, Served, serving, version_of
 
 pytestmark = pytest.mark.skipif(not PYTHONS, reason="ASYNCFLOW_TINKER_PYTHONS names no interpreter that has the tinker SDK")
-NEWEST = [
-    pytest.param(python, id=python.parent.parent.name, marks=[pytest.mark.smoke] * (i == 0)) for i, python in enumerate(PYTHONS)
-]
+VERSIONS = [pytest.param(python, id=version_of(python), marks=[pytest.mark.smoke] * (i == 0)) for i, python in enumerate(PYTHONS)]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def served(folder: Path) -> Iterator[Served]:
         yield made
 
 
-@pytest.mark.parametrize("python", NEWEST)
+@pytest.mark.parametrize("python", VERSIONS)
 def test_every_call_of_the_sdk_does_what_it_says(served: Served, folder: Path, python: Path) -> None:
     seen: dict[str, Any] = json.loads(served.run(python, CLIENTS / "basics.py", "tiny", version_of(python), cwd=folder))
     assert seen["models"] == ["tiny"] and seen["info"] == ["tiny", False]
@@ -63,13 +61,13 @@ def test_every_call_of_the_sdk_does_what_it_says(served: Served, folder: Path, p
     assert "a prompt has 1 to 511 tokens here" in mistakes["long"]
 
 
-@pytest.mark.parametrize("python", NEWEST)
+@pytest.mark.parametrize("python", VERSIONS)
 def test_two_sessions_train_and_sample_side_by_side_each_its_own_weights(served: Served, folder: Path, python: Path) -> None:
     seen = json.loads(served.run(python, CLIENTS / "interleaved.py", "tiny", cwd=folder))
     assert seen["together"] == seen["alone"]
 
 
-@pytest.mark.parametrize("python", NEWEST)
+@pytest.mark.parametrize("python", VERSIONS)
 def test_a_request_that_comes_again_or_too_early_is_applied_once_in_its_order(served: Served, folder: Path, python: Path) -> None:
     seen = json.loads(served.run(python, CLIENTS / "repeated.py", "tiny", cwd=folder))
     assert seen["repeated"] == seen["plain"] and seen["num_sent"] > seen["num_requests"]

@@ -15,7 +15,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,5 +130,6 @@ def metrics_of(log_folder: Path, key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
 
 
-def elapsed(began: float) -> str:
-    return f"{time.monotonic() - began:.0f} s"
+def version_of(python: Path) -> str:
+    """Name of an environment: `tinker`, `tinker-early`."""
+    return python.parent.parent.name.removeprefix(".venv-")
