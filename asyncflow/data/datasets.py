@@ -116,9 +116,18 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f"the data file {path} is not UTF-8 text: {error.reason}") from error
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose keys are all different. Raises `ValueError`."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice in one object")
+    return tree
+
+
 def _parse_line(path: Path, number: int, line: str) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists as deep
@@ -133,7 +142,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     with _reading(path):
         text = path.read_text(encoding="utf-8")
     try:
-        tree = json.loads(text)
+        tree = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             yield from _read_jsonl(path)
