@@ -21,7 +21,6 @@ from asyncflow.settings import Choice, Chosen, Section, apply_override, checked,
 from asyncflow.types import MAX_CANDIDATES, Layout, Old, UserError
 
 
-
 def _device(text: str) -> str:
     if not re.match(PATTERN, text):
         raise ValueError(f"there is no device {text!r}: take {ONE_OF_KINDS}, perhaps with a number, as in cuda:1")

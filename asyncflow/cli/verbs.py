@@ -12,6 +12,7 @@ from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.display import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.init import init
+from asyncflow.cli.output import keep_going
 from asyncflow.cli.plan import plan
 from asyncflow.cli.queue import app as queue
 from asyncflow.cli.quickstart import quickstart
@@ -49,6 +50,7 @@ app.add_typer(queue, name="queue")
 
 def run() -> None:
     """Run the command line's verb, and end the process."""
+    keep_going()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         app()

@@ -31,7 +31,7 @@ from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
-from asyncflow.telemetry.trackers import make_trackers
+from asyncflow.telemetry.trackers import OWN_TRACKER, Tracker, make_trackers
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
 
@@ -87,7 +87,7 @@ class RunRecord:
         self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
         self._evaluating = asyncio.Lock()
         self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
-        names = ["jsonl", *config.telemetry.trackers]
+        names = [OWN_TRACKER, *config.telemetry.trackers]
         self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
         self._metrics: dict[int, StepMetrics] = {}
         self._critic_metrics: dict[int, StepMetrics] = {}
@@ -160,7 +160,7 @@ class RunRecord:
 
     def close(self) -> None:
         """Close the files."""
-        for tracker in self._trackers:
+        for tracker in self._trackers.values():
             tracker.close()
         self._samples.close()
         self._evaluations.close()
@@ -297,11 +297,21 @@ class RunRecord:
                 row["run/num_resumes"] = len(self._before.resumed_at)
             self._checks.look_at_metrics(row)
             self.hub.log.flush()
-            for tracker in self._trackers:
-                tracker.log(step, row)
+            for name, tracker in list(self._trackers.items()):
+                self._log_to(name, tracker, step, row)
             self._num_finished = step + 1
             self._finished.notify()
             self._observer.step(step, row)
+
+    def _log_to(self, name: str, tracker: Tracker, step: int, row: Mapping[str, float]) -> None:
+        """Give the row to a tracker. One that fails gets nothing more, and the run goes on, but for the run's own file."""
+        try:
+            tracker.log(step, row)
+        except Exception as error:
+            if name == OWN_TRACKER:
+                raise
+            del self._trackers[name]
+            self._observer.log(f"the tracker {name} failed at step {step + 1} and gets nothing more: {error}")
 
     def _note(self, what: str, number: int) -> None:
         self._progress()

@@ -307,7 +307,12 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
 def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_has_not(tmp_path: Path) -> None:
     """An engine that is not deterministic has made all of step 0, which is made to its end, and nothing more."""
     engine = {"path": UNSTEADY, "folder": str(tmp_path)}
-    changes = {"rollout": {"engine": engine}, "run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None, "every_steps": None}}
+    changes = {
+        "rollout": {"engine": engine},
+        "run": {"steps": 3},
+        "checkpoint": {"every_steps": None},
+        "eval": {"path": None, "every_steps": None},
+    }
     config = tree(tmp_path, {"schedule": "periodic"}, changes)
     life = Life(config, harm=("updates500", signal.SIGTERM))
     assert life.end() == 143 and life.num_steps() == 1, life.said()
