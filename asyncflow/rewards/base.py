@@ -58,12 +58,12 @@ class RewardFailure(Exception):
     """A sample that could not be scored: the scorer raised, hung, exited, ate memory, printed too much or returned no number.
 
     `kind` is one of raised, timeout, exited, memory, output, invalid; or `skipped`, which is no mistake: every part said None. The
-    message names the scorer and says what happened.
+    message names the scorer and says what happened; `trace`: the traceback of what the scorer raised, from its own file on.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.trace = kind, trace
 
 
 def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

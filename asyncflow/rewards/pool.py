@@ -153,7 +153,7 @@ class RewardPool:
         assert isinstance(reply, Failed), reply
         if reply.kind == "memory" and not worker.grace_seconds:  # what ate it may be kept: the next sample must not pay for it
             await process.kill()
-        raise RewardFailure(reply.kind, reply.message)
+        raise RewardFailure(reply.kind, reply.message, reply.trace)
 
     async def _spawn(self) -> Worker:
         process, reply = await self._processes.spawn()

@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -25,10 +25,10 @@ from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.run.context import RunContext
 from asyncflow.run.training_checks import TrainingChecks
-from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
+from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, UNSCORED_FILE
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
-from asyncflow.telemetry.hub import Hub
+from asyncflow.telemetry.hub import Hub, UnscoredResponse
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import OWN_TRACKER, Tracker, make_trackers
@@ -45,6 +45,10 @@ class Observer:
     step: Callable[[int, Mapping[str, float]], None]
     evaluation: Callable[[Row], None]
     log: Callable[[str], None]
+
+
+MAX_UNSCORED_KEPT: Final = 200
+"""Responses that could not be scored, in the run's file, of one attempt."""
 
 
 class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +87,8 @@ class RunRecord:
         self._ledger, self._schedule, self._progress = context.ledger.ledger, context.schedule, context.progress
         self._now, self._num_devices = context.clock, num_devices
         config, run_dir = context.config, context.config.run_dir
-        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, context.progress)
+        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, self._keep_unscored, context.progress)
+        self._unscored_path, self._num_unscored = run_dir / UNSCORED_FILE, 0
         self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
         self._evaluating = asyncio.Lock()
         self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
@@ -262,6 +267,14 @@ class RunRecord:
         if "reward_parts" in sample:
             sample = {**sample, "reward_parts": dict(zip(self._config.reward.names, sample["reward_parts"], strict=False))}
         self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+
+    def _keep_unscored(self, response: UnscoredResponse) -> None:
+        """Keep a response that could not be scored, and say so of the first one of each kind."""
+        self._num_unscored += 1
+        if self._num_unscored <= MAX_UNSCORED_KEPT:
+            with self._unscored_path.open("ab") as file:
+                file.write(msgspec.json.encode(response) + b"\n")
+        self._checks.look_at_failure(response, self._unscored_path, sum(state.num_scored for state in self.hub.states.values()))
 
     def _rows_redelivered(self) -> int:
         """Rows that were delivered again, in all attempts, without those of tasks that only evaluations have: the figure is about
