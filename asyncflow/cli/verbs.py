@@ -18,6 +18,7 @@ from asyncflow.cli.queue import app as queue
 from asyncflow.cli.quickstart import quickstart
 from asyncflow.cli.replay import replay
 from asyncflow.cli.report import report
+from asyncflow.cli.reward import reward
 from asyncflow.cli.serve import serve
 from asyncflow.cli.simulate import simulate
 from asyncflow.cli.status import status
@@ -41,6 +42,7 @@ app.command()(replay)
 app.command()(verify)
 app.command()(simulate)
 app.command()(plan)
+app.command()(reward)
 app.command()(report)
 app.command()(status)
 app.command()(check)

@@ -88,7 +88,7 @@ def _read(path: str, named: str, subset: str | None, limit: int | None) -> Itera
         return iter(read_data_set(path, named, subset, limit))
     if file.suffix == ".parquet":
         return _read_parquet(file)
-    return _read_json(file) if file.suffix == ".json" else _read_jsonl(file)
+    return _read_json(file) if file.suffix == ".json" else read_json_lines(file)
 
 
 def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
@@ -98,7 +98,8 @@ def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
     return sources[path](seed, split, count)
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """The objects of a JSON Lines file. Raises `UserError` naming the line that is none."""
     with _reading(path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -145,7 +146,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         tree = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            yield from _read_jsonl(path)
+            yield from read_json_lines(path)
             return
         raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:

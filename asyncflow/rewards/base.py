@@ -46,12 +46,14 @@ class RewardPart(msgspec.Struct, frozen=True):
 
 class Score(NamedTuple):
     """A sample's reward: the weighted sum of what its parts gave, and these, in order. None: a part that had nothing to say.
+    `metrics`: the scorers' own, counts and sums by name.
 
     Where no part gave anything, and there is a reward all the same, it is the one that was configured for failures.
     """
 
     reward: float
     parts: tuple[float | None, ...]
+    metrics: Mapping[str, tuple[int, float]] = {}
 
 
 class RewardFailure(Exception):

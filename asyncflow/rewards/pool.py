@@ -149,7 +149,7 @@ class RewardPool:
         if isinstance(reply, Scored):
             if reply.reward is None:
                 raise RewardFailure("skipped", f"scorer {self._scorer} has nothing to say about this sample")
-            return Score(reply.reward, tuple(reply.parts))
+            return Score(reply.reward, tuple(reply.parts), reply.metrics)
         assert isinstance(reply, Failed), reply
         if reply.kind == "memory" and not worker.grace_seconds:  # what ate it may be kept: the next sample must not pay for it
             await process.kill()

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.own_metrics import collecting
 from asyncflow.rewards.base import RewardPart, Sample, weighted
 from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
 from asyncflow.rewards.signatures import Adapted, adapted
@@ -66,6 +67,12 @@ def build_scorer(
 
 def answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sample) -> Scored | Failed:
     """Call the scorers; whatever they do short of ending the process becomes an answer."""
+    with collecting() as metrics:
+        answered = _answer(scorers, parts, sample)
+    return msgspec.structs.replace(answered, metrics=metrics) if isinstance(answered, Scored) else answered
+
+
+def _answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sample) -> Scored | Failed:
     values: list[float | None] = []
     for scorer, part in zip(scorers, parts, strict=True):
         try:

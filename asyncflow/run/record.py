@@ -23,6 +23,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
+from asyncflow.own_metrics import means
 from asyncflow.run.context import RunContext
 from asyncflow.run.training_checks import TrainingChecks
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, UNSCORED_FILE
@@ -304,6 +305,8 @@ class RunRecord:
             row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
             if (of_critic := self._critic_metrics.pop(step, None)) is not None:
                 row |= of_critic.critic_row()
+            own, self.hub.own_metrics = self.hub.own_metrics, {}
+            row |= means(own)
             row |= run_metrics(*await self._context.client.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             if self._before.resumed_at:

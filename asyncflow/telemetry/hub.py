@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from asyncflow.own_metrics import Sums, add
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.telemetry.trace import SpanLog
 from asyncflow.transport import remote
@@ -36,7 +37,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     """State of a worker's lane at `time`; `cause` is what it waits for if `task` is `wait`. Times in seconds, monotonic.
 
     `why_not_deterministic`: why its engine may not make a lost response again exactly; empty if it does. `reward_failures`: by
-    kind, since the worker began; `num_scored`: responses that got a reward.
+    kind, since the worker began; `num_scored`: responses that got a reward; `own_metrics`: of scorers, since the last report.
     """
 
     worker: str
@@ -49,6 +50,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     why_not_deterministic: str
     reward_failures: dict[str, int]
     num_scored: int
+    own_metrics: Sums = {}
 
 
 class Hub:
@@ -64,6 +66,7 @@ class Hub:
     ) -> None:
         self.log = log
         self.states: dict[str, WorkerState] = {}
+        self.own_metrics: Sums = {}  # of all workers, until they are taken
         self.past: list[WorkerState] = []  # the last ones of workers that have gone; one that was started again is in both
         self._on_sample, self._on_unscored, self._on_tokens = on_sample, on_unscored, on_tokens
         self._reported = asyncio.Event()
@@ -81,6 +84,7 @@ class Hub:
         for sample in samples:
             self._on_sample(sample)
         self.states[state.worker], self._heard[state.worker] = state, self._clock()
+        add(self.own_metrics, state.own_metrics)
         for each in unscored:
             self._on_unscored(each)
         if any(span.tokens for span in spans):
@@ -146,6 +150,7 @@ class Reporter:
         self.why_not_deterministic = ""
         self.reward_failures: Mapping[str, int] = {}
         self.num_scored = 0
+        self.own_metrics: Sums = {}
         self._hub, self._clock, self._flush_seconds = hub, clock, flush_seconds
         self._spans: list[Span] = []
         self._samples: list[dict[str, Any]] = []
@@ -173,6 +178,7 @@ class Reporter:
         (task, cause, since), spans, samples, unscored = self.recorder.state, self._spans, self._samples, self._unscored
         self._spans, self._samples, self._unscored = [], [], []
         rss = self._process.memory_info().rss
-        certified = self.why_not_deterministic, dict(self.reward_failures), self.num_scored
+        certified = self.why_not_deterministic, dict(self.reward_failures), self.num_scored, self.own_metrics
+        self.own_metrics = {}
         state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, self._clock(), rss, *certified)
         await asyncio.shield(self._hub.report(spans, samples, unscored, state))  # who is cancelled here has taken the spans already

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from asyncflow.checkpoint import Checkpoints
+from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.trainer import Trainer
 from asyncflow.types import UserError
-from tests.e2e.commands import rows, write_config
+from tests.e2e.commands import rows, run_command, write_config
 from tests.forked import Command
 from tests.patience import patience
 
@@ -43,3 +43,64 @@ def test_a_trainer_from_python_takes_overrides_and_says_what_is_wrong(small: Cal
         assert metrics is not None and metrics["step"] == 0
         assert trainer.step() is not None and trainer.step() is None
     assert rows(tmp_path / "runs" / "test" / "metrics.jsonl")[0].keys() == metrics.keys()
+
+
+SCORERS = """
+import json
+import time
+
+from asyncflow.own_metrics import log_metric
+
+
+def hangs(sample):
+    time.sleep(600)
+
+
+def raises(sample):
+    return json.loads("{")["x"]
+
+
+def counts(sample):
+    log_metric("length", len(sample.response))
+    return float(len(sample.response) % 2)
+"""
+
+
+def scored_by(small: Callable[..., dict[str, Any]], tmp_path: Path, name: str, **reward: Any) -> Path:
+    (tmp_path / "scorers.py").write_text(SCORERS)
+    scorer = {"path": f"{tmp_path / 'scorers.py'}:{name}"}
+    return write_config(tmp_path, small(run={"steps": 2, "stall_timeout_seconds": 600}, reward={"scorer": scorer, **reward}))
+
+
+def test_a_scorer_that_always_hangs_is_told_at_once_and_ends_the_run(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = scored_by(small, tmp_path, "hangs", deadline_seconds=0.5)
+    command = run_command("train", config, timeout=patience(120.0))
+    assert command.returncode == 1
+    first = next(line for line in command.stdout.splitlines() if "could not be scored" in line)
+    assert "scorers.py:hangs gave no answer within 0.5 s" in first and "raise reward.deadline_seconds" in first
+    assert "none of the first" in command.stderr and "responses could be scored" in command.stderr
+    kept = rows(tmp_path / "runs" / "test" / "unscored.jsonl")
+    assert {row["kind"] for row in kept} == {"timeout"} and all(row["prompt"] and row["example"] for row in kept)
+    assert "Responses that could not be scored" in (tmp_path / "runs" / "test" / "report.html").read_text()
+
+
+def test_a_scorer_that_raises_is_found_by_a_dry_run_with_its_line(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = scored_by(small, tmp_path, "raises")
+    tried = run_command("train", config, "--dry-run")
+    line = SCORERS.splitlines().index('    return json.loads("{")["x"]') + 1
+    assert tried.returncode == 2 and f"scorers.py:{line})" in tried.stderr and "JSONDecodeError" in tried.stderr
+    assert not (tmp_path / "runs").exists()
+    shown = run_command("reward", config, "--rows", "1")
+    assert shown.returncode == 1 and "Traceback" in shown.stdout and "0 of 2 responses scored, 2 failed" in shown.stdout
+
+
+def test_a_scorer_s_own_metrics_and_a_file_of_responses(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = scored_by(small, tmp_path, "counts")
+    assert run_command("train", config).returncode == 0
+    assert all(row["own/length"] > 0 for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl"))
+    (tmp_path / "responses.jsonl").write_text('{"prompt": "How many?", "response": "123", "answer": "3"}\n{"response": "12"}\n')
+    scored = run_command("reward", config, "--responses", str(tmp_path / "responses.jsonl"))
+    assert scored.returncode == 0 and "2 of 2 responses scored, mean 0.5, 0 failed" in scored.stdout
+    (tmp_path / "responses.jsonl").write_text('{"prompt": "How many?"}\n')
+    refused = run_command("reward", config, "--responses", str(tmp_path / "responses.jsonl"))
+    assert refused.returncode == 2 and "line 1 has no text 'response'" in refused.stderr
