@@ -87,7 +87,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str
-    """A file of JSON Lines, JSON or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
+    """A file of JSON Lines, JSON, CSV, TSV or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
     (`openai/gsm8k`), or `generated:arithmetic`."""
     subset: str | None = None
     """Which part of a data set on the Hub, where it has several (`main`)."""

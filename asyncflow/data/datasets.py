@@ -2,6 +2,7 @@
 
     generated:arithmetic ----+
     rows.jsonl, .json -------+--> rows: JSON values by column name, in the data's own order
+    rows.csv, .tsv ----------+
     rows.parquet ------------+
     a folder, owner/name ----+   (hub.py: through `datasets`)
 
@@ -11,6 +12,7 @@ Which columns make the prompt, and which one is the answer, is columns.py's to s
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import json
 import re
@@ -28,7 +30,8 @@ Split = Literal["train", "heldout"]
 GENERATED_ROWS = 20_000
 GENERATED: Final = "generated:"
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
+_SEPARATED: Final = {".csv": ",", ".tsv": "\t"}
+_FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet", *_SEPARATED)
 
 
 def load_rows(
@@ -88,6 +91,8 @@ def _read(path: str, named: str, subset: str | None, limit: int | None) -> Itera
         return iter(read_data_set(path, named, subset, limit))
     if file.suffix == ".parquet":
         return _read_parquet(file)
+    if file.suffix in _SEPARATED:
+        return _read_separated(file, _SEPARATED[file.suffix])
     return _read_json(file) if file.suffix == ".json" else read_json_lines(file)
 
 
@@ -160,6 +165,22 @@ def _read_json(path: Path) -> Iterator[Row]:
         if not isinstance(row, dict):
             raise UserError(f"{path}, row {number} is not an object with columns but a {type(row).__name__}")
         yield row
+
+
+def _read_separated(path: Path, separator: str) -> Iterator[Row]:
+    """Rows of text with the columns that the first line names. A quoted value may have line breaks."""
+    with _reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=separator, strict=True)
+        names = reader.fieldnames or []
+        if len(set(names)) < len(names) or not all(names):
+            raise UserError(f"{path}, line 1 must name each column once; it has {', '.join(map(repr, names))}")
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num} has another number of values than the {len(names)} columns")
+                yield row
+        except csv.Error as error:
+            raise UserError(f"{path} cannot be read behind line {reader.line_num}: {error}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
