@@ -31,7 +31,7 @@ class CheckpointTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._settings = read_json(folder / "tokenizer_config.json")
-        self._template_source = self._read_template(folder)
+        self.template_source = self._read_template(folder)
         self._template: jinja2.Template | None = None
         self.end_token_ids = end_token_ids(folder)
         if not self.end_token_ids:
@@ -48,25 +48,37 @@ class CheckpointTokenizer:
 
         A conversation that ends in the assistant's own words is continued. Raises `UserError` without a chat template.
         """
-        if self._template_source is None:
+        if self.template_source is None:
             way_out = "set data.chat_template=false" if isinstance(prompt, str) else "say by data.prompt_template what they are"
             raise UserError(f"prompts are to go through a chat template, but the model's tokenizer has none; {way_out}")
-        specials = {name: _token_text(self._settings.get(name)) for name in _SPECIALS}
         messages: list[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return self.encode(self._begun(messages, options or {}))
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None, *, has_answer_begun: bool = True
+    ) -> str:
+        """Text of a conversation by the chat template, with the start of an answer if `has_answer_begun`.
+
+        `options`: variables of the template's own, `tools` among them. Raises `UserError` if it refuses the messages.
+        """
+        assert self.template_source is not None, "the tokenizer has no chat template"
+        specials = {name: _token_text(self._settings.get(name)) for name in _SPECIALS}
+        known = {"tools": None, "documents": None, **specials, **(options or {})}
         try:  # compiled when first used: a template that jinja2 cannot read harms nobody who does without
-            self._template = self._template or _compile(self._template_source)
-            known = {"tools": None, "documents": None, **specials, **(options or {})}
-            return self.encode(self._rendered(self._template, messages, known))
+            self._template = self._template or _compile(self.template_source)
+            return self._template.render(messages=messages, add_generation_prompt=has_answer_begun, **known)
         except (jinja2.TemplateError, TypeError) as error:
             raise UserError(f"the model's chat template cannot be rendered: {error}") from error
 
-    def _rendered(self, template: jinja2.Template, messages: list[Mapping[str, Any]], known: dict[str, Any]) -> str:
+    def _begun(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         if messages[-1].get("role") != "assistant":
-            return template.render(messages=messages, add_generation_prompt=True, **known)
+            return self.render(messages, options)
         begun = str(messages[-1]["content"]).strip()
-        text = template.render(messages=messages, add_generation_prompt=False, **known)
+        text = self.render(messages, options, has_answer_begun=False)
         if not begun or begun not in text:
-            raise jinja2.TemplateError("the answer that the conversation begins is not in what the template makes of it")
+            raise UserError(
+                "the model's chat template cannot be rendered: the answer that the conversation begins is not in its text"
+            )
         return text[: text.rindex(begun) + len(begun)]
 
     def decode(self, ids: Array) -> str:
@@ -76,6 +88,10 @@ class CheckpointTokenizer:
     def decode_all(self, ids: Array) -> str:
         """Text with special tokens."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def text_of(self, token_id: int) -> str:
+        """Text of one token as the vocabulary has it, such as `<|im_end|>`; empty if there is no such token."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def _read_template(self, folder: Path) -> str | None:
         file = folder / "chat_template.jinja"

@@ -27,7 +27,7 @@ class Chatty(CheckpointTokenizer):
 
     def __init__(self) -> None:
         super().__init__(MODEL)
-        self._template_source = TEMPLATE
+        self.template_source = TEMPLATE
 
 
 def config_of(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> Config:

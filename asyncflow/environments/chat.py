@@ -1,0 +1,90 @@
+"""Turns as the model's chat template writes them: `TurnFormat` over joints.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncflow.environments.base import Action, EnvironmentFailure, Words
+from asyncflow.environments.joints import QUESTION, ChatTokenizer, Joints, Message
+from asyncflow.types import Array, UserError
+
+
+class ChatFormat:
+    """`TurnFormat` with a chat template. Options are variables that the template knows, such as `enable_thinking: false`."""
+
+    def __init__(self, tokenizer: ChatTokenizer, **options: Any) -> None:
+        """Raises `UserError` without a chat template, or if it renders no conversation of two turns."""
+        self._tokenizer, self._options = tokenizer, options
+        self._joints = Joints(tokenizer, options)
+        self._with_tools: dict[str, Joints] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the template that a run says before it starts."""
+        return self._joints.survey.sentences()
+
+    def opening(self, prompt_ids: Array, words: Words, tools: Sequence[Mapping[str, Any]]) -> Array:
+        """See `TurnFormat`. Messages are the whole conversation, which begins with the prompt's tokens."""
+        if isinstance(words, str):
+            raise EnvironmentFailure("invalid", "no text can stand behind a chat's prompt: reset is to return messages, or None")
+        joints = self._joints_with(tools)
+        with _failing_its_row():
+            ids = joints.prompt_ids(joints.messages_of(words))
+        if ids[: len(prompt_ids)].tolist() != prompt_ids.tolist():
+            raise EnvironmentFailure("invalid", "the messages of reset, rendered, do not begin with the data's prompt")
+        return ids[len(prompt_ids) :]
+
+    def between(self, turn_ids: Array, words: Words | None, *, is_finished: bool) -> Array:
+        """See `TurnFormat`."""
+        last = int(turn_ids[-1]) if len(turn_ids) else -1
+        with _failing_its_row():
+            return self._joints.between(last, self._joints.messages_of(words or []))
+
+    def branch(self, prompt_ids: Array, turns: Sequence[tuple[Array, Words | None]]) -> Array | None:
+        """See `TurnFormat`. The conversation's beginning is taken as tokens, and what came after it is rendered anew. None as well
+        where the template changes the beginning itself: that stays as it was."""
+        joints, survey = self._joints, self._joints.survey
+        new = joints.messages_of(turns[-1][1] or [])
+        if not any(message["role"] in survey.changing for message in new):
+            return None
+        messages: list[Message] = []
+        for turn_ids, words in turns:
+            messages += [joints.answer(turn_ids), *joints.messages_of(words or [])]
+        answer = messages[-len(new) - 1]
+        with _failing_its_row():
+            if not joints.is_changed([QUESTION, *messages[: -len(new) - 1]], answer, new):
+                return None
+        begun = self._tokenizer.encode(survey.begun).tolist()
+        kept = prompt_ids.tolist()
+        if begun and kept[-len(begun) :] == begun:
+            kept = kept[: -len(begun)]
+        rest = joints.behind_question(messages)
+        return None if rest is None else np.array([*kept, *self._tokenizer.encode(rest).tolist()], np.int64)
+
+    def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
+        """See `TurnFormat`."""
+        has_end = len(turn_ids) and int(turn_ids[-1]) in self._tokenizer.end_token_ids  # else a stop string has ended the turn
+        said = turn_ids[:-1] if has_end else turn_ids
+        return Action(self._tokenizer.decode_all(said), is_finished, turn_ids.tolist())
+
+    def _joints_with(self, tools: Sequence[Mapping[str, Any]]) -> Joints:
+        if not tools:
+            return self._joints
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._with_tools:
+            self._with_tools = {key: Joints(self._tokenizer, {**self._options, "tools": list(tools)})}
+        return self._with_tools[key]
+
+
+@contextlib.contextmanager
+def _failing_its_row() -> Iterator[None]:
+    """Context in which messages that the template refuses are an environment's failure."""
+    try:
+        yield
+    except UserError as error:
+        raise EnvironmentFailure("invalid", str(error)) from error
