@@ -7,6 +7,7 @@ RAY := .venv-ray
 TINKER := .venv-tinker
 TINKER_EARLY := .venv-tinker-early
 VLLM := .venv-vllm
+ENVIRONMENTS := .venv-environments
 WHEEL := .venv-wheel
 # Test files that run at once: more than there are cores, since many wait for processes of theirs.
 TEST_PROCESSES ?= 4
@@ -66,6 +67,11 @@ $(ADAPTERS)/installed: $(ADAPTERS)/bin/uv pyproject.toml constraints.txt
 # Ray is an extra, and brings much of its own.
 $(RAY)/installed: $(RAY)/bin/uv pyproject.toml constraints.txt
 	$(call INSTALL,$(RAY)) -e '.[dev,ray]'
+	touch $@
+
+# Other people's environments, and programs that speak to an OpenAI endpoint.
+$(ENVIRONMENTS)/installed: $(ENVIRONMENTS)/bin/uv pyproject.toml constraints.txt
+	$(call INSTALL,$(ENVIRONMENTS)) -e '.[dev,environments]'
 	touch $@
 
 # vLLM brings its own torch and transformers; its server runs in an environment that has nothing of AsyncFlow, and the tests in ours.
@@ -143,4 +149,4 @@ coverage: install-dev servers
 	$(BIN)/coverage report --skip-covered --sort miss
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(TINKER) $(TINKER_EARLY) $(VLLM) $(WHEEL) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(TINKER) $(TINKER_EARLY) $(VLLM) $(ENVIRONMENTS) $(WHEEL) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

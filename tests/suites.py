@@ -87,6 +87,16 @@ SUITES = (
         },
     ),
     Suite(
+        "environments",
+        ("tests/environments",),
+        ".venv-environments",
+        (
+            "asyncflow/data/reasoning_gym.py",
+            "asyncflow/environments",
+            "asyncflow/rewards/reasoning_gym.py",
+        ),
+    ),
+    Suite(
         "vllm",
         ("tests/contract/test_rollout_engine.py", "tests/vllm"),
         ".venv",
@@ -197,9 +207,9 @@ def said(*command: str) -> str:
 HEAD = """# When everything last passed
 
 `make test-deep` writes this page: every test there is, with all seeds, all parameters and all mutants, and the suites with
-environments of their own (DeepSpeed, Megatron-Core, Ray, a real vLLM). `make test` runs the part of the first row that finds most
-faults. The gate (`.ci/run`) adds the smoke tests of the others; of a suite whose rooms have changed since the commit named here it
-runs everything (`tests/suites.py`).
+environments of their own (DeepSpeed, Megatron-Core, Ray, other people's environments, a real vLLM). `make test` runs the part of
+the first row that finds most faults. The gate (`.ci/run`) adds the smoke tests of the others; of a suite whose rooms have changed
+since the commit named here it runs everything (`tests/suites.py`).
 
 | suite | at commit | on | passed | failed | skipped | seconds |
 |---|---|---|---|---|---|---|

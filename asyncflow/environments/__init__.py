@@ -12,8 +12,18 @@
 with an `EnvironmentFailure`, which has its words.
 """
 
-ENVIRONMENTS: dict[str, str] = {}
+ENVIRONMENTS = {
+    "agent": "asyncflow.environments.agent:Agent",
+    "gymnasium": "asyncflow.environments.gymnasium:Gymnasium",
+    "openenv": "asyncflow.environments.openenv:OpenEnv",
+    "skyrl_gym": "asyncflow.environments.skyrl_gym:SkyRLGym",
+    "textarena": "asyncflow.environments.textarena:TextArena",
+    "tools": "asyncflow.environments.tools:Tools",
+    "trl": "asyncflow.environments.trl:TRLEnvironment",
+    "verifiers": "asyncflow.environments.verifiers:Verifiers",
+}
 
 TURN_FORMATS = {
+    "chat": "asyncflow.environments.chat:ChatFormat",
     "text": "asyncflow.environments.text:TextFormat",
 }

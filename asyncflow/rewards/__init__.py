@@ -17,5 +17,6 @@ REWARDS = {
     "maths": "asyncflow.rewards.maths:Maths",
     "multiple_choice": "asyncflow.rewards.multiple_choice:MultipleChoice",
     "numeric": "asyncflow.rewards.numeric:Numeric",
+    "reasoning_gym": "asyncflow.rewards.reasoning_gym:ReasoningGym",
     "regex": "asyncflow.rewards.regex:Regex",
 }

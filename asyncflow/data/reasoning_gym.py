@@ -1,0 +1,49 @@
+"""Tasks of `reasoning-gym` as data: `data.path: "reasoning_gym:leg_counting"`, or with options, `...?min_animals=2&max_animals=4`.
+
+Several tasks, separated by commas, take turns. A row has the question, the answer, and where it comes from, so that the scorer
+`reasoning_gym` asks the package for the task's own evaluation. Held-out rows come from another seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+from asyncflow.settings import from_yaml
+from asyncflow.types import UserError
+
+PREFIX: Final = "reasoning_gym:"
+ORIGIN: Final = "reasoning_gym"
+ROWS: Final = 5_000
+"""Rows of a set that has no limit."""
+_HELD_OUT_SEED: Final = 1 << 20
+
+
+def rows(path: str, seed: int, *, is_held_out: bool, count: int) -> list[dict[str, Any]]:
+    """`count` rows. Raises `UserError` if the package is not installed, or refuses the task or its options."""
+    tasks = [_Task(one, seed % (1 << 20) + _HELD_OUT_SEED * is_held_out, count) for one in path.removeprefix(PREFIX).split(",")]
+    return list(itertools.islice(_in_turns(tasks), count))
+
+
+class _Task:
+    def __init__(self, text: str, seed: int, size: int) -> None:
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise UserError("data reasoning_gym needs the package reasoning-gym: pip install reasoning-gym") from error
+        self.name, _, query = text.partition("?")
+        self.options = {key: from_yaml(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+        self.origin = {"task": self.name, "seed": seed, "size": size, "options": self.options}
+        try:
+            self.entries = reasoning_gym.create_dataset(self.name, seed=seed, size=size, **self.options)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UserError(f"data reasoning_gym: task {self.name!r} with {self.options or 'no options'}: {error}") from error
+
+
+def _in_turns(tasks: list[_Task]) -> Iterator[dict[str, Any]]:
+    for index in itertools.count():
+        for task in tasks:
+            entry = task.entries[index]
+            yield {"question": entry["question"], "answer": entry["answer"], ORIGIN: {**task.origin, "index": index}}

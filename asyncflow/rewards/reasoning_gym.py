@@ -1,0 +1,46 @@
+"""A task's own evaluation of an answer, for rows of `data.path: reasoning_gym:...`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from asyncflow.rewards.base import Sample
+from asyncflow.types import UserError
+
+
+class ReasoningGym:
+    """`score_answer` of the row's task, for what stands in `<answer>` of the response, or for all of it."""
+
+    is_stateless = True
+
+    def __init__(self, *, needs_tag: bool = False) -> None:
+        """`needs_tag`: a response without `<answer>` gets 0. Raises `UserError` if the package is not installed."""
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise UserError("reward reasoning_gym needs the package reasoning-gym: pip install reasoning-gym") from error
+        self._create = lru_cache(maxsize=64)(_create)
+        self._extract = reasoning_gym.utils.extract_answer
+        self._needs_tag = needs_tag
+
+    def __call__(self, sample: Sample) -> float:
+        """The package's score, 0 to 1. Raises `ValueError` for a row that is not of reasoning-gym."""
+        if not isinstance(origin := sample.example.get("reasoning_gym"), dict):
+            raise ValueError("the row is not of data.path=reasoning_gym:...: its column reasoning_gym is missing")
+        answer = self._extract(sample.response)
+        if answer is None and not self._needs_tag:
+            answer = sample.response.strip()
+        if answer is None:
+            return 0.0
+        task = self._create(msgspec.json.encode({name: origin[name] for name in ("task", "seed", "size", "options")}))
+        return float(task.score_answer(answer=answer, entry=task[origin["index"]]))
+
+
+def _create(origin: bytes) -> Any:
+    import reasoning_gym
+
+    known = msgspec.json.decode(origin)
+    return reasoning_gym.create_dataset(known["task"], seed=known["seed"], size=known["size"], **known["options"])
