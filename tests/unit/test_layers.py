@@ -58,9 +58,9 @@ def said(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_text_is_evaluated_outside_of_reward_processes() -> None:
-    """What a model wrote reaches no parser that evaluates, neither in the trainer nor in a rollout worker nor in the driver, but for
-    the tool that runs programs, in a process of its own: see docs/rewards.md. Here is who could; that a run's process has not done
-    so is seen in tests/e2e/test_rewards.py."""
+    """What a model wrote reaches no parser that evaluates, neither in the trainer nor in a rollout worker nor in the driver, except
+    for the tool that runs programs, in a process of its own: see docs/rewards.md. Here is who could; that a run's process has not
+    done so is seen in tests/e2e/test_rewards.py."""
     evaluating, of_processes, calls = set(), set(), []
     files = sorted((ROOT / "asyncflow").rglob("*.py"))
     for file in files:
