@@ -6,6 +6,7 @@ Unknown or contradictory keys are errors of one sentence.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,24 @@ from typing import Annotated, Any, Literal
 import psutil
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from asyncflow.devices import PATTERN
+from asyncflow.devices import ONE_OF_KINDS, PATTERN
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
 from asyncflow.types import MAX_CANDIDATES, Layout, Old, UserError
 
-Device = Annotated[str, Field(pattern=PATTERN)]
+
+def _device(text: str) -> str:
+    if not re.match(PATTERN, text):
+        raise ValueError(f"there is no device {text!r}: take {ONE_OF_KINDS}, perhaps with a number, as in cuda:1")
+    return text
+
+
+def _part_name(text: str) -> str:
+    if not re.match(r"[A-Za-z][\w-]*$", text):
+        raise ValueError(f"{text!r} is no name of a reward: take letters, digits, _ and -, beginning with a letter")
+    return text
+
+
+Device = Annotated[str, AfterValidator(_device)]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
 
 
@@ -27,7 +41,7 @@ Finite = Annotated[float, Field(gt=0, lt=math.inf)]
 Weight = Annotated[float, Field(gt=-math.inf, lt=math.inf)]
 """Of a reward; below 0 it is a penalty."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
-PartName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
+PartName = Annotated[str, AfterValidator(_part_name)]
 TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
 """Of metrics, `reward/mean` and so on."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -73,7 +87,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str
-    """A file of JSON Lines, JSON or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
+    """A file of JSON Lines, JSON, CSV, TSV or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
     (`openai/gsm8k`), or `generated:arithmetic`."""
     subset: str | None = None
     """Which part of a data set on the Hub, where it has several (`main`)."""
@@ -443,6 +457,12 @@ class EvalConfig(Section):
     device: Device | None = None
     """Of each of them. None: `rollout.device`."""
 
+    @model_validator(mode="after")
+    def _possible(self) -> EvalConfig:
+        if self.path is None and self.every_steps is not None:
+            raise ValueError("every_steps is set, and path is not: nothing would be evaluated; set eval.path too")
+        return self
+
 
 class CheckpointConfig(Section):
     """Checkpoints, from which a run is resumed with `--resume`."""
@@ -633,7 +653,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     `plan=FILE` takes the settings of a plan that `asyncflow plan` has written; other overrides go before them.
     """
-    tree = read_yaml(path)
+    return parse(read_yaml(path), overrides)
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     others = []
     for override in overrides:
         if (file := named_plan(override)) is None:
@@ -644,7 +667,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         _merge(tree, settings)
     for override in others:
         apply_override(tree, override)
-    return parse(tree)
 
 
 def named_plan(override: str) -> str | None:
@@ -662,9 +684,12 @@ def _merge(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
             tree[key] = value
 
 
-def parse(tree: Mapping[str, Any]) -> Config:
-    """Check a configuration given as nested mappings. Raises `UserError` naming the key and what to do."""
-    return checked(Config, tree)
+def parse(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Check a configuration given as nested mappings, with overrides as `load` takes them. Raises `UserError` naming the key and
+    what to do."""
+    settings = copy.deepcopy(dict(tree))
+    _override(settings, overrides)
+    return checked(Config, settings)
 
 
 def parse_dumped(text: str) -> Config:

@@ -1,7 +1,8 @@
 """Folder of a run: its files, their names, and which process may write them.
 
     runs/<name>/   config.yaml job.json control.sock key.pem logs/ initial-model/    what the run is, and how it is reached
-                   metrics.jsonl eval.jsonl samples.jsonl spans.jsonl fingerprints.jsonl certificate.json    what it has told
+                   metrics.jsonl eval.jsonl samples.jsonl unscored.jsonl spans.jsonl    what it has told
+                   fingerprints.jsonl certificate.json                                  what it proves
                    checkpoints/step-000012/                                          what it can go on from
                    model/ critic/ report.html trace.json                             what is left of it
 
@@ -28,6 +29,8 @@ JOB_FILE: Final = "job.json"
 KEY_FILE: Final = "key.pem"
 EVAL_FILE: Final = "eval.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
+UNSCORED_FILE: Final = "unscored.jsonl"
+"""Responses that a scorer could not score: the first ones of a run."""
 SNAPSHOTS_DIR: Final = "snapshots"
 MODEL_DIR: Final = "model"
 CRITIC_DIR: Final = "critic"

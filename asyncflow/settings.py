@@ -7,13 +7,23 @@ user's own (`algorithm: {path: "my_file.py:MyLoss"}`). Which sections there are 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from asyncflow.types import UserError
 
@@ -22,6 +32,14 @@ class Section(BaseModel):
     """Section of a configuration: frozen, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `true` and `false` where a number is wanted: Python counts them as 1 and 0."""
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError(f"{str(value).lower()} is neither a number nor a name here")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -62,7 +80,16 @@ S = TypeVar("S", bound=Section)
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """YAML loader that reads `1e-6` as a number, as YAML 1.2 does, and not as text."""
+    """YAML loader that reads `1e-6` as a number, as YAML 1.2 does, and not as text; and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -147,7 +174,7 @@ def checked(kind: type[S], tree: Mapping[str, Any]) -> S:
 
 
 def _sentence(kind: type[Section], error: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    where = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "extra_forbidden":
         known = _keys(kind, error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
@@ -159,8 +186,46 @@ def _sentence(kind: type[Section], error: dict[str, Any]) -> str:
     if error["type"] == "missing":
         return f"{where!r} is missing"
     message = str(error["msg"]).removeprefix("Value error, ")
-    shown = "" if error["type"] == "value_error" else f", not {error['input']!r}"
-    return f"{where}: {message}{shown}" if where else message
+    limits = error.get("ctx", {})
+    if limits.get("lt") == math.inf:
+        message = f"must be a finite number, not {_shown(error['input'])}"
+    elif words := _WORDS.get(error["type"]):
+        message = f"must be {words.format(**limits)}, not {_shown(error['input'])}"
+    return f"{where}: {message}" if where else message
+
+
+_WORDS: Final = {
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "{le:g} or less",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "literal_error": "{expected}",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "model_type": "a section with keys",
+    "model_attributes_type": "a section with keys",
+    "too_short": "at least {min_length} long",
+    "too_long": "at most {max_length} long",
+    "string_too_short": "at least {min_length} long",
+}
+"""What a value must be, by pydantic's name of the mistake."""
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it: `null`, `true`, `text`."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
 def _keys(kind: type[Section], location: Sequence[str | int]) -> list[str]:

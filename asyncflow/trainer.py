@@ -35,8 +35,8 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any], *overrides: str, resume: bool = False) -> Trainer:
-        """Make a trainer from a YAML file with `key.path=value` overrides, or from nested mappings. Raises `UserError`."""
-        return cls(parse(config) if isinstance(config, Mapping) else load(Path(config), overrides), resume=resume)
+        """Make a trainer from a YAML file, or from nested mappings, with `key.path=value` overrides. Raises `UserError`."""
+        return cls(parse(config, overrides) if isinstance(config, Mapping) else load(Path(config), overrides), resume=resume)
 
     def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""

@@ -18,9 +18,9 @@ from asyncflow.types import first_error
 class Display(Listener):
     """Draws a run on standard output; used as a context manager."""
 
-    def __init__(self, name: str, steps: int) -> None:
+    def __init__(self, name: str, steps: int, *, is_training: bool = True) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
-        self._steps = steps
+        self._steps, self._is_training, self._has_explained = steps, is_training, False
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -51,6 +51,11 @@ class Display(Listener):
             f"staleness {row.get('staleness/max', 0)}"
         )
         self._progress.update(self._task, completed=step + 1, figures=figures)
+        if not self._has_explained:
+            self._has_explained = True
+            self.log(
+                "TPSPD: tokens trained per second per device; staleness: by how many versions a response is older than its step"
+            )
         if not self._console.is_terminal:
             self.log(f"step {step + 1}/{self._steps}  {figures}  {row.get('perf/step_seconds', 0.0):.2f} s")
 
@@ -59,7 +64,8 @@ class Display(Listener):
         figures = ", ".join(f"{name.removeprefix('accuracy/')} {row[name]:.3f}" for name in names) or "none"
         unscored = sum(value for name, value in row.items() if name.startswith("unscored/"))
         lost = f", {unscored} responses could not be scored" if unscored else ""
-        self.log(f"held-out accuracy after {row['step']} steps: {figures} ({row['num_prompts']} prompts{lost})")
+        when = f" after {row['step']} steps" if row["step"] else " before the first step" if self._is_training else ""
+        self.log(f"held-out accuracy{when}: {figures} ({row['num_prompts']} prompts{lost})")
 
 
 def sentence(group: BaseExceptionGroup) -> str:

@@ -120,7 +120,7 @@ async def _evaluate(config: Config, out: Path | None) -> bool:
     from asyncflow.run.job import Job, run_with_signals
     from asyncflow.telemetry.evaluation import lines_of, result_of, write_evaluation
 
-    with Display("eval", 1) as display:
+    with Display("eval", 1, is_training=False) as display:
         job = Job(config, display, evaluate_only=True)
         is_finished = await run_with_signals(job, job.run())
     if not is_finished:

@@ -17,9 +17,13 @@ from asyncflow.cli.plan import load_planned
 from asyncflow.cluster.torchrun import is_rank, run_rank
 from asyncflow.config import Config, dump
 from asyncflow.run_dir import JOB_FILE
+from asyncflow.types import UserError
 
 DRIVER_SECONDS = 120.0
 """How long a process that torchrun has started waits for the run's driver, which checks the run's inputs first."""
+
+NUM_TRIED = 2
+"""Rows of the data on which `--dry-run` tries the scorers."""
 
 
 def train(
@@ -82,10 +86,12 @@ async def _dry_run(config: Config) -> None:
         context = config.model.max_context_tokens or 0
         longest = min(config.data.max_prompt_tokens or context, context - config.rollout.max_new_tokens)
         data = [f"{config.data.path}, not read: a model of shapes alone has no tokenizer"]
+        rewards = []
     else:
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
             prepared = await prepare(config, Path(scratch))
             fields = read_json(prepared.model / "config.json")
+            rewards = await _tried(config)
         context, prompts, held_out = prepared.max_context, prepared.prompts, prepared.held_out
         longest = max(len(prompt.ids) for prompt in prompts)
         data = [f"{len(prompts)} prompts to train on, {len(held_out)} held out"]
@@ -95,6 +101,8 @@ async def _dry_run(config: Config) -> None:
     print(f"model      {config.model.path}, context {context} tokens")
     for line in data:
         print(f"data       {line}")
+    for line in rewards:
+        print(f"reward     {line}")
     if line := _correction(config):
         print(f"off-policy {line}")
     for line in advice(config):
@@ -129,6 +137,25 @@ def _correction(config: Config) -> str:
     if not whys:
         return ""
     return f"{' and '.join(whys)}; algorithm.correction={algorithm.correction}, train.old={config.train.old}"
+
+
+async def _tried(config: Config) -> list[str]:
+    """Rewards of a few made-up responses, a line each. Raises `UserError` for a scorer that fails on one of them."""
+    from asyncflow.rewards.base import RewardFailure
+    from asyncflow.run.reward_trial import made_up, try_scorers
+
+    if not config.reward.parts:
+        return []
+    lines = []
+    for each in await try_scorers(config, [*made_up(config, NUM_TRIED)]):
+        text = f"{each.sample.response:.40}" + " ..." * (len(each.sample.response) > 40)
+        if not isinstance(each.outcome, RewardFailure):
+            lines.append(f"{each.outcome.reward:g} for {each.name}: {text!r}")
+        elif each.outcome.kind == "skipped":
+            lines.append(f"none for {each.name}: {text!r}")
+        else:
+            raise UserError(f"{each.outcome}, tried on {each.name}: {text!r}")
+    return lines
 
 
 def _evaluators(config: Config) -> str:

@@ -12,11 +12,13 @@ from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.display import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.init import init
+from asyncflow.cli.output import keep_going
 from asyncflow.cli.plan import plan
 from asyncflow.cli.queue import app as queue
 from asyncflow.cli.quickstart import quickstart
 from asyncflow.cli.replay import replay
 from asyncflow.cli.report import report
+from asyncflow.cli.reward import reward
 from asyncflow.cli.serve import serve
 from asyncflow.cli.simulate import simulate
 from asyncflow.cli.status import status
@@ -40,6 +42,7 @@ app.command()(replay)
 app.command()(verify)
 app.command()(simulate)
 app.command()(plan)
+app.command()(reward)
 app.command()(report)
 app.command()(status)
 app.command()(check)
@@ -49,6 +52,7 @@ app.add_typer(queue, name="queue")
 
 def run() -> None:
     """Run the command line's verb, and end the process."""
+    keep_going()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         app()

@@ -3,6 +3,7 @@
     generated:arithmetic ----+
     reasoning_gym:TASK ------+   (reasoning_gym.py)
     rows.jsonl, .json -------+--> rows: JSON values by column name, in the data's own order
+    rows.csv, .tsv ----------+
     rows.parquet ------------+
     a folder, owner/name ----+   (hub.py: through `datasets`)
 
@@ -12,6 +13,7 @@ Which columns make the prompt, and which one is the answer, is columns.py's to s
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import json
 import re
@@ -29,7 +31,8 @@ Split = Literal["train", "heldout"]
 GENERATED_ROWS = 20_000
 GENERATED: Final = "generated:"
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
+_SEPARATED: Final = {".csv": ",", ".tsv": "\t"}
+_FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet", *_SEPARATED)
 
 
 def load_rows(
@@ -91,7 +94,9 @@ def _read(path: str, named: str, subset: str | None, limit: int | None) -> Itera
         return iter(read_data_set(path, named, subset, limit))
     if file.suffix == ".parquet":
         return _read_parquet(file)
-    return _read_json(file) if file.suffix == ".json" else _read_jsonl(file)
+    if file.suffix in _SEPARATED:
+        return _read_separated(file, _SEPARATED[file.suffix])
+    return _read_json(file) if file.suffix == ".json" else read_json_lines(file)
 
 
 def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
@@ -101,7 +106,8 @@ def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
     return sources[path](seed, split, count)
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """The objects of a JSON Lines file. Raises `UserError` naming the line that is none."""
     with _reading(path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -119,9 +125,18 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f"the data file {path} is not UTF-8 text: {error.reason}") from error
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose keys are all different. Raises `ValueError`."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice in one object")
+    return tree
+
+
 def _parse_line(path: Path, number: int, line: str) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists as deep
@@ -136,10 +151,10 @@ def _read_json(path: Path) -> Iterator[Row]:
     with _reading(path):
         text = path.read_text(encoding="utf-8")
     try:
-        tree = json.loads(text)
+        tree = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            yield from _read_jsonl(path)
+            yield from read_json_lines(path)
             return
         raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -153,6 +168,22 @@ def _read_json(path: Path) -> Iterator[Row]:
         if not isinstance(row, dict):
             raise UserError(f"{path}, row {number} is not an object with columns but a {type(row).__name__}")
         yield row
+
+
+def _read_separated(path: Path, separator: str) -> Iterator[Row]:
+    """Rows of text with the columns that the first line names. A quoted value may have line breaks."""
+    with _reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=separator, strict=True)
+        names = reader.fieldnames or []
+        if len(set(names)) < len(names) or not all(names):
+            raise UserError(f"{path}, line 1 must name each column once; it has {', '.join(map(repr, names))}")
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num} has another number of values than the {len(names)} columns")
+                yield row
+        except csv.Error as error:
+            raise UserError(f"{path} cannot be read behind line {reader.line_num}: {error}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

@@ -26,6 +26,7 @@ from asyncflow.control.ledger import RoundGroup, StepTotals, TrainedGroup
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.loops.context import LoopContext
 from asyncflow.loops.samples import check_interval, consumed, figures_of, left_out, micro_batches, scored_group
+from asyncflow.own_metrics import Sums, collecting
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.controller import Handed
@@ -34,11 +35,12 @@ from asyncflow.types import Advantages, RunError
 
 @dataclass(frozen=True, slots=True)
 class PreparedGroup:
-    """A group, ready to be trained. Its micro-batches are made when it is in a round."""
+    """A group, ready to be trained. Its micro-batches are made when it is in a round. `own_metrics`: of `advantages`."""
 
     leased: Leased
     advantages: Advantages
     micro_batches: list[MicroBatch]
+    own_metrics: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Rounds:
             fingerprints.group(work.leased.batch, of_work)
             if self._update:  # the weights are not the version's any more: what differs now is no mismatch of the engines
                 of_work = [replace(result, metrics=_without_mismatch(result.metrics)) for result in of_work]
-            figures = figures_of(self.step, work.leased.batch, work.micro_batches, of_work)
+            figures = figures_of(self.step, work.leased.batch, work.micro_batches, of_work, work.own_metrics)
             self._trained.append(TrainedGroup(consumed(work.leased.batch, of_work), figures))
 
     @contextmanager
@@ -183,7 +185,9 @@ class Rounds:
         if leased is None:
             raise RunError(f"the rows of group {handed.lease.groups[0].group} have gone with their storage unit")
         check_interval(leased, self.step, self._max_staleness)
-        return PreparedGroup(leased, self._objective.advantages(scored_group(leased.batch)), [])
+        with collecting() as own_metrics:
+            advantages = self._objective.advantages(scored_group(leased.batch))
+        return PreparedGroup(leased, advantages, [], own_metrics)
 
     async def _read(self) -> dict[int, list[float]]:
         """Read all groups of the step that this rank will train, as they come. Returns the statistics of each."""

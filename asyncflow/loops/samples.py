@@ -28,6 +28,7 @@ import numpy as np
 
 from asyncflow.control.ledger import Consumed, num_to_admit
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response, Sampling
+from asyncflow.own_metrics import Sums
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.transfer_queue.client import Leased
@@ -394,8 +395,10 @@ def consumed(batch: Batch, results: Sequence[MicroBatchResult]) -> Consumed:
     )
 
 
-def figures_of(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> GroupFigures:
-    """Figures of a trained group, for metrics."""
+def figures_of(
+    step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult], own_metrics: Sums
+) -> GroupFigures:
+    """Figures of a trained group, for metrics. `own_metrics`: the algorithm's own."""
     metrics: dict[str, float] = {}
     for result in results:
         for name, total in result.metrics.items():
@@ -414,4 +417,5 @@ def figures_of(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: S
         metrics=metrics,
         left_out=sum(len(piece.indices) for piece, r in zip(pieces, results, strict=True) if not r.is_computed),
         reward_parts=batch.ragged(PARTS_COLUMN.name).values if PARTS_COLUMN.name in batch.columns else np.empty(0, np.float32),
+        own_metrics=own_metrics,
     )

@@ -46,24 +46,26 @@ class RewardPart(msgspec.Struct, frozen=True):
 
 class Score(NamedTuple):
     """A sample's reward: the weighted sum of what its parts gave, and these, in order. None: a part that had nothing to say.
+    `metrics`: the scorers' own, counts and sums by name.
 
     Where no part gave anything, and there is a reward all the same, it is the one that was configured for failures.
     """
 
     reward: float
     parts: tuple[float | None, ...]
+    metrics: Mapping[str, tuple[int, float]] = {}
 
 
 class RewardFailure(Exception):
     """A sample that could not be scored: the scorer raised, hung, exited, ate memory, printed too much or returned no number.
 
     `kind` is one of raised, timeout, exited, memory, output, invalid; or `skipped`, which is no mistake: every part said None. The
-    message names the scorer and says what happened.
+    message names the scorer and says what happened; `trace`: the traceback of what the scorer raised, from its own file on.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.trace = kind, trace
 
 
 def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

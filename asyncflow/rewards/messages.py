@@ -24,10 +24,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
-    """Rewards of the parts, in order, and their weighted sum, which is finite. None: the scorer has nothing to say."""
+    """Rewards of the parts, in order, and their weighted sum, which is finite. None: the scorer has nothing to say. `metrics`: the
+    scorers' own (`own_metrics.py`)."""
 
     reward: float | None
     parts: list[float | None]
+    metrics: dict[str, tuple[int, float]] = {}
 
 
 Reply = Ready | Broken | Scored | Failed

@@ -149,11 +149,11 @@ class RewardPool:
         if isinstance(reply, Scored):
             if reply.reward is None:
                 raise RewardFailure("skipped", f"scorer {self._scorer} has nothing to say about this sample")
-            return Score(reply.reward, tuple(reply.parts))
+            return Score(reply.reward, tuple(reply.parts), reply.metrics)
         assert isinstance(reply, Failed), reply
         if reply.kind == "memory" and not worker.grace_seconds:  # what ate it may be kept: the next sample must not pay for it
             await process.kill()
-        raise RewardFailure(reply.kind, reply.message)
+        raise RewardFailure(reply.kind, reply.message, reply.trace)
 
     async def _spawn(self) -> Worker:
         process, reply = await self._processes.spawn()

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from asyncflow.own_metrics import log_metric
 from asyncflow.rewards.answers import reference
 from asyncflow.rewards.base import Sample
 from asyncflow.rows import QUESTIONS, READY_PROMPT, found_in, value_in
@@ -100,8 +101,8 @@ def _as_trl(
 ) -> Any:
     """A batch of one. A row whose prompt is a list of messages is conversational, and so is the completion then.
 
-    TRL's trainer also hands over its state, and how to log a column or a metric; here there is no such trainer, so that functions
-    that take these get None, and callables that do nothing.
+    TRL's trainer also hands over its state, and how to log a metric or a column; here there is no such trainer: functions that take
+    its state get None, a metric is one of the run's, `own/<name>`, and a column is left out.
     """
     prompt, completion = prompt_of(sample), sample.response
     is_conversational = not isinstance(prompt, str)
@@ -112,13 +113,13 @@ def _as_trl(
         "completion_ids": [list(sample.token_ids)],
         "trainer_state": None,
         "log_extra": _log_nothing,
-        "log_metric": _log_nothing,
+        "log_metric": log_metric,
     }
     return function(**_takes(parameters, {**columns, **batch}))
 
 
 def _log_nothing(name: str, value: Any) -> None:
-    """Instead of TRL's `log_extra` and `log_metric`."""
+    """Instead of TRL's `log_extra`."""
 
 
 def _as_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], sample: Sample) -> Any:

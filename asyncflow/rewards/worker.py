@@ -26,10 +26,11 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.own_metrics import collecting
 from asyncflow.rewards.base import RewardPart, Sample, weighted
 from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
 from asyncflow.rewards.signatures import Adapted, adapted
-from asyncflow.sandbox.child import private_pipes, receive, words_of
+from asyncflow.sandbox.child import private_pipes, receive, trace_of, words_of
 from asyncflow.sandbox.forked import in_child
 from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, limit_memory, limit_output
@@ -66,6 +67,12 @@ def build_scorer(
 
 def answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sample) -> Scored | Failed:
     """Call the scorers; whatever they do short of ending the process becomes an answer."""
+    with collecting() as metrics:
+        answered = _answer(scorers, parts, sample)
+    return msgspec.structs.replace(answered, metrics=metrics) if isinstance(answered, Scored) else answered
+
+
+def _answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sample) -> Scored | Failed:
     values: list[float | None] = []
     for scorer, part in zip(scorers, parts, strict=True):
         try:
@@ -73,7 +80,8 @@ def answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Samp
         except MemoryError:
             value = MemoryError  # the traceback holds what ate the memory: leave this block before saying anything
         except Exception as error:  # the contract: any exception fails the sample, and the sample's owner is told
-            return Failed("raised", f"scorer {part.scorer} raised {words_of(error)}")
+            file = part.scorer.rpartition(":")[0]
+            return Failed("raised", f"scorer {part.scorer} raised {words_of(error, file)}", trace_of(error, file))
         if value is MemoryError:
             return Failed("memory", f"scorer {part.scorer} ran out of memory")
         reward = _finite(value)

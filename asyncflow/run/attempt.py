@@ -221,7 +221,7 @@ class Attempt:
             f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; raise "
             f"run.steps to go on"
         )
-        self.rows = {row.pop("step"): row for row in metrics_of(run_dir)}
+        self.rows = {row["step"]: row for row in metrics_of(run_dir)}
         self.certificate = read_certificate(run_dir)
         self.job = self._job_file(prepared, resumed)
 
@@ -248,7 +248,7 @@ class Attempt:
         await asyncio.to_thread(write_added, checkpoints.added(version), resumed.state, is_whole=False)
         now = asyncio.get_running_loop().time()
         rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
-        self.rows = {row.pop("step"): row for row in rows}
+        self.rows = {row["step"]: row for row in rows}
         (run_dir / KEY_FILE).unlink(missing_ok=True)
         replace(run_dir / CONFIG_FILE, dump(self._config).encode())
 

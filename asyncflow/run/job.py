@@ -31,6 +31,7 @@ from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.evaluation import Row
 from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
+from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import advice
@@ -202,14 +203,22 @@ class Job:
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
         if self.driver is None:
             raise RunError("this run is over: it trains on no more prompts")
-        new, prepared = [*as_json(map(dict, rows), "the pushed prompts")], self._prepared
+        name, prepared = "the pushed prompts", self._prepared
+        if isinstance(rows, str | Mapping) or not all(isinstance(row, Mapping) for row in rows):
+            raise UserError(f"{name} must be a list of rows, each a mapping of columns, as data.path has them")
+        new = [*as_json(map(dict, rows), name)]
         if not new:
             return
-        prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), source_of(self.config, new, "the pushed prompts"))
+        prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), source_of(self.config, new, name))
+        has_answers = ANSWER in prepared.prompts[0].example
         for number, prompt in enumerate(prompts, 1):
+            if has_answers and ANSWER not in prompt.example:
+                raise UserError(
+                    f"row {number} of {name} has no answer, as the rows of {self.config.data.path} have: give it the same columns"
+                )
             if len(prompt.ids) + self.config.rollout.max_new_tokens > prepared.max_context:
                 raise UserError(
-                    f"row {number} of the pushed prompts has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} "
+                    f"row {number} of {name} has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} "
                     f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
                 )
         self.driver.source.push(prompts)
@@ -288,7 +297,7 @@ class Job:
         return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
 
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
-        self.rows[step] = row
+        self.rows[step] = {"step": step, **row}
         self.listener.step(step, row)
         self._changed.notify()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -320,12 +320,15 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
     if critic is not None:
         _check_critic_fits(critic, model)
     tokenizer = CheckpointTokenizer(model)
-    prompts = short_enough(config, tokenize(config, tokenizer, source), source.name)
-    held_out_prompts = [] if held_out is None else short_enough(config, tokenize(config, tokenizer, held_out), held_out.name)
+    sources = [each for each in (source, held_out) if each is not None]
+    tokenized = [tokenize(config, tokenizer, each) for each in sources]
+    prompts = short_enough(config, tokenized[0], source.name)
+    held_out_prompts = [] if held_out is None else short_enough(config, tokenized[1], held_out.name)
     if not evaluate_only:
         _check_enough(config, len(prompts), "short enough prompts")
     everything = [*prompts, *held_out_prompts] if not evaluate_only else held_out_prompts or prompts
-    context = _context(config, model, critic, everything)
+    rows = {id(prompt): (n, of.name) for each, of in zip(tokenized, sources, strict=True) for n, prompt in enumerate(each, 1)}
+    context = _context(config, model, critic, everything, lambda prompt: rows[id(prompt)])
     check_evaluators(config, len(held_out_prompts))
     check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
     left_out = len(source.rows) - len(prompts), len(held_out.rows if held_out is not None else ()) - len(held_out_prompts)
@@ -375,10 +378,13 @@ def _check_folder(option: str, path: str) -> Path:
     return folder
 
 
-def _context(config: Config, model: Path, critic: Path | None, prompts: Sequence[Prompt]) -> int:
-    """Tokens that the longest prompt and its response take. Raises `UserError` if a model, or the user, allows fewer."""
-    longest = max(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    length, new = len(prompts[longest].ids), config.rollout.max_new_tokens
+def _context(
+    config: Config, model: Path, critic: Path | None, prompts: Sequence[Prompt], row_of: Callable[[Prompt], tuple[int, str]]
+) -> int:
+    """Tokens that the longest prompt and its response take. `row_of`: the number of a prompt's row, and what the data are called.
+    Raises `UserError` if a model, or the user, allows fewer."""
+    longest = max(prompts, key=lambda prompt: len(prompt.ids))
+    length, new = len(longest.ids), config.rollout.max_new_tokens
     limits = {
         "model.max_context_tokens": config.model.max_context_tokens,
         "the model's max_position_embeddings": read_json(model / "config.json").get("max_position_embeddings"),
@@ -390,8 +396,10 @@ def _context(config: Config, model: Path, critic: Path | None, prompts: Sequence
             way_out = f"set rollout.max_new_tokens to {limit - length} or less" if length < limit else "shorten the prompts"
             if limit > new:
                 way_out += f", or leave out longer ones by data.max_prompt_tokens={limit - new}"
+            row, name_of_data = row_of(longest)
             raise UserError(
-                f"prompt {longest + 1} has {length} tokens, with rollout.max_new_tokens = {new} that makes {length + new}, and "
+                f"the prompt of row {row} of {name_of_data} has {length} tokens, with rollout.max_new_tokens = {new} that makes "
+                f"{length + new}, and "
                 f"{name} is {limit}: {way_out}"
             )
     return config.model.max_context_tokens or length + new

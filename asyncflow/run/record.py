@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -23,15 +23,16 @@ from asyncflow.control.signal import Signal
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
+from asyncflow.own_metrics import means
 from asyncflow.run.context import RunContext
 from asyncflow.run.training_checks import TrainingChecks
-from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
+from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, UNSCORED_FILE
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
-from asyncflow.telemetry.hub import Hub
+from asyncflow.telemetry.hub import Hub, UnscoredResponse
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
-from asyncflow.telemetry.trackers import make_trackers
+from asyncflow.telemetry.trackers import OWN_TRACKER, Tracker, make_trackers
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
 
@@ -45,6 +46,10 @@ class Observer:
     step: Callable[[int, Mapping[str, float]], None]
     evaluation: Callable[[Row], None]
     log: Callable[[str], None]
+
+
+MAX_UNSCORED_KEPT: Final = 200
+"""Responses that could not be scored, in the run's file, of one attempt."""
 
 
 class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,11 +88,12 @@ class RunRecord:
         self._ledger, self._schedule, self._progress = context.ledger.ledger, context.schedule, context.progress
         self._now, self._num_devices = context.clock, num_devices
         config, run_dir = context.config, context.config.run_dir
-        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, context.progress)
+        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, self._keep_unscored, context.progress)
+        self._unscored_path, self._num_unscored = run_dir / UNSCORED_FILE, 0
         self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
         self._evaluating = asyncio.Lock()
         self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
-        names = ["jsonl", *config.telemetry.trackers]
+        names = [OWN_TRACKER, *config.telemetry.trackers]
         self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
         self._metrics: dict[int, StepMetrics] = {}
         self._critic_metrics: dict[int, StepMetrics] = {}
@@ -160,7 +166,7 @@ class RunRecord:
 
     def close(self) -> None:
         """Close the files."""
-        for tracker in self._trackers:
+        for tracker in self._trackers.values():
             tracker.close()
         self._samples.close()
         self._evaluations.close()
@@ -263,6 +269,14 @@ class RunRecord:
             sample = {**sample, "reward_parts": dict(zip(self._config.reward.names, sample["reward_parts"], strict=False))}
         self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
+    def _keep_unscored(self, response: UnscoredResponse) -> None:
+        """Keep a response that could not be scored, and say so of the first one of each kind."""
+        self._num_unscored += 1
+        if self._num_unscored <= MAX_UNSCORED_KEPT:
+            with self._unscored_path.open("ab") as file:
+                file.write(msgspec.json.encode(response) + b"\n")
+        self._checks.look_at_failure(response, self._unscored_path, sum(state.num_scored for state in self.hub.states.values()))
+
     def _rows_redelivered(self) -> int:
         """Rows that were delivered again, in all attempts, without those of tasks that only evaluations have: the figure is about
         training."""
@@ -291,17 +305,29 @@ class RunRecord:
             row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
             if (of_critic := self._critic_metrics.pop(step, None)) is not None:
                 row |= of_critic.critic_row()
+            own, self.hub.own_metrics = self.hub.own_metrics, {}
+            row |= means(own)
             row |= run_metrics(*await self._context.client.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             if self._before.resumed_at:
                 row["run/num_resumes"] = len(self._before.resumed_at)
             self._checks.look_at_metrics(row)
             self.hub.log.flush()
-            for tracker in self._trackers:
-                tracker.log(step, row)
+            for name, tracker in list(self._trackers.items()):
+                self._log_to(name, tracker, step, row)
             self._num_finished = step + 1
             self._finished.notify()
             self._observer.step(step, row)
+
+    def _log_to(self, name: str, tracker: Tracker, step: int, row: Mapping[str, float]) -> None:
+        """Give the row to a tracker. One that fails gets nothing more, and the run goes on, but for the run's own file."""
+        try:
+            tracker.log(step, row)
+        except Exception as error:
+            if name == OWN_TRACKER:
+                raise
+            del self._trackers[name]
+            self._observer.log(f"the tracker {name} failed at step {step + 1} and gets nothing more: {error}")
 
     def _note(self, what: str, number: int) -> None:
         self._progress()

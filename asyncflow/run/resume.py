@@ -29,8 +29,9 @@ from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
 from asyncflow.telemetry.report import REPORT_FILE
 from asyncflow.telemetry.spans import Span
+from asyncflow.telemetry.tensorboard import cut_events
 from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE
-from asyncflow.telemetry.trackers import METRICS_FILE
+from asyncflow.telemetry.trackers import METRICS_FILE, TENSORBOARD_FOLDER
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
 from asyncflow.types import Batch, Ragged, RunError, UserError
@@ -237,6 +238,7 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     """
     version, rows = resumed.state.version, set() if resumed.rows is None else set(resumed.rows.indices.tolist())
     metrics = _keep_lines(run_dir / METRICS_FILE, lambda row: row["step"] < version)
+    cut_events(run_dir / TENSORBOARD_FOLDER, version)
     evaluated = {row["step"] for row in _keep_lines(run_dir / EVAL_FILE, lambda row: row["step"] <= version)}
 
     def is_kept(sample: Mapping[str, Any]) -> bool:

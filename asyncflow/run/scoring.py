@@ -20,11 +20,13 @@ from asyncflow.config import RewardModelConfig
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import ClassifierEngine
 from asyncflow.engines.train import CLASSIFIER_ENGINES
+from asyncflow.own_metrics import add
 from asyncflow.registry import build
-from asyncflow.rewards.base import Sample, Score
+from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import Scoring, by_model, delayed, together, with_fallback
 from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import reward_pool
+from asyncflow.telemetry.hub import UnscoredResponse
 
 SCORE_SECONDS = 0.1
 """Seconds from one reward that is recorded to the next."""
@@ -50,11 +52,33 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
             stack.push_async_callback(engine.close)
             scorings.append(by_model(_computing(engine, run, config.model), config.model.path, failures, config.deadline_seconds))
         run.reporter.reward_failures = failures
+        scorings = [_told(scoring, run) for scoring in scorings]
         weights = [part.weight for part in config.parts.values()] + ([] if config.model is None else [config.model.weight])
         score = scorings[0] if len(scorings) == 1 and config.model is None else _all_of(scorings, weights)
         if config.value_on_failure is not None:
             score = with_fallback(score, value=config.value_on_failure, attempts=config.max_attempts, num_parts=len(weights))
         yield delayed(score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else score
+
+
+def _told(scoring: Scoring, run: RunConnection) -> Scoring:
+    """`scoring`, whose failures are sent to the driver with the responses, and whose rewards are counted there."""
+
+    async def score(sample: Sample) -> Score:
+        try:
+            found = await scoring(sample)
+        except RewardFailure as failure:
+            if failure.kind != "skipped":
+                run.reporter.keep_unscored(
+                    UnscoredResponse(
+                        failure.kind, str(failure), failure.trace, sample.prompt, sample.response, dict(sample.example)
+                    )
+                )
+            raise
+        run.reporter.num_scored += 1
+        add(run.reporter.own_metrics, found.metrics)
+        return found
+
+    return score
 
 
 def _sampled(run: RunConnection) -> Callable[[float], None]:

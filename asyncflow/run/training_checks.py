@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
 
 from asyncflow.control.ledger import Consumed, StepTotals, Update
 from asyncflow.loops.score_batching import NO_REWARD
 from asyncflow.run.context import RunContext
+from asyncflow.telemetry.hub import UnscoredResponse
 from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL, GroupFigures
 from asyncflow.types import RunError
+
+FIRST_FAILURES: Final = 8
+FIRST_TIMEOUTS: Final = 3
+"""So many attempts to score, none of which has given a reward, end a run. Those that hang take a deadline each."""
 
 
 class TrainingChecks:
@@ -42,6 +49,8 @@ class TrainingChecks:
         self._reward_failures, self._log, self._fail = reward_failures, context.log, context.background.fail
         self._rows: dict[tuple[str, int, int], list[int]] = {}  # by task, step and update, what that is to train
         self._num_unscored: Counter[int] = Counter()  # by step
+        self._failed: Counter[str] = Counter()  # attempts to score, by kind
+        self._max_failed = context.config.reward.max_failed_fraction
         self._has_said_mismatch = False
 
     def consumed(self, task: str, step: int, update: int, rows: Sequence[int]) -> None:
@@ -68,6 +77,28 @@ class TrainingChecks:
                     f"{self._num_unscored[step]} of the {num_rows} rows of step {step} could not be scored, more than "
                     f"reward.max_failed_fraction={most:g} (attempts that failed so far: {kinds or 'not yet told'}): mend the "
                     f"scorer, or raise that{last}"
+                )
+            )
+
+    def look_at_failure(self, response: UnscoredResponse, kept_in: Path, num_scored: int) -> None:
+        """A response could not be scored, at one attempt. Says the first of each kind at once, and ends a run in which all of the
+        first ones fail: nobody should wait for hours to see that. `num_scored`: responses that were."""
+        if not self._failed[response.kind]:
+            ways_out = {"timeout": ", or raise reward.deadline_seconds", "memory": ", or raise reward.memory_bytes"}
+            ways_out["output"] = ", or raise reward.output_bytes"
+            prompt = " ".join(response.prompt.split())
+            self._log(
+                f"a response to {prompt[:60]!r} could not be scored: {response.error}. The first ones that fail so are kept in "
+                f"{kept_in}: mend the scorer{ways_out.get(response.kind, '')}"
+            )
+        self._failed[response.kind] += 1
+        num_failed, num_late = self._failed.total(), self._failed["timeout"]
+        has_scored = num_scored or self._ledger.committed
+        if not has_scored and (num_failed >= FIRST_FAILURES or num_late >= FIRST_TIMEOUTS) and self._max_failed < 1:
+            self._fail(
+                RunError(
+                    f"none of the first {num_failed} responses could be scored, the last one because {response.error}. "
+                    f"They are in {kept_in}: mend the scorer (asyncflow reward tries it), or set reward.max_failed_fraction=1"
                 )
             )
 

@@ -33,10 +33,11 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """No answer. `kind` is one of raised, timeout, exited, memory, output, invalid."""
+    """No answer. `kind` is one of raised, timeout, exited, memory, output, invalid; `trace`: the traceback of what was raised."""
 
     kind: str
     message: str
+    trace: str = ""
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -1,4 +1,4 @@
-"""The on-policy certificate of a run: what the books have seen of staleness, and of all that could have bent what was trained.
+"""The certificate of a run: what the books have seen of staleness, and of all that could have bent what was trained.
 
     books, workers' reports --> Observed --> Certificate --> certificate.json, one line in the terminal and in the report
 
@@ -20,7 +20,7 @@ CERTIFICATE_FILE: Final = "certificate.json"
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """`certificate.json`.
+    """`certificate.json`. It is called on-policy where the schedule promises a staleness of 0, and of bounded staleness elsewhere.
 
     `steps` of `planned_steps` are committed. `max_staleness` in versions and `max_spans` (policy versions that made one response)
     are the largest of all trained rows. `overlapped_steps`: steps of which a group was trained while responses of the step were
@@ -33,6 +33,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
     steps: int
     planned_steps: int
+    promised_staleness: int = 0
     max_staleness: int
     max_spans: int
     overlapped_steps: int
@@ -50,10 +51,12 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> str:
         """The certificate in one line."""
         resumed = f"; resumed at step {', '.join(map(str, self.resumed_at))}" if self.resumed_at else ""
+        kind = "bounded-staleness" if self.promised_staleness else "on-policy"
+        allowed = f" of {self.promised_staleness} allowed" if self.promised_staleness else ""
         verdict = f"VOID: {'; '.join(self.voided)}" if self.voided else "holds"
         return (
-            f"on-policy certificate {verdict} ({self.schedule}, {self.steps} of {self.planned_steps} steps; staleness "
-            f"{self.max_staleness}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows failed "
+            f"{kind} certificate {verdict} ({self.schedule}, {self.steps} of {self.planned_steps} steps; staleness "
+            f"{self.max_staleness}{allowed}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows failed "
             f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, updates skipped {self.skipped_updates}"
             f"{'' if self.is_deterministic else f'; not deterministic: {self.why_not_deterministic}'}{resumed})"
         )
@@ -127,6 +130,7 @@ class Observed:
             schedule=schedule,
             steps=steps,
             planned_steps=planned_steps,
+            promised_staleness=promised_staleness,
             max_staleness=self.max_staleness,
             max_spans=self.max_spans,
             overlapped_steps=len(self.overlapped_steps),

@@ -12,19 +12,32 @@ from typing import Any
 import msgspec
 import psutil
 
+from asyncflow.own_metrics import Sums, add
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.telemetry.trace import SpanLog
 from asyncflow.transport import remote
 
 SETTLE_SECONDS = 1.0
 CLOCK_PROBES = 8
+MAX_UNSCORED = 16  # of a report
+
+
+class UnscoredResponse(msgspec.Struct, frozen=True):
+    """Response that a scorer could not score, at one attempt. `kind`: as `RewardFailure` has it; `trace`: of what was raised."""
+
+    kind: str
+    error: str
+    trace: str
+    prompt: str
+    response: str
+    example: dict[str, Any]
 
 
 class WorkerState(msgspec.Struct, frozen=True):
     """State of a worker's lane at `time`; `cause` is what it waits for if `task` is `wait`. Times in seconds, monotonic.
 
     `why_not_deterministic`: why its engine may not make a lost response again exactly; empty if it does. `reward_failures`: by
-    kind, since the worker began.
+    kind, since the worker began; `num_scored`: responses that got a reward; `own_metrics`: of scorers, since the last report.
     """
 
     worker: str
@@ -36,28 +49,44 @@ class WorkerState(msgspec.Struct, frozen=True):
     rss_bytes: int
     why_not_deterministic: str
     reward_failures: dict[str, int]
+    num_scored: int
+    own_metrics: Sums = {}
 
 
 class Hub:
-    """The driver's end. `on_sample` takes the sampled responses, `on_tokens` is told that there was progress."""
+    """The driver's end. `on_sample` takes the sampled responses, `on_unscored` those that could not be scored, `on_tokens` is told
+    that there was progress."""
 
-    def __init__(self, log: SpanLog, on_sample: Callable[[Mapping[str, Any]], None], on_tokens: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        log: SpanLog,
+        on_sample: Callable[[Mapping[str, Any]], None],
+        on_unscored: Callable[[UnscoredResponse], None],
+        on_tokens: Callable[[], None],
+    ) -> None:
         self.log = log
         self.states: dict[str, WorkerState] = {}
+        self.own_metrics: Sums = {}  # of all workers, until they are taken
         self.past: list[WorkerState] = []  # the last ones of workers that have gone; one that was started again is in both
-        self._on_sample, self._on_tokens = on_sample, on_tokens
+        self._on_sample, self._on_unscored, self._on_tokens = on_sample, on_unscored, on_tokens
         self._reported = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._heard: dict[str, float] = {}  # when, by the driver's clock
 
     @remote
-    async def report(self, spans: list[Span], samples: list[dict[str, Any]], state: WorkerState) -> None:
-        """Take the spans and samples of a worker since its last report, and its present state."""
+    async def report(
+        self, spans: list[Span], samples: list[dict[str, Any]], unscored: list[UnscoredResponse], state: WorkerState
+    ) -> None:
+        """Take the spans and samples of a worker since its last report, responses that could not be scored, and its present
+        state."""
         for span in spans:
             self.log.append(span)
         for sample in samples:
             self._on_sample(sample)
         self.states[state.worker], self._heard[state.worker] = state, self._clock()
+        add(self.own_metrics, state.own_metrics)
+        for each in unscored:
+            self._on_unscored(each)
         if any(span.tokens for span in spans):
             self._on_tokens()
         self._reported.set()
@@ -120,14 +149,22 @@ class Reporter:
         self.recorder = Recorder(worker, clock, lambda span: self._spans.append(span), device)
         self.why_not_deterministic = ""
         self.reward_failures: Mapping[str, int] = {}
+        self.num_scored = 0
+        self.own_metrics: Sums = {}
         self._hub, self._clock, self._flush_seconds = hub, clock, flush_seconds
         self._spans: list[Span] = []
         self._samples: list[dict[str, Any]] = []
+        self._unscored: list[UnscoredResponse] = []
         self._process = psutil.Process()
 
     def keep_sample(self, sample: Mapping[str, Any]) -> None:
         """Send a sampled response with the next report."""
         self._samples.append(dict(sample))
+
+    def keep_unscored(self, response: UnscoredResponse) -> None:
+        """Send a response that could not be scored with the next report; of many, the first."""
+        if len(self._unscored) < MAX_UNSCORED:
+            self._unscored.append(response)
 
     async def run(self) -> None:
         """Report again and again, until it is cancelled."""
@@ -138,9 +175,10 @@ class Reporter:
     async def flush(self) -> None:
         """Report now."""
         self.recorder.flush()
-        (task, cause, since), spans, samples = self.recorder.state, self._spans, self._samples
-        self._spans, self._samples = [], []
+        (task, cause, since), spans, samples, unscored = self.recorder.state, self._spans, self._samples, self._unscored
+        self._spans, self._samples, self._unscored = [], [], []
         rss = self._process.memory_info().rss
-        certified = self.why_not_deterministic, dict(self.reward_failures)
+        certified = self.why_not_deterministic, dict(self.reward_failures), self.num_scored, self.own_metrics
+        self.own_metrics = {}
         state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, self._clock(), rss, *certified)
-        await asyncio.shield(self._hub.report(spans, samples, state))  # who is cancelled here has taken the spans already
+        await asyncio.shield(self._hub.report(spans, samples, unscored, state))  # who is cancelled here has taken the spans already

@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from asyncflow.own_metrics import Sums, add, means
 from asyncflow.telemetry.attribution import exposed_weights
 from asyncflow.telemetry.idle import active_seconds, idle_ratios, tokens_within
 from asyncflow.telemetry.spans import Span
@@ -115,6 +116,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "queue/stored_bytes": "Bytes of their values.",
     "queue/admission_wait_seconds": "Seconds that admissions have waited for room since the run began, over all of them.",
     "run/num_resumes": "How often the run has been resumed from a checkpoint; only where it has been.",
+    "own/<name>": "Metric of the user's own: mean over what `log_metric` was given, in `advantages` for the step's groups, by "
+    "scorers since the commit before the step's, whichever step the responses are of.",
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 
@@ -172,6 +175,7 @@ class GroupFigures(msgspec.Struct, frozen=True):
     metrics: Mapping[str, float]
     left_out: int = 0  # rows that were not computed
     reward_parts: np.ndarray = msgspec.field(default_factory=partial(np.empty, 0, np.float32))  # [R * parts], where they are kept
+    own_metrics: Mapping[str, tuple[int, float]] = {}  # the algorithm's (own_metrics.py)
 
 
 class StepMetrics:
@@ -237,7 +241,16 @@ class StepMetrics:
         [times.started, times.committed] as far as it has arrived; rates need `tokens` on the `generate` spans, counted with
         `Recorder.add`.
         """
-        found = {**self._reward_row(), **self._policy_row(), **self._perf_row(times, num_devices, spans), **self._rows}
+        own: Sums = {}
+        for group in self._groups:
+            add(own, group.own_metrics)
+        found = {
+            **self._reward_row(),
+            **self._policy_row(),
+            **self._perf_row(times, num_devices, spans),
+            **self._rows,
+            **means(own),
+        }
         order = {name: position for position, name in enumerate(DEFINITIONS)}
         return dict(sorted(found.items(), key=lambda item: (order.get(metric_key(item[0]), len(order)), item[0])))
 

@@ -10,6 +10,7 @@ cannot end its script element, and the page's own policy refuses every script bu
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -21,11 +22,12 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE
+from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE, UNSCORED_FILE
 from asyncflow.telemetry.attribution import REASONS, attributed
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.charts import MetricRow, accuracy_keys, metric_charts
 from asyncflow.telemetry.gantt import BarKind, colours_of, gantt_chart, state_of, step_ends
+from asyncflow.telemetry.hub import UnscoredResponse
 from asyncflow.telemetry.idle import Activity, busy_and_idle, idle_of_pools
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_lines, read_spans, worker_order
@@ -63,6 +65,7 @@ def write_report(run_dir: Path) -> Path:
         mean_step=_mean_step(spans),
         planned=_planned(config, rows, spans),
         samples=_samples(read_rows(run_dir / SAMPLES_FILE)),
+        unscored=_unscored(run_dir / UNSCORED_FILE),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
         num_spans=len(spans),
         chart_data=script_json({"charts": charts, "gantt": gantt_chart(spans)}),
@@ -264,6 +267,18 @@ def _samples(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
                 }
             )
     return chosen
+
+
+def _unscored(path: Path) -> list[dict[str, str]]:
+    """The first responses that could not be scored, a few of each kind."""
+    found: Counter[str] = Counter()
+    shown = []
+    for each in read_lines(path, UnscoredResponse, "a response that could not be scored"):
+        found[each.kind] += 1
+        if found[each.kind] <= _SAMPLES_PER_STEP:
+            texts = {"prompt": each.prompt, "response": each.response, "why": each.trace or each.error}
+            shown.append({"kind": each.kind} | {name: shortened(text) for name, text in texts.items()})
+    return shown
 
 
 def shortened(text: object) -> str:

@@ -1,7 +1,7 @@
 """TensorBoard event files with scalars, written directly.
 
     file   = records;  record = length u64 | masked CRC-32C of length u32 | event | masked CRC-32C of event u32
-    event  = protobuf: wall_time (1, double), step (2, varint), file_version (3), summary (5), session_log (7)
+    event  = protobuf: wall_time (1, double), step (2, varint), file_version (3), summary (5)
 
 The packages that write these files (tensorboardX, torch.utils.tensorboard) import torch when it is installed, which costs the
 driver over a second and hundreds of megabytes for four fields of one message. Left out: everything but scalars.
@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
+_FRAME_BYTES, _STEP_AT = 16, 10
+"""Bytes of a record beside its event; where an event's step begins: behind tag and double of its time, and a tag."""
+_VERSION = b"brain.Event:2"
 
 
 def _crc_table() -> tuple[int, ...]:
@@ -59,6 +62,31 @@ def _head(wall_time: float, step: int) -> bytes:
     return _tag(1, _DOUBLE) + struct.pack("<d", wall_time) + _tag(2, _VARINT) + _varint(step)
 
 
+def cut_events(folder: Path, step: int) -> None:
+    """Cut the event files of a folder back to what they say of the steps before this one, and to their last whole record."""
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        with path.open("r+b") as file:
+            content, end = file.read(), 0
+            while end + _FRAME_BYTES <= len(content):
+                length = int.from_bytes(content[end : end + 8], "little")
+                event = content[end + 12 : end + 12 + length]
+                if len(event) < length or end + _FRAME_BYTES + length > len(content) or _step_of(event) >= step:
+                    break
+                end += _FRAME_BYTES + length
+            file.truncate(end)
+
+
+def _step_of(event: bytes) -> int:
+    """Step of an event that this file has written: a time, then a step. The head of a file is of step -1."""
+    shift = step = 0
+    for byte in event[_STEP_AT:]:
+        step |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    return -1 if event.endswith(_VERSION) else step
+
+
 class EventFile:
     """Event file in `folder` (made if missing). Times are seconds since the epoch."""
 
@@ -66,11 +94,7 @@ class EventFile:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"events.out.tfevents.{int(wall_time)}.{os.getpid()}"
         self._file = self.path.open("ab")
-        self._write(_head(wall_time, 0) + _message(3, b"brain.Event:2"))
-
-    def begin(self, step: int, wall_time: float) -> None:
-        """Tell TensorBoard that a session starts here: it hides what earlier files say of this and later steps."""
-        self._write(_head(wall_time, step) + _message(7, _tag(1, _VARINT) + _varint(1)))
+        self._write(_head(wall_time, 0) + _message(3, _VERSION))
 
     def add(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
         """Write an event with a value (float32) for each name; it is on disk when this returns."""

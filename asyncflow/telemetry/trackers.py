@@ -20,6 +20,8 @@ from asyncflow.telemetry.tensorboard import EventFile
 from asyncflow.types import UserError
 
 METRICS_FILE: Final = "metrics.jsonl"
+OWN_TRACKER: Final = "jsonl"
+"""The tracker that every run has: its report and `--resume` read the file."""
 TENSORBOARD_FOLDER: Final = "tensorboard"
 WANDB_PROJECT: Final = "asyncflow"
 
@@ -55,17 +57,13 @@ class JsonlTracker:
 
 class TensorBoardTracker:
     """Tracker that writes an event per step in a new file under `folder`. `clock`: seconds since the epoch, shown as TensorBoard's
-    wall time."""
+    wall time. The files of a resumed run have been cut back to the steps before its checkpoint (`run/resume.py`)."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._file = EventFile(folder, clock())
-        self._has_begun = False
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        if not self._has_begun:
-            self._file.begin(step, self._clock())
-            self._has_begun = True
         self._file.add(step, row, self._clock())
 
     def close(self) -> None:
@@ -90,13 +88,13 @@ class WandbTracker:
         self._run.finish()
 
 
-def make_trackers(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], run_name: str) -> list[Tracker]:
-    """The trackers named (`jsonl`, `tensorboard`, `wandb`), in that order; a name given twice counts once.
+def make_trackers(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], run_name: str) -> dict[str, Tracker]:
+    """The trackers named (`jsonl`, `tensorboard`, `wandb`), by name, in that order; a name given twice counts once.
 
     `config` is the resolved configuration, for W&B's page. A `UserError` for an unknown name or a missing package.
     """
     makers: dict[str, Callable[[], Tracker]] = {
-        "jsonl": lambda: JsonlTracker(run_dir / METRICS_FILE),
+        OWN_TRACKER: lambda: JsonlTracker(run_dir / METRICS_FILE),
         "tensorboard": lambda: TensorBoardTracker(run_dir / TENSORBOARD_FOLDER),
         "wandb": lambda: WandbTracker(run_dir, config, run_name),
     }
@@ -104,4 +102,4 @@ def make_trackers(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]
         if name not in makers:
             raise UserError(f"There is no tracker {name!r}; choose from {', '.join(makers)}.")
     run_dir.mkdir(parents=True, exist_ok=True)
-    return [makers[name]() for name in dict.fromkeys(names)]
+    return {name: makers[name]() for name in dict.fromkeys(names)}

@@ -52,6 +52,7 @@ def test_a_run_trains_as_many_groups_as_it_should_and_says_what_it_went_through(
         assert row["rows/surplus"] % 4 == 0 and row["rows/dead"] == 0 and 0 < row["reward/mean"] < 1
 
 
+@deep
 def test_periodic_equals_synchronous_with_a_worker_killed(small: Small, tmp_path: Path) -> None:
     tree = small(
         run={"steps": 500}, rollout={"num_slots": 16}, train={"prompts_per_step": 8, "warmup_steps": 0}, data={"limit": 256}

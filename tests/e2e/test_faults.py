@@ -185,6 +185,7 @@ def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(s
     assert len(named) == 1 and "rows" in named[0] and any(character.isdigit() for character in named[0].split("rows")[1])
 
 
+@deep
 def test_a_gradient_that_is_not_finite_names_the_rows_of_its_step(small: Small, tmp_path: Path) -> None:
     (tmp_path / "loss.py").write_text(BAD_LOSS)
     job, said = run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_gradients": [6]}, run={"steps": 3}))

@@ -19,7 +19,7 @@ from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
-from tests.depth import deep, in_gate
+from tests.depth import deep
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
 from tests.patience import patience
@@ -85,7 +85,8 @@ def stopped_with_rows(run_dir: Path, process: psutil.Process) -> bool:
     return has_rows
 
 
-@pytest.mark.parametrize("schedule", in_gate("delayed", of=["periodic", "delayed"]))
+@deep
+@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
 def test_a_rollout_worker_killed_in_mid_step_changes_no_bit(
     small: Small, tmp_path: Path, background: Background, schedule: str
 ) -> None:

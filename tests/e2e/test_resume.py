@@ -169,7 +169,7 @@ def test_killed_at_a_write(whole: tuple[dict[str, Any], Path], tmp_path: Path) -
 
 
 def test_killed_before_the_first_checkpoint_a_run_begins_anew_if_it_is_this_one(tmp_path: Path) -> None:
-    config = tree(tmp_path, {"run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None}})
+    config = tree(tmp_path, {"run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None, "every_steps": None}})
     life = Life(config)
     life.wait_for_steps(1)
     assert life.end(signal.SIGKILL) == 137 and life.num_steps()
@@ -307,7 +307,12 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
 def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_has_not(tmp_path: Path) -> None:
     """An engine that is not deterministic has made all of step 0, which is made to its end, and nothing more."""
     engine = {"path": UNSTEADY, "folder": str(tmp_path)}
-    changes = {"rollout": {"engine": engine}, "run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None}}
+    changes = {
+        "rollout": {"engine": engine},
+        "run": {"steps": 3},
+        "checkpoint": {"every_steps": None},
+        "eval": {"path": None, "every_steps": None},
+    }
     config = tree(tmp_path, {"schedule": "periodic"}, changes)
     life = Life(config, harm=("updates500", signal.SIGTERM))
     assert life.end() == 143 and life.num_steps() == 1, life.said()
@@ -379,7 +384,7 @@ def test_killed_with_its_trainers_on_two_ranks_a_run_goes_on_with_the_rows_of_it
     background: Callable[..., Command], tmp_path: Path
 ) -> None:
     """Every worker in a process of its own."""
-    changes = {"plan": {"train": {"dp": 2}}, "eval": {"path": None}}
+    changes = {"plan": {"train": {"dp": 2}}, "eval": {"path": None, "every_steps": None}}
     path, run_dir = write_config(tmp_path, merged(between(tmp_path, MODES["delayed"]), changes)), tmp_path / "test"
     command = background("train", path)
     checkpoint = wait_in_step_5(run_dir, is_ahead=True)
@@ -463,7 +468,7 @@ def asked(folder: Path) -> list[int]:
 @deep
 def test_the_first_checkpoint_knows_already_that_engines_are_not_deterministic(tmp_path: Path) -> None:
     """Whoever reports rarely says that at once."""
-    rarely = {"telemetry": {"flush_seconds": 30}, "eval": {"path": None}}
+    rarely = {"telemetry": {"flush_seconds": 30}, "eval": {"path": None, "every_steps": None}}
     life = Life(tree(tmp_path, {"run": {"steps": 1}, "rollout": {"num_threads": 2}}, rarely))
     assert life.end() == 0, life.said()
     record = read_driver(life.run_dir / "checkpoints" / "step-000001").state.record
@@ -532,7 +537,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -> None:
-    config = tree(tmp_path, {"run": {"steps": 2}, "cluster": "inline", "eval": {"path": None}})
+    config = tree(tmp_path, {"run": {"steps": 2}, "cluster": "inline", "eval": {"path": None, "every_steps": None}})
     assert Life(config).end() == 0
     run_dir = tmp_path / "test"
     before = contents(run_dir)
@@ -590,7 +595,7 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
 @deep
 def test_who_computes_the_references_log_probs_may_change(tmp_path: Path) -> None:
     """Rows that were completed have them, or lack them."""
-    config = tree(tmp_path, {"schedule": "sub_step", "run": {"steps": 4}, "eval": {"path": None}})
+    config = tree(tmp_path, {"schedule": "sub_step", "run": {"steps": 4}, "eval": {"path": None, "every_steps": None}})
     config = merged(config, {"algorithm": {"name": "grpo", "kl_coefficient": 0.01}, "train": {"learning_rate": 1e-5}})
     for number, reference in enumerate(("task", "fused", "task"), 1):
         life = Life(merged(config, {"train": {"reference": reference}}))
@@ -602,7 +607,7 @@ def test_who_computes_the_references_log_probs_may_change(tmp_path: Path) -> Non
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    config = tree(tmp_path, {"run": {"steps": 2}, "eval": {"path": None}})
+    config = tree(tmp_path, {"run": {"steps": 2}, "eval": {"path": None, "every_steps": None}})
     path = write_config(tmp_path, config)
     first = run_command("train", path, "--resume")
     assert first.returncode == 0 and "there is no checkpoint" in first.stdout + first.stderr, first.stdout + first.stderr

@@ -62,9 +62,9 @@ def is_there(run_dir: Path, name: str) -> bool:
     return any(is_named(process, name) for process in processes_of(run_dir))
 
 
+@deep
 @pytest.mark.parametrize(
-    ("schedule", "weight_sync", "grace_seconds"),
-    [pytest.param("periodic", "shared_memory", 60, marks=deep), ("delayed", "network", 0)],
+    ("schedule", "weight_sync", "grace_seconds"), [("periodic", "shared_memory", 60), ("delayed", "network", 0)]
 )
 def test_a_run_of_one_worker_then_three_then_one_changes_no_bit(
     small: Small, tmp_path: Path, background: Background, schedule: str, weight_sync: str, grace_seconds: float

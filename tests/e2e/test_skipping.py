@@ -70,6 +70,7 @@ def test_so_it_is_with_other_updates_and_algorithms(small: Small, tmp_path: Path
     assert of_metric(whole, "policy/loss") == of_metric(thrifty, "policy/loss")
 
 
+@deep
 def test_an_update_without_any_gradient_is_made_all_the_same(small: Small, tmp_path: Path) -> None:
     never = {"scorer": {"name": "regex", "pattern": "no answer has this"}}
     runs = [

@@ -136,6 +136,7 @@ def test_with_a_statistic_of_the_step_bits_are_equal_and_periodic_overlaps_nothi
     check_same_tensors(folder, names)
 
 
+@deep
 def test_ppo_s_periodic_equals_synchronous_and_its_critic_is_compared(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

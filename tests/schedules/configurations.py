@@ -48,7 +48,9 @@ def drawn(mode: str, seed: int) -> tuple[Config, Costs]:
         "telemetry": {"samples_per_step": 0},
         "eval": {"path": rng.choice((None, "generated:arithmetic")), "num_prompts": 2, "every_steps": rng.choice((None, None, 1))},
     }
-    if tree["eval"]["path"] is not None:
+    if tree["eval"]["path"] is None:
+        del tree["eval"]["every_steps"]
+    else:
         tree["eval"]["num_workers"] = random.Random(f"{mode}/{seed}/evaluators").choice((0, 0, 1, 2))
     if tree["algorithm"]["kl_coefficient"]:
         tree["train"]["reference"] = rng.choice(("fused", "task"))

@@ -185,3 +185,39 @@ def test_without_the_package_it_is_said_how_to_have_it(monkeypatch: pytest.Monke
     for path in ("openai/gsm8k", str(tmp_path), str(tmp_path / "a.parquet")):
         with pytest.raises(UserError, match=r"pip install 'asyncflow-rl\[data\]'"):
             load_rows(path, seed=0, split="train")
+
+
+def test_separated_values_are_rows_of_text_with_the_columns_of_the_first_line(tmp_path: Path) -> None:
+    for suffix, mark in (("csv", ","), ("tsv", "\t")):
+        file = tmp_path / f"rows.{suffix}"
+        file.write_text(f'\ufeffquestion{mark}answer\n"How many{mark} in\nall?"{mark}3\nWhy?{mark}\n', encoding="utf-8")
+        assert load_rows(str(file), seed=0, split="train") == [
+            {"question": f"How many{mark} in\nall?", "answer": "3"},
+            {"question": "Why?", "answer": ""},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("question,answer\nHow many?\n", "line 2 has another number of values than the 2 columns"),
+        ("question,answer\nHow, many?,3\n", "line 2 has another number of values than the 2 columns"),
+        ("question,question\na,b\n", "line 1 must name each column once; it has 'question', 'question'"),
+        ('question,answer\n"How"many?,3\n', "cannot be read behind line 1"),
+    ],
+)
+def test_what_is_wrong_with_separated_values_is_said_with_its_line(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        load_rows(str(file), seed=0, split="train")
+
+
+def test_a_key_that_is_given_twice_is_a_mistake(tmp_path: Path) -> None:
+    for name, content in (
+        ("rows.jsonl", '{"question": "a", "question": "b"}\n'),
+        ("rows.json", '[{"question": "a", "question": "b"}]'),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match="the key 'question' is given twice in one object"):
+            load_rows(str(tmp_path / name), seed=0, split="train")

@@ -146,8 +146,8 @@ def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int
         times = StepTimes(started=started, committed=committed, could_generate=started, train_began=begun)
         row = metrics.row(times, 3, attributed(log.window(started, committed, step), begins=step == 0))
         row |= {f"memory/rss_bytes/{worker}": 5e8 + 1e7 * step * draw.random() for worker in ("rollout/0", "trainer/0")}
-        for tracker in trackers:
+        for tracker in trackers.values():
             tracker.log(step, row)
         started = committed
-    for tracker in trackers:
+    for tracker in trackers.values():
         tracker.close()

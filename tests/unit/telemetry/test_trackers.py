@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.telemetry.tensorboard import masked_crc32c
+from asyncflow.telemetry.tensorboard import cut_events, masked_crc32c
 from asyncflow.telemetry.trackers import JsonlTracker, TensorBoardTracker, make_trackers
 from asyncflow.types import UserError
 from tests.patience import patience
@@ -65,12 +65,31 @@ def test_tensorboard_files_are_read_back_by_tensorboards_own_messages(tmp_path):
     tracker.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
     assert "tfevents" in path.name
-    head, begin, first, second = (event_pb2.Event.FromString(event) for event in records(path))
+    head, first, second = (event_pb2.Event.FromString(event) for event in records(path))
     assert head.file_version == "brain.Event:2"
-    assert (begin.step, begin.session_log.status) == (3, event_pb2.SessionLog.START)
     assert (first.step, first.wall_time) == (3, 1234.5)
     assert {value.tag: value.simple_value for value in first.summary.value} == {"reward/mean": 0.25, "perf/tpspd": 1e6}
     assert (second.step, second.summary.value[0].simple_value) == (300, 0.5)
+
+
+def test_event_files_are_cut_back_to_the_steps_that_are_kept(tmp_path):
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    for began, steps in ((1000.0, (0, 1, 200)), (2000.0, (200, 201))):
+        tracker = TensorBoardTracker(tmp_path, clock=lambda began=began: began)
+        for step in steps:
+            tracker.log(step, {"reward/mean": began})
+        tracker.close()
+    torn = max(tmp_path.iterdir())
+    torn.write_bytes(torn.read_bytes()[:-3])  # killed while it wrote
+
+    def steps_of(path: Path) -> list[int]:
+        return [event_pb2.Event.FromString(event).step for event in records(path)][1:]
+
+    cut_events(tmp_path, 1000)
+    assert [steps_of(path) for path in sorted(tmp_path.iterdir())] == [[0, 1, 200], [200]]
+    cut_events(tmp_path, 200)
+    assert [steps_of(path) for path in sorted(tmp_path.iterdir())] == [[0, 1], []]
+    cut_events(tmp_path / "nothing", 200)
 
 
 def test_the_trackers_do_not_import_torch(tmp_path):

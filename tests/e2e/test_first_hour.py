@@ -1,0 +1,106 @@
+"""The first hour with AsyncFlow: nothing is silent, and every mistake is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.checkpoint.folder import Checkpoints
+from asyncflow.trainer import Trainer
+from asyncflow.types import UserError
+from tests.e2e.commands import rows, run_command, write_config
+from tests.forked import Command
+from tests.patience import patience
+
+
+def test_a_run_whose_output_nobody_reads_goes_on_to_its_checkpoint(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """As `asyncflow train ... | head -1` does."""
+    tree = small(run={"steps": 4}, checkpoint={"every_steps": 2, "keep": 2})
+    command = Command("train", write_config(tmp_path, tree))
+    assert command.stdout.readline()
+    command.stdout.close()
+    command.stderr.close()
+    assert command.wait(patience(120.0)) == 0
+    run_dir = tmp_path / "runs" / "test"
+    assert len(rows(run_dir / "metrics.jsonl")) == 4 and (run_dir / "report.html").is_file()
+    assert Checkpoints(run_dir / "checkpoints").newest(print) == 4
+
+
+def test_a_trainer_from_python_takes_overrides_and_says_what_is_wrong(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    tree = small(run={"steps": 4}, cluster="inline")
+    with pytest.raises(UserError, match=r"unknown key 'run\.nosuch'"):
+        Trainer.from_config(tree, "run.steps=3", "run.nosuch=1")
+    with Trainer.from_config(tree, "run.steps=2") as trainer:
+        assert trainer.config.run.steps == 2 and tree["run"]["steps"] == 4
+        with pytest.raises(UserError, match="the pushed prompts must be a list of rows, each a mapping of columns"):
+            trainer.push_prompts({"question": "How many?", "answer": "1"})  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="row 1 of the pushed prompts has no answer, as the rows of generated:arithmetic have"):
+            trainer.push_prompts([{"question": "How many?"}])
+        metrics = trainer.step()
+        assert metrics is not None and metrics["step"] == 0
+        assert trainer.step() is not None and trainer.step() is None
+    assert rows(tmp_path / "runs" / "test" / "metrics.jsonl")[0].keys() == metrics.keys()
+
+
+SCORERS = """
+import json
+import time
+
+from asyncflow.own_metrics import log_metric
+
+
+def hangs(sample):
+    time.sleep(600)
+
+
+def raises(sample):
+    return json.loads("{")["x"]
+
+
+def counts(sample):
+    log_metric("length", len(sample.response))
+    return float(len(sample.response) % 2)
+"""
+
+
+def scored_by(small: Callable[..., dict[str, Any]], tmp_path: Path, name: str, **reward: Any) -> Path:
+    (tmp_path / "scorers.py").write_text(SCORERS)
+    scorer = {"path": f"{tmp_path / 'scorers.py'}:{name}"}
+    return write_config(tmp_path, small(run={"steps": 2, "stall_timeout_seconds": 600}, reward={"scorer": scorer, **reward}))
+
+
+def test_a_scorer_that_always_hangs_is_told_at_once_and_ends_the_run(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = scored_by(small, tmp_path, "hangs", deadline_seconds=0.5)
+    command = run_command("train", config, timeout=patience(120.0))
+    assert command.returncode == 1
+    first = next(line for line in command.stdout.splitlines() if "could not be scored" in line)
+    assert "scorers.py:hangs gave no answer within 0.5 s" in first and "raise reward.deadline_seconds" in first
+    assert "none of the first" in command.stderr and "responses could be scored" in command.stderr
+    kept = rows(tmp_path / "runs" / "test" / "unscored.jsonl")
+    assert {row["kind"] for row in kept} == {"timeout"} and all(row["prompt"] and row["example"] for row in kept)
+    assert "Responses that could not be scored" in (tmp_path / "runs" / "test" / "report.html").read_text()
+
+
+def test_a_scorer_that_raises_is_found_by_a_dry_run_with_its_line(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = scored_by(small, tmp_path, "raises")
+    tried = run_command("train", config, "--dry-run")
+    line = SCORERS.splitlines().index('    return json.loads("{")["x"]') + 1
+    assert tried.returncode == 2 and f"scorers.py:{line})" in tried.stderr and "JSONDecodeError" in tried.stderr
+    assert not (tmp_path / "runs").exists()
+    shown = run_command("reward", config, "--rows", "1")
+    assert shown.returncode == 1 and "Traceback" in shown.stdout and "0 of 2 responses scored, 2 failed" in shown.stdout
+
+
+def test_a_scorer_s_own_metrics_and_a_file_of_responses(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = scored_by(small, tmp_path, "counts")
+    assert run_command("train", config).returncode == 0
+    assert all(row["own/length"] > 0 for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl"))
+    (tmp_path / "responses.jsonl").write_text('{"prompt": "How many?", "response": "123", "answer": "3"}\n{"response": "12"}\n')
+    scored = run_command("reward", config, "--responses", str(tmp_path / "responses.jsonl"))
+    assert scored.returncode == 0 and "2 of 2 responses scored, mean 0.5, 0 failed" in scored.stdout
+    (tmp_path / "responses.jsonl").write_text('{"prompt": "How many?"}\n')
+    refused = run_command("reward", config, "--responses", str(tmp_path / "responses.jsonl"))
+    assert refused.returncode == 2 and "line 1 has no text 'response'" in refused.stderr
