@@ -281,6 +281,11 @@ class Pass:
     loss_options: Mapping[str, float | str]
     is_forward_only: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(one.token_ids.nbytes + sum(array.nbytes for array in one.inputs.values()) for one in self.examples)
+
     def content(self) -> bytes:
         """Hash of the request's content, however it was encoded."""
         found = hashlib.blake2b(f"{self.loss} {self.is_forward_only} {sorted(self.loss_options.items())}".encode(), digest_size=16)

@@ -45,6 +45,8 @@ class Bounds:
     """Of one session."""
     queue: int = 2_000
     """Requests that wait for an engine: of one model, and for samples."""
+    queue_bytes: int = 512 << 20
+    """Of the requests of one model that wait."""
     micro_batch_tokens: int = 4096
     session_seconds: float = 120.0
 
@@ -166,7 +168,7 @@ class Sessions:
     def do_pass(self, request: messages.Pass, content: bytes) -> str:
         """`forward` or `forward_backward`. Returns the request's id. `content`: hash of the request."""
         model = self.model(request.model_id)
-        return model.submit(request.seq_id, content, lambda: model.do_pass(request))
+        return model.submit(request.seq_id, content, lambda: model.do_pass(request), request.nbytes)
 
     def optim_step(self, request: messages.OptimStep) -> str:
         """Returns the request's id."""
@@ -287,6 +289,7 @@ class Sessions:
             results=self.results,
             micro_batch_tokens=self._bounds.micro_batch_tokens,
             largest_queue=self._bounds.queue,
+            queue_bytes=self._bounds.queue_bytes,
         )
         self.results.begin(request_id, session_id)
         session.models[model_id], self._last_requests[model_id] = model, time.time()

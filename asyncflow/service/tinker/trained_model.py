@@ -67,13 +67,14 @@ class TrainedModel:
         results: Results,
         micro_batch_tokens: int,
         largest_queue: int,
+        queue_bytes: int,
     ) -> None:
-        """`micro_batch_tokens`: tokens that are computed at once, at most, unless one example has more. `largest_queue`: requests
-        that wait for their turn."""
+        """`micro_batch_tokens`: tokens that are computed at once, at most, unless one example has more. `largest_queue`,
+        `queue_bytes`: requests that wait for their turn."""
         self.model_id, self.base = model_id, base
         self._make_engine, self._store, self._results = make_engine, store, results
         self._micro_batch_tokens = micro_batch_tokens
-        self._turns: Turns[tuple[str, Work]] = Turns(largest_queue)
+        self._turns: Turns[Work] = Turns(largest_queue, queue_bytes)
         self._has_request = asyncio.Event()
         self._engine: TrainEngine | None = None
         self._broken = ""  # why the present step cannot be completed
@@ -96,12 +97,12 @@ class TrainedModel:
         await engine.begin_step()
         self._engine, self._broken = engine, ""
 
-    def submit(self, number: int | None, content: bytes, work: Work) -> str:
+    def submit(self, number: int | None, content: bytes, work: Work, num_bytes: int = 0) -> str:
         """Have work done when its turn comes. Returns the request's id, the same for a request that is repeated.
 
         Raises `ValueError` for a number that belongs to another request, and `Busy`.
         """
-        number, is_new = self._turns.offer(number, content, ("", work))
+        number, is_new = self._turns.offer(number, content, work, num_bytes)
         request_id = f"{self.model_id}:{number}"
         if is_new:
             self._results.begin(request_id, self.model_id.partition(":")[0])
@@ -112,12 +113,12 @@ class TrainedModel:
         """Do the work of one request after another."""
         while True:
             number = self._turns.next_number
-            item = self._turns.take()
-            if item is None:
+            work = self._turns.take()
+            if work is None:
                 self._has_request.clear()
                 await self._has_request.wait()
                 continue
-            self._results.settle(f"{self.model_id}:{number}", await answered(item[1]()))
+            self._results.settle(f"{self.model_id}:{number}", await answered(work()))
 
     async def close(self) -> None:
         """Let the engine go, and remove the snapshots."""

@@ -16,19 +16,20 @@ REMEMBERED: Final = 10_000
 
 
 class Turns(Generic[T]):
-    """Requests of one model that wait for their turn. `largest_number`: that wait at most."""
+    """Requests of one model that wait for their turn. `largest_number`, `largest_bytes`: that wait at most, besides the next one."""
 
-    def __init__(self, largest_number: int) -> None:
+    def __init__(self, largest_number: int, largest_bytes: int) -> None:
         self.next_number = 1
-        self._largest_number = largest_number
-        self._waiting: dict[int, T] = {}
+        self._largest_number, self._bytes_left = largest_number, largest_bytes
+        self._waiting: dict[int, tuple[T, int]] = {}
         self._contents: OrderedDict[int, bytes] = OrderedDict()  # hash of each request, by number
 
-    def offer(self, number: int | None, content: bytes, item: T) -> tuple[int, bool]:
-        """Take a request with this number (None: the next free one) and hash of its content.
+    def offer(self, number: int | None, content: bytes, item: T, num_bytes: int = 0) -> tuple[int, bool]:
+        """Take a request with this number (None: the next free one) and hash of its content, and of this size.
 
         Returns its number, and whether it is new. Raises `ValueError` if the number belongs to a request with another content, or
-        is that of a request so old that it is not known whether it is the same, and `Busy` if too many wait.
+        is that of a request so old that it is not known whether it is the same, and `Busy` if there is no room. There always is for
+        the request whose turn it is: all others wait for that one.
         """
         if number is None:
             number = max([self.next_number - 1, *self._waiting]) + 1
@@ -40,16 +41,20 @@ class Turns(Generic[T]):
             return number, False
         if number < self.next_number:
             raise ValueError(f"the number {number} belongs to a request long ago: this model's next one is {self.next_number}")
-        if len(self._waiting) >= self._largest_number:
+        if number != self.next_number and (len(self._waiting) >= self._largest_number or num_bytes > self._bytes_left):
             raise Busy(f"{len(self._waiting)} requests of this model wait already: send fewer at a time", 1.0)
-        self._waiting[number], self._contents[number] = item, content
+        self._waiting[number], self._contents[number] = (item, num_bytes), content
+        self._bytes_left -= num_bytes
         while len(self._contents) > REMEMBERED + len(self._waiting):
             self._contents.popitem(last=False)
         return number, True
 
     def take(self) -> T | None:
         """Request whose turn it is; None if it has not come yet."""
-        item = self._waiting.pop(self.next_number, None)
-        if item is not None:
-            self.next_number += 1
+        found = self._waiting.pop(self.next_number, None)
+        if found is None:
+            return None
+        item, num_bytes = found
+        self.next_number += 1
+        self._bytes_left += num_bytes
         return item
