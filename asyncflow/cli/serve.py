@@ -96,6 +96,7 @@ async def _serve_tinker(
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
     from asyncflow.service.server import HttpServer, Listen, make_self_signed
+    from asyncflow.service.tickets import Tickets
     from asyncflow.service.tinker.routes import routes
     from asyncflow.service.tinker.serving import KEY_PREFIX, base_model, config_of_model, sessions_of
     from asyncflow.service.tinker.sessions import Bounds
@@ -112,8 +113,9 @@ async def _serve_tinker(
     try:
         async with sessions_of(config, base, folder, num_samplers=samplers, bounds=bounds) as sessions:
             description = f"The model {base.name}, by the API of the tinker SDK."
-            app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit)
-            app.include_router(routes(sessions))
+            tickets = Tickets(time.monotonic)
+            app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, tickets=tickets)
+            app.include_router(routes(sessions, tickets))
             server = HttpServer(app, place, limits, certificate)
             address = await server.start()
             print(f"serving {base.name} at {address}, with the keys in {keys.path} and the checkpoints in {folder}")

@@ -28,6 +28,8 @@ from fastapi.responses import JSONResponse
 from asyncflow.service.keys import Key, KeyRing, Scope
 from asyncflow.service.limits import Busy, Callers, Limits, Room
 from asyncflow.service.repeats import HEADER, MAX_ID, Answer, Repeats
+from asyncflow.service.tickets import PREFIX as TICKETS
+from asyncflow.service.tickets import Tickets, ticket_routes
 from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -76,13 +78,21 @@ class Gate:
     """ASGI application before another one: nothing of a request without a valid key reaches that.
 
     `streamed`: beginnings of paths whose requests have bodies that are read as they come, by routes that put them into files.
+    `tickets`: links that need no key, if there are any.
     """
 
     def __init__(
-        self, app: Callable[..., Awaitable[None]], *, keys: KeyRing, limits: Limits, audit: AuditLog, streamed: Iterable[str]
+        self,
+        app: Callable[..., Awaitable[None]],
+        *,
+        keys: KeyRing,
+        limits: Limits,
+        audit: AuditLog,
+        streamed: Iterable[str],
+        tickets: Tickets | None,
     ) -> None:
         self._app, self._keys, self._limits, self._audit = app, keys, limits, audit
-        self._streamed = tuple(streamed)
+        self._streamed, self._tickets = tuple(streamed), tickets
         self._room, self._callers = Room(limits.buffered_bytes), Callers(limits, time.monotonic)
         self._repeats = Repeats(REPEATS_BYTES)
 
@@ -106,6 +116,10 @@ class Gate:
         if scope["path"] == HEALTH:
             if _length(headers):
                 raise Denied(413, "nothing is expected here")
+            await self._app(scope, receive, send)
+            return
+        if self._tickets is not None and scope["path"].startswith(TICKETS):
+            self._check_ticket(scope, headers)
             await self._app(scope, receive, send)
             return
         key = self._key(scope, headers)
@@ -149,6 +163,18 @@ class Gate:
             raise Denied(401, "this key has expired: ask for another", ask)
         why = "no key: send it as Authorization: Bearer KEY" if secret is None else "this key is not known"
         raise Denied(401, why, ask)
+
+    def _check_ticket(self, scope: Any, headers: Mapping[bytes, bytes]) -> None:
+        """Raises `Denied` or `Busy` for a link that is not good."""
+        assert self._tickets is not None
+        if scope["method"] not in LOOKS or _length(headers):
+            raise Denied(405, "a link is there to be fetched")
+        if self._tickets.find(scope["path"]) is None:
+            client = scope.get("client")
+            self._callers.refuse(client[0] if client else "")
+            raise Denied(404, "this link leads nowhere: it is over, or was never made; ask for another")
+        if (connection := scope["state"].get("connection")) is not None:
+            connection.proven()
 
     async def _once(self, key: Key, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
         """A request that changes something; one that was made before gets the answer that there was."""
@@ -280,14 +306,15 @@ def make_app(
     limits: Limits,
     audit: AuditLog,
     streamed: Iterable[str] = (),
+    tickets: Tickets | None = None,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """Web application with a gate, `/health`, and the API's description under `/docs` (a browser is asked for a key as password).
 
-    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`: see `Gate`.
+    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`, `tickets`: see `Gate`.
     """
     app = FastAPI(title=title, description=description, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed)
+    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed, tickets=tickets)
 
     @app.get(HEALTH, summary="Whether the service answers")
     async def health() -> dict[str, str]:
@@ -312,6 +339,8 @@ def make_app(
     async def impossible(request: Request, error: Exception) -> Response:
         return _error(409, str(error))
 
+    if tickets is not None:
+        app.include_router(ticket_routes(tickets))
     app.add_exception_handler(Denied, refused)
     app.add_exception_handler(Busy, busy)
     app.add_exception_handler(RequestValidationError, malformed)

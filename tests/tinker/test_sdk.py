@@ -55,6 +55,7 @@ def test_every_call_of_the_sdk_does_what_it_says(served: Served, folder: Path, p
     assert seen["run"] == ["tiny", False, seen["paths"][0]]
     assert seen["checkpoints"] == [f"sampler_weights/{name}-sampler", f"weights/{name}-state"]
     assert seen["left"] == [f"weights/{name}-state"]
+    assert seen["files"]["model.safetensors"] > 1_700_000 and {"config.json", "tokenizer.json"} < set(seen["files"])
     mistakes = seen["mistakes"]
     assert "no loss 'dro' here" in mistakes["loss"] and "datum 0 has advantages" in mistakes["missing"]
     assert "no checkpoint" in mistakes["path"] and "no model 'nobody/nothing' here" in mistakes["model"]

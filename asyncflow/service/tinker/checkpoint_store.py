@@ -1,16 +1,18 @@
 """Checkpoints of trained models on disk, by the paths that clients know them by: `tinker://MODEL/weights/NAME`.
 
     checkpoints/MODEL/weights/NAME/           checkpoint.json, model/ (Hugging Face format), state/ (train engine, with optimiser)
-    checkpoints/MODEL/sampler_weights/NAME/   checkpoint.json, model/
+    checkpoints/MODEL/sampler_weights/NAME/   checkpoint.json, model/; external_weights/ likewise
+    downloads/                                archives of checkpoints that a client has asked for
     snapshots/MODEL/NUMBER/                   weights that a sampler was made from without a name: the newest ones stay
 
-A checkpoint is written to a folder beside it, and renamed when it is whole. All but snapshots outlive the server.
+A checkpoint is written to a folder beside it, and renamed when it is whole. Checkpoints outlive the server, nothing else does.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ import msgspec
 
 from asyncflow.types import UserError
 
-Kind = Literal["weights", "sampler_weights"]
-KINDS: Final[dict[str, str]] = {"weights": "training", "sampler_weights": "sampler"}
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: Final[dict[Kind, str]] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Segments of paths, with the SDK's names for the kinds of checkpoints."""
 SCHEME: Final = "tinker://"
 RECORD_FILE: Final = "checkpoint.json"
@@ -78,7 +80,9 @@ class CheckpointStore:
     def __init__(self, folder: Path, kept_snapshots: int) -> None:
         """`kept_snapshots`: of each model. Snapshots and unfinished checkpoints of an earlier server are removed."""
         self._folder, self._snapshots, self._kept = folder / "checkpoints", folder / "snapshots", kept_snapshots
-        shutil.rmtree(self._snapshots, ignore_errors=True)
+        self._downloads = folder / "downloads"
+        for temporary in (self._snapshots, self._downloads):
+            shutil.rmtree(temporary, ignore_errors=True)
         for entry in self._folder.glob("*/*/*"):
             if entry.name.endswith((_PARTIAL, _OVER)):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -115,10 +119,8 @@ class CheckpointStore:
     def find(self, path: str) -> Checkpoint:
         """Checkpoint at `tinker://MODEL/KIND/NAME`. Raises `UserError` if there is none."""
         parts = path.removeprefix(SCHEME).split("/")
-        if path.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS:
-            kind: Kind = "weights" if parts[1] == "weights" else "sampler_weights"
-            found = self._read(parts[0], kind, parts[2])
-            if found is not None:
+        for kind in KINDS if path.startswith(SCHEME) and len(parts) == 3 else ():
+            if parts[1] == kind and (found := self._read(parts[0], kind, parts[2])) is not None:
                 return found
         raise UserError(f"there is no checkpoint {path[:300]!r} here: it was never saved, has expired, or was deleted")
 
@@ -133,6 +135,17 @@ class CheckpointStore:
     def delete(self, checkpoint: Checkpoint) -> None:
         """Remove a checkpoint from the disk."""
         self._remove(checkpoint.folder)
+
+    def archive(self, checkpoint: Checkpoint) -> Path:
+        """Write a checkpoint's model into one file, `.tar.gz`, whose entries are the files of the model's folder."""
+        self._downloads.mkdir(parents=True, exist_ok=True)
+        made = self._downloads / f"{checkpoint.model_id}.{checkpoint.kind}.{checkpoint.name}.tar.gz"
+        partial = made.with_name(made.name + _PARTIAL)
+        with tarfile.open(partial, "w:gz", compresslevel=1) as archive:
+            for file in sorted((checkpoint.folder / MODEL_DIR).iterdir()):
+                archive.add(file, file.name)
+        partial.rename(made)
+        return made
 
     def keep_for(self, checkpoint: Checkpoint, seconds: int | None) -> None:
         """Keep a checkpoint for so many seconds from now; None: until it is deleted."""
@@ -162,9 +175,8 @@ class CheckpointStore:
 
     def _of_model(self, folder: Path) -> Iterator[Checkpoint]:
         for kind in KINDS:
-            of_kind: Kind = "weights" if kind == "weights" else "sampler_weights"
             for entry in (folder / kind).iterdir() if (folder / kind).is_dir() else ():
-                if (found := self._read(folder.name, of_kind, entry.name)) is not None:
+                if (found := self._read(folder.name, kind, entry.name)) is not None:
                     yield found
 
     def _read(self, model_id: str, kind: Kind, name: str) -> Checkpoint | None:

@@ -140,6 +140,10 @@ class SaveWeightsForSampler(SaveWeights):
     kind: Literal["snapshot"] = "snapshot"
 
 
+class SaveWeightsExternal(SaveWeights):
+    path: Id
+
+
 class LoadWeights(Message):
     """Load of a checkpoint into a model, or, with `session_id`, into a new one."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -13,14 +14,16 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from asyncflow.service.app import Denied
+from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, protobuf
-from asyncflow.service.tinker.checkpoint_store import KINDS, SCHEME, Checkpoint
+from asyncflow.service.tinker.checkpoint_store import KINDS, MODEL_DIR, SCHEME, Checkpoint
 from asyncflow.service.tinker.results import Unknown
 from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.types import UserError
 
 RETRIEVE_SECONDS: Final = 20.0
 """How long `retrieve_future` waits for an answer; the SDK then asks again."""
+LINK_SECONDS: Final = 900.0
 MESSAGE: Final = (
     "This server trains all weights of the model, not an adapter: lora_config has no effect, and learning rates are those of full "
     "fine-tuning."
@@ -29,14 +32,15 @@ CLIENT_CONFIG: Final = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": Fal
 CAPABILITIES: Final = {"training": "full_weights", "losses": ["cross_entropy", "importance_sampling", "ppo", "cispo", "custom"]}
 
 
-def routes(sessions: Sessions) -> APIRouter:
-    """All routes over these sessions."""
+def routes(sessions: Sessions, tickets: Tickets) -> APIRouter:
+    """All routes over these sessions. `tickets`: links to the files of checkpoints."""
     router = APIRouter(prefix="/api/v1", tags=["tinker"])
     _add_session_routes(router, sessions)
     _add_training_routes(router, sessions)
     _add_sampling_routes(router, sessions)
     _add_result_routes(router, sessions)
     _add_checkpoint_routes(router, sessions)
+    _add_download_routes(router, sessions, tickets)
     return router
 
 
@@ -128,6 +132,10 @@ def _add_training_routes(router: APIRouter, sessions: Sessions) -> None:
     async def save_weights(request: messages.SaveWeights) -> dict[str, Any]:
         return _accepted(sessions.save_weights, request)
 
+    @router.post("/save_weights_external")
+    async def save_weights_external(request: messages.SaveWeightsExternal) -> dict[str, Any]:
+        return _accepted(partial(sessions.save_weights, kind="external_weights"), request)
+
     @router.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(request: messages.SaveWeightsForSampler) -> dict[str, Any]:
         return _accepted(sessions.save_weights_for_sampler, request)
@@ -217,6 +225,27 @@ def _add_checkpoint_routes(router: APIRouter, sessions: Sessions) -> None:
         checkpoint = await _found(sessions, model_id, kind, name)
         await asyncio.to_thread(store.keep_for, checkpoint, request.ttl_seconds)
         return {}
+
+
+def _add_download_routes(router: APIRouter, sessions: Sessions, tickets: Tickets) -> None:
+    @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/archive")
+    async def archive(model_id: str, kind: str, name: str, request: Request) -> Response:
+        checkpoint = await _found(sessions, model_id, kind, name)
+        file = await asyncio.to_thread(sessions.store.archive, checkpoint)
+        expires = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
+        location = _link(request, tickets, file)
+        return Response(status_code=302, headers={"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")})
+
+    @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
+    async def urls(model_id: str, kind: str, name: str, request: Request) -> dict[str, Any]:
+        checkpoint = await _found(sessions, model_id, kind, name)
+        files = sorted((checkpoint.folder / MODEL_DIR).iterdir())
+        expires = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
+        return {"urls": {file.name: _link(request, tickets, file) for file in files}, "expires": expires.isoformat()}
+
+
+def _link(request: Request, tickets: Tickets, file: Path) -> str:
+    return f"{str(request.base_url).rstrip('/')}{tickets.make(file, LINK_SECONDS)}"
 
 
 async def _pass(sessions: Sessions, request: Request, *, is_forward_only: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from asyncflow.service.app import Denied
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker import messages
 from asyncflow.service.tinker.answers import Answer, Failure, Fields
-from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, Checkpoint, CheckpointStore
+from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, Checkpoint, CheckpointStore, Kind
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import SampleRequest, Samplers
 from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine, TrainedModel, answered
@@ -175,13 +175,13 @@ class Sessions:
         model = self.model(request.model_id)
         return model.submit(request.seq_id, messages.content_of(request), lambda: model.optim_step(request.adam_params))
 
-    def save_weights(self, request: messages.SaveWeights) -> str:
+    def save_weights(self, request: messages.SaveWeights, kind: Kind = "weights") -> str:
         """Returns the request's id."""
         model = self.model(request.model_id)
 
         async def work() -> Answer:
-            checkpoint = await model.save(request, "weights", request.seq_id or "unnumbered")
-            return Fields({"type": "save_weights", "path": checkpoint.path})
+            checkpoint = await model.save(request, kind, request.seq_id or "unnumbered")
+            return Fields({"path": checkpoint.path, "size_bytes": checkpoint.record.num_bytes})
 
         return model.submit(request.seq_id, messages.content_of(request), work)
 

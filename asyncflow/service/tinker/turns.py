@@ -16,7 +16,7 @@ REMEMBERED: Final = 10_000
 
 
 class Turns(Generic[T]):
-    """Requests of one model that wait for their turn. `largest_number`, `largest_bytes`: that wait at most, besides the next one."""
+    """Requests of one model that wait for their turn. `largest_number`, `largest_bytes`: of those that wait, besides the next."""
 
     def __init__(self, largest_number: int, largest_bytes: int) -> None:
         self.next_number = 1

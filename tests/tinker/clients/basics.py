@@ -3,8 +3,11 @@
 python basics.py MODEL_NAME CHECKPOINT_PREFIX
 """
 
+import io
 import json
 import sys
+import tarfile
+import urllib.request
 import warnings
 
 import tinker
@@ -137,6 +140,14 @@ def main(name, prefix):
     seen["checkpoints"] = sorted(one.checkpoint_id for one in rest.list_checkpoints(run.training_run_id).result().checkpoints)
     rest.delete_checkpoint_from_tinker_path(sampler_path).result()
     seen["left"] = [one.checkpoint_id for one in rest.list_checkpoints(run.training_run_id).result().checkpoints]
+    if hasattr(training, "save_weights_external"):
+        exported = training.save_weights_external(f"{prefix}-out").result().path
+        urls = rest.get_external_weights_urls(exported).result().urls
+        seen["files"] = {name: len(urllib.request.urlopen(url).read()) for name, url in urls.items()}
+    else:
+        url = rest.get_checkpoint_archive_url_from_tinker_path(state).result().url
+        with tarfile.open(fileobj=io.BytesIO(urllib.request.urlopen(url).read())) as archive:
+            seen["files"] = {member.name: member.size for member in archive.getmembers()}
     mistakes = {}
     for what, call in {
         "loss": lambda: training.forward([plain], "dro").result(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import tarfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +20,7 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Re
 from asyncflow.service.app import AuditLog, make_app
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
+from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, routes
 from asyncflow.service.tinker import samplers as samplers_file
 from asyncflow.service.tinker import sessions as sessions_file
@@ -142,8 +145,10 @@ class World:
             bounds=Bounds(**bounds),
         )
         keys, audit = KeyRing.open(folder / "keys.json", time.time, "tml-"), AuditLog(None)
-        self.app = make_app(title="t", description="", keys=keys, limits=Limits(), audit=audit)
-        self.app.include_router(routes.routes(self.sessions))
+        self.now = 0.0
+        tickets = Tickets(lambda: self.now)
+        self.app = make_app(title="t", description="", keys=keys, limits=Limits(), audit=audit, tickets=tickets)
+        self.app.include_router(routes.routes(self.sessions, tickets))
         self.key = keys.all[0].secret
         transport = httpx2.ASGITransport(app=self.app)
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://t/api/v1", headers={"X-API-Key": self.key})
@@ -345,6 +350,30 @@ async def test_a_sampler_has_the_weights_of_the_moment_at_which_it_was_made(tmp_
         assert failed == {"error": "too many tokens", "category": "user"}
         longest = {**seeded, "seq_id": 7, "prompt": {"chunks": [{"tokens": [1] * 32}]}}
         assert "has 1 to 31 tokens here" in (await world.post("/asample", longest, 400))["error"]["message"]
+
+
+async def test_a_checkpoints_files_are_fetched_by_links_that_end(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        model = await world.model(await world.session())
+        saved = await world.done("/save_weights_external", {"model_id": model, "path": "out", "seq_id": 1})
+        assert saved["path"] == f"tinker://{model}/external_weights/out" and saved["size_bytes"] > 0
+        at = f"/training_runs/{model}/checkpoints/external_weights/out"
+        found = (await world.client.get(f"{at}/external_weights_urls")).json()
+        assert sorted(found["urls"]) == ["tokenizer.json", "weights"] and found["expires"]
+        archive = await world.client.get(f"{at}/archive")
+        assert archive.status_code == 302 and archive.headers["Expires"].endswith("GMT")
+        world.client.headers.pop("X-API-Key")
+        assert (await world.client.get(found["urls"]["weights"])).content == b"0"
+        whole = await world.client.get(archive.headers["Location"])
+        with tarfile.open(fileobj=io.BytesIO(whole.content)) as made:
+            assert made.getnames() == ["tokenizer.json", "weights"]
+        assert (await world.client.post(found["urls"]["weights"], content=b"1")).status_code == 405
+        assert (await world.client.get(found["urls"]["weights"].replace("/tickets/", "/tickets/x"))).status_code == 404
+        world.now = routes.LINK_SECONDS
+        assert (await world.client.get(found["urls"]["weights"])).status_code == 404
+        world.client.headers["X-API-Key"] = world.key
+        encrypted = {"model_id": model, "path": "b", "seq_id": 2, "age_encryption_recipients": ["age1x"]}
+        assert "age_encryption_recipients" in (await world.post("/save_weights_external", encrypted, 422))["error"]["message"]
 
 
 async def test_samples_that_nobody_wants_any_more_are_not_drawn(tmp_path: Path) -> None:
