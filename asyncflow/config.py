@@ -508,14 +508,25 @@ class PredictedConfig(Section):
     """Share of time in which the workers of each pool work."""
 
 
-class PoolConfig(Section):
+class _UncutPool(Section):
+    """Workers of one task, each with one device."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_not_cut(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and (cut := [axis for axis in ("dp", "tp", "pp") if axis in given]):
+            raise ValueError(f"{cut[0]} cuts a model over devices, and each worker of this task computes on one: take num_workers")
+        return given
+
+
+class PoolConfig(_UncutPool):
     """Workers of one task."""
 
     num_workers: PositiveInt = 1
     """So many workers share the task; each has an engine of its own, or reward processes of its own."""
 
 
-class ValuesPoolConfig(Section):
+class ValuesPoolConfig(_UncutPool):
     """Workers of the critic's values."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0

@@ -5,8 +5,8 @@
 Predictions are in FOLDER/predictions.json before anything that they foretell is run, measurements in FOLDER/measured.json. With
 `--seconds` no run begins later than that: another call with the same folder continues. A machine's speed drifts, by more than the
 errors that are looked for. So a configuration is predicted as a multiple of a base run's step time, the base is run again before
-and after every two configurations, and what is measured is a multiple of these: a ratio inside one run. `--few`: the first
-configuration of each kind alone, to try the program.
+and after every three configurations, and what is measured is a multiple of these: a ratio inside one run. A run beside which other
+programs have computed is made again. `--few`: the first configuration of each kind alone, to try the program.
 
 steps      Each model (the quickstart's, 0.44M parameters, and a random one of 4M), with dp 1 and 2, is calibrated by its base run.
            Then configurations are predicted that differ from it in slots, prompts, group size, lengths, schedule and workers.
@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -52,24 +53,28 @@ DRAWN, SLEEPING_ROLLOUT, SLEEPING_TRAIN = (
     f"{ROOT}/benchmarks/{name}"
     for name in ("lognormal.py:LognormalSlots", "sleeping_engines.py:SleepingRollout", "sleeping_engines.py:SleepingTrain")
 )
-STEPS = 10
+STEPS = 8
+ATTEMPTS = 3
+OTHERS = 0.1
+"""Cores that other programs may take while a run is measured. It is made again where they take more, up to `ATTEMPTS` times."""
 PROMPT_TOKENS = 30
 
 Override = Mapping[str, Any]
-"""Of a base configuration: keys with dots, and `median` and `sigma` of the lengths."""
+"""Of a base configuration: keys with dots; `sigma` of the lengths; and in multiples of the base's, `median` of the lengths,
+`prompts` of a step, and `slots`."""
 
 VARIED: Sequence[Override] = (
-    {"schedule": "delayed", "rollout.num_slots": 64},
-    {"schedule": "synchronous", "train.prompts_per_step": 24, "median": 32},
-    {"schedule": "delayed", "rollout.num_workers": 2, "rollout.num_slots": 16},
-    {"schedule": "sub_step", "rollout.num_workers": 2, "rollout.group_size": 4, "train.prompts_per_step": 32},
-    {"schedule": "periodic", "train.prompts_per_step": 8, "median": 96, "sigma": 0.9},
+    {"schedule": "delayed", "slots": 2},
+    {"schedule": "synchronous", "prompts": 1.5, "median": 0.67},
+    {"schedule": "delayed", "rollout.num_workers": 2, "slots": 0.5},
+    {"schedule": "sub_step", "rollout.num_workers": 2, "rollout.group_size": 4, "prompts": 2},
+    {"schedule": "periodic", "prompts": 0.5, "median": 2, "sigma": 0.9},
 )
 PLANS: Sequence[Override] = [
-    {"schedule": schedule, "rollout.num_workers": workers, "rollout.num_slots": slots}
+    {"schedule": schedule, "rollout.num_workers": workers, "slots": slots}
     for schedule in ("synchronous", "periodic", "delayed")
     for workers in (1, 2)
-    for slots in (12, 48)
+    for slots in (0.5, 2)
 ]
 WHAT_IFS: Sequence[Override] = (
     {"schedule": "delayed"},
@@ -97,39 +102,50 @@ class Case:
 # -- runs ---------------------------------------------------------------------------------------------------------------------
 
 
-def of_base(folder: Path, name: str, model: Path, dp: int = 1) -> dict[str, Any]:
-    """Base of the workloads whose lengths are drawn, as a tree."""
+def of_base(folder: Path, name: str, model: str, dp: int = 1) -> dict[str, Any]:
+    """Base of the workloads whose lengths are drawn, as a tree. The larger model has less to do, in about as many seconds."""
+    group, prompts, slots, median = (8, 16, 32, 48.0) if model == "tiny" else (4, 8, 16, 32.0)
+    engine = {"path": DRAWN, "median": median, "sigma": 0.6}
     return {
         "run": {"name": name, "dir": str(folder), "steps": STEPS, "overwrite": True},
-        "model": {"path": str(model)},
+        "model": {"path": str(models(folder)[model])},
         "data": {"path": "generated:arithmetic", "prompt_template": "{question}\n"},
         "reward": {"scorer": "final_answer"},
         "algorithm": "grpo",
         "schedule": "periodic",
-        "rollout": {
-            "engine": {"path": DRAWN, "median": 48.0, "sigma": 0.6}, "num_workers": 1, "num_slots": 32, "group_size": 8,
-            "max_new_tokens": 256,
-        },
-        "train": {"prompts_per_step": 16, "learning_rate": 1e-6},
+        "rollout": {"engine": engine, "num_workers": 1, "num_slots": slots, "group_size": group, "max_new_tokens": 256},
+        "train": {"prompts_per_step": prompts, "learning_rate": 1e-6},
         "telemetry": {"trackers": []},
         "plan": {"train": {"dp": dp}},
-    }  # fmt: skip
+    }
 
 
 def varied(tree: Mapping[str, Any], name: str, override: Override) -> dict[str, Any]:
     """The tree with these overrides, under another name."""
     made: dict[str, Any] = json.loads(json.dumps(tree))
     made["run"]["name"] = name
+    rollout, train = made["rollout"], made["train"]
     for key, value in override.items():
-        if key in ("median", "sigma"):
-            made["rollout"]["engine"][key] = float(value)
-            continue
-        section = made
-        *path, last = key.split(".")
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+        match key:
+            case "sigma":
+                rollout["engine"]["sigma"] = float(value)
+            case "median":
+                rollout["engine"]["median"] *= value
+            case "slots":
+                rollout["num_slots"] = round(value * rollout["num_slots"])
+            case "prompts":
+                train["prompts_per_step"] = round(value * train["prompts_per_step"])
+            case _:
+                _put(made, key, value)
     return made
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value below a key with dots."""
+    *path, last = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
 
 
 class Records:
@@ -149,11 +165,17 @@ class Records:
         self._files["measured"].write_text(json.dumps(self.measured, indent=1))
 
     def run(self, config: Config) -> Prediction:
-        """Run a configuration, and return what it measures. Raises `TimeIsUp` where no run may begin any more."""
-        if time.monotonic() > self._ends:
-            raise TimeIsUp
-        print(f"  running {config.run.name}", flush=True)
-        assert asyncio.run(Job(config).run()), "the run was interrupted"
+        """Run a configuration, and return what it measures; again where other programs have computed meanwhile. Raises `TimeIsUp`
+        where no run may begin any more."""
+        for _ in range(ATTEMPTS):
+            if time.monotonic() > self._ends:
+                raise TimeIsUp
+            began, own, all_programs = time.monotonic(), own_seconds(), machine_seconds()
+            assert asyncio.run(Job(config).run()), "the run was interrupted"
+            others = (machine_seconds() - all_programs - own_seconds() + own) / (time.monotonic() - began)
+            print(f"  {config.run.name}: other programs took {others:.2f} cores", flush=True)
+            if others < OTHERS:
+                break
         return means(read_run(config.run_dir)[2])
 
     def run_once(self, config: Config) -> None:
@@ -168,11 +190,11 @@ class Records:
         return [replace(case, predicted=known[case.name]) for case in cases]
 
     def measure(self, base: Config, cases: Sequence[Case]) -> list[Case]:
-        """Cases with what is measured: before and after every two of them the base is run."""
+        """Cases with what is measured: before and after every three of them the base is run."""
         left = [case for case in cases if case.name not in self.measured]
         first = self.run(base).step_seconds if left else 0.0
-        for start in range(0, len(left), 2):
-            seconds = {case.name: self.run(case.config).step_seconds for case in left[start : start + 2]}
+        for start in range(0, len(left), 3):
+            seconds = {case.name: self.run(case.config).step_seconds for case in left[start : start + 3]}
             last = self.run(base).step_seconds
             self.measured |= {name: taken / statistics.fmean((first, last)) for name, taken in seconds.items()}
             self.keep()
@@ -181,6 +203,30 @@ class Records:
         for case in done:
             print(f"    {case.name}: {case.predicted:.3f} predicted, {case.measured:.3f} measured ({case.error:.1%})", flush=True)
         return done
+
+
+def own_seconds() -> float:
+    """CPU seconds of this process and of all below it, those that have ended included."""
+    parents: dict[int, list[int]] = {}
+    seconds: dict[int, float] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):  # it has just ended
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents.setdefault(int(fields[1]), []).append(int(folder.name))
+                seconds[int(folder.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    below, total = [os.getpid()], 0.0
+    while below:
+        process = below.pop()
+        total += seconds.get(process, 0.0)
+        below += parents.get(process, [])
+    return total
+
+
+def machine_seconds() -> float:
+    """CPU seconds of all programs of the machine, and those that its host has taken away."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 class TimeIsUp(Exception):
@@ -236,10 +282,10 @@ def cases_of(
 def steps(records: Records) -> list[Figure]:
     """Step times of configurations that were not used for the calibration."""
     found: list[tuple[Config, list[Case]]] = []
-    for name, model in models(records.folder).items():
+    for name in models(records.folder):
         known = None
         for dp in (1, 2):
-            tree = of_base(records.folder, f"{name}-dp{dp}", model, dp)
+            tree = of_base(records.folder, f"{name}-dp{dp}", name, dp)
             base, measurement, cases = cases_of(records, tree, VARIED[:1] if records.few else VARIED, known)
             known = known or measurement.costs
             found.append((base, cases))
@@ -249,7 +295,7 @@ def steps(records: Records) -> list[Figure]:
 
 def order(records: Records) -> list[Figure]:
     """The predicted best of twelve plans against the measured best."""
-    tree = of_base(records.folder, "plans", models(records.folder)["4m"])
+    tree = of_base(records.folder, "plans", "4m")
     base, _, cases = cases_of(records, tree, PLANS[::5] if records.few else PLANS)
     done = records.measure(base, cases)
     chosen, best = min(done, key=lambda case: case.predicted), min(done, key=lambda case: case.measured)
@@ -291,7 +337,7 @@ def sleeping(records: Records) -> list[Figure]:
     cases = []
     for workers in (4,) if records.few else (4, 8, 16):
         for schedule in ("delayed",) if records.few else SCHEDULES:
-            tree = of_base(records.folder, run_name("sleeping", schedule, str(workers)), TINY)
+            tree = of_base(records.folder, run_name("sleeping", schedule, str(workers)), "tiny")
             tree["schedule"], tree["run"]["steps"] = schedule, 8
             tree["rollout"] |= {"engine": {"path": SLEEPING_ROLLOUT, "costs": costs}, "num_workers": workers, "num_slots": 16}
             tree["train"] |= {"engine": {"path": SLEEPING_TRAIN, "costs": costs}, "prompts_per_step": 4 * workers}
@@ -311,8 +357,8 @@ def sleeping(records: Records) -> list[Figure]:
 
 def flaw(records: Records) -> list[Figure]:
     """Costs with the collectives counted twice are reported, and those without are not."""
-    known = calibrated(records, of_base(records.folder, "tiny-dp1", TINY)).costs
-    tree = of_base(records.folder, "tiny-dp2", TINY, dp=2)
+    known = calibrated(records, of_base(records.folder, "tiny-dp1", "tiny")).costs
+    tree = of_base(records.folder, "tiny-dp2", "tiny", dp=2)
     found, config = calibrated(records, tree, known), parse(varied(tree, "tiny-dp2-calibration", {}))
     pieces = samples(config, read_run(config.run_dir)[1], found.costs.lengths.prompt)
     flawed = msgspec.structs.replace(found.costs, collectives_seconds=2 * found.costs.collectives_seconds)
@@ -330,7 +376,7 @@ def flaw(records: Records) -> list[Figure]:
 @cache
 def models(folder: Path) -> dict[str, Path]:
     """Models by name: of 0.44M and of 4M parameters."""
-    return {"tiny": TINY, "4m": make_model(folder / "model-4m", "random:qwen2-small")}
+    return {"tiny": TINY, "4m": make_model(folder.resolve() / "model-4m", "random:qwen2-small")}
 
 
 PARTS: dict[str, Callable[[Records], list[Figure]]] = {

@@ -81,8 +81,8 @@ class Response:
 class Timing(NamedTuple):
     """Timed piece of an engine's work: `decode_step` or `prefill`. Start and end in seconds of CLOCK_MONOTONIC.
 
-    `rows`: active slots, or slots that were filled. `tokens`: tokens that a decode step attended to, or prompt tokens of a prefill
-    (0: all were copied from a slot that had them). `calls`: decode steps that were made one after another in this time; `rows` and
+    `rows`: active slots, or slots that were filled. `tokens`: tokens that a decode step attended to, or prompt tokens of a prefill.
+    `calls`: decode steps that were made one after another in this time; `rows` and
     `tokens` are sums over them.
     """
 

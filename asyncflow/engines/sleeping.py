@@ -223,11 +223,13 @@ class SleepingRolloutEngine:
                 await self._decode()
 
     async def _admit(self) -> None:
-        """Give the free slots to waiting samples, in one prefill of their prompts, which makes the first token of each."""
+        """Give the free slots to waiting samples, in one prefill of their prompts, which makes the first token of each. A prompt is
+        copied where another slot of its request has it, under the same weights."""
         prompt_tokens, admitted = 0, []
         while self._waiting and len(self._active) < self.num_slots:
             request = self._waiting[0]
-            prompt_tokens += request.prompt_tokens
+            if not any(slot.request is request and slot.spans[0][1] == self.installed_version for slot in self._active):
+                prompt_tokens += request.prompt_tokens
             for _ in range(min(len(request.pending), self.num_slots - len(self._active))):
                 sample = request.pending.popleft()
                 drawn = self._costs.lengths.draw(request.key, sample, request.sampling.max_new_tokens)
@@ -235,7 +237,8 @@ class SleepingRolloutEngine:
                 self._active.append(admitted[-1])
             if not request.pending:
                 self._waiting.popleft()
-        await self._cores.compute(ROLLOUT, self._costs.prefill(prompt_tokens))
+        if prompt_tokens:
+            await self._cores.compute(ROLLOUT, self._costs.prefill(prompt_tokens))
         self._count(admitted, 1)
 
     async def _decode(self) -> None:

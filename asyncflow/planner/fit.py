@@ -98,6 +98,9 @@ def fit(name: str, terms: Sequence[str], samples: Sequence[TimedWork], factors: 
             if of_part < squares * (1 - 1e-9):
                 best, squares = np.zeros(len(terms)), of_part
                 best[list(chosen)] = found / scale[list(chosen)]
+    if (whole := float((matrix @ best).sum())) > 0:
+        best *= seconds.sum() / whole  # all samples together take what they took
+        squares = float(((seconds - matrix @ best) ** 2).sum())
     coefficients = dict(zip(terms, best.tolist(), strict=True))
     return Fit(coefficients, squares, residual(name, matrix @ best, seconds))
 

@@ -146,6 +146,7 @@ def settings(plan: Plan) -> dict[str, Any]:
         "plan": {
             "train": config.plan.train.model_dump(),
             "reference": config.plan.reference.model_dump(),
+            "values": config.plan.values.model_dump(),
             "predicted": {
                 "step_seconds": round(plan.step_seconds, 4),
                 "tpspd": round(plan.tpspd, 2),

@@ -12,6 +12,8 @@ quarter of the prompts, workers and data-parallel groups has a quarter of the wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from asyncflow.planner.cost import Estimate, Figure, Model, Moments, cut_of_roll
 from asyncflow.planner.graph import Drawn, Graph, Task, before_training, between, rollout, train, weights
 from asyncflow.registry import build
 from asyncflow.run.factories import devices_each, num_devices, tasks_before_training
-from asyncflow.run.memory import GIB, rollout_parts, training_parts
+from asyncflow.run.memory import GIB, reference_parts, rollout_parts, training_parts
 from asyncflow.settings import Choice
 from asyncflow.simulation.seeds import Order, Outcome, Simulators
 from asyncflow.types import Layout, RunError, UserError
@@ -53,7 +55,8 @@ TIE: Final = 0.01
 class Half:
     """Half of a plan: the configuration with what one pool decides, the devices and workers of the pool, GiB of each device, costs.
 
-    `times`: numbers of which none may be larger in a better half of the same devices and workers.
+    `times`: numbers of which none may be larger in a better half of the same devices and workers. `reference_gib`: of each device
+    of a reference that is a task of its own, whose passes are as long as the trainer's.
     """
 
     config: Config
@@ -62,6 +65,7 @@ class Half:
     memory_gib: float
     figures: tuple[Figure, ...]
     times: tuple[float, ...]
+    reference_gib: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,11 @@ async def search(
     Raises `UserError` when no plan fits, with the nearest miss.
     """
     counts: Counter[str] = Counter()
-    found = [each for pools in _pools(config, num) for each in _bounded(pools, model, fields, num, counts)]
+    own, *larger = _pools(config, num)
+    found = list(_bounded(own, model, fields, num, counts))
+    for pools in larger:
+        with contextlib.suppress(UserError):  # such pools leave too few devices for the other workers
+            found += _bounded(pools, model, fields, num, counts)
     candidates = sorted(found, key=lambda each: (each[0].seconds, each[1]))
     done: list[Plan] = []
     broken: list[str] = []
@@ -225,7 +233,14 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
         )
     usable = model.hardware.usable_bytes / GIB
     training = list(_training_halves(config, model, fields, num - others - 1))
-    fitting = _fitting(training, usable, f"each device that trains, on up to {num - others - 1}")
+    if (least := min(half.reference_gib for half in training)) > usable:
+        raise UserError(
+            f"the reference fits on no device: its task is not cut over devices, and needs at least {least:.1f} GiB of one, of "
+            f"which {usable:.1f} GiB are usable: take train.reference=fused, which is cut as training is, or train.offload=true"
+        )
+    fitting = _fitting(
+        [half for half in training if half.reference_gib <= usable], usable, f"each device that trains, on up to {num - others - 1}"
+    )
     by_devices = {of: list(_rollout_halves(config, model, num - others - of)) for of in sorted({half.devices for half in training})}
     _fitting([half for halves in by_devices.values() for half in halves], usable, "each device that generates")
     choices = [(schedule, sync) for schedule in _schedules(config) for sync in _weight_syncs(config, model, num)]
@@ -279,7 +294,7 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
                 devices = half.devices + other.devices + others
                 yield (
                     found,
-                    (devices, config.plan.reference.num_workers, i, j, k),
+                    (devices, config.plan.reference.num_workers, config.plan.values.num_workers, i, j, k),
                     _maker(whole, devices, half, other, found, part, figures, model),
                 )
 
@@ -289,6 +304,8 @@ def _maker(
 ) -> Callable[[], Plan]:
     def make() -> Plan:
         memory = {"train": half.memory_gib, "rollout": other.memory_gib}
+        if half.reference_gib:
+            memory["reference"] = half.reference_gib
         checked_config = parse(whole.model_dump(mode="json"))
         return Plan(checked_config, devices, memory, cost.joined(model, figures), found, part)
 
@@ -308,13 +325,27 @@ def _divided(config: Config, part: int) -> Config:
 
 
 def _pools(config: Config, num: int) -> list[Config]:
-    """The configuration with pools of the reference, where it has a task of its own: the configuration's, and larger ones."""
-    if "reference" not in tasks_before_training(config):
-        return [config]
-    least = config.plan.reference.num_workers
-    sizes = [least, *(least * n for n in _powers(max(1, num // (4 * least))) if n > 1)]
-    pools = [config.plan.reference.model_copy(update={"num_workers": size}) for size in sizes]
-    return [config.model_copy(update={"plan": config.plan.model_copy(update={"reference": pool})}) for pool in pools]
+    """The configuration with pools of the reference and of a critic's values, where they have tasks of their own: its own, and
+    larger ones, by powers of two, up to a quarter of the devices."""
+    plan, tasks = config.plan, tasks_before_training(config)
+    chosen = {name: _sizes(getattr(plan, name).num_workers, num) for name in ("reference", "values") if name in tasks}
+    pools = [dict(zip(chosen, sizes, strict=True)) for sizes in itertools.product(*chosen.values())]
+    return [
+        config.model_copy(
+            update={
+                "plan": plan.model_copy(
+                    update={name: getattr(plan, name).model_copy(update={"num_workers": size}) for name, size in sizes.items()}
+                )
+            }
+        )
+        for sizes in pools
+    ]
+
+
+def _sizes(own: int, num: int) -> list[int]:
+    """Sizes of a pool: its own, and larger ones. A pool of none may get workers."""
+    least = max(own, 1)
+    return sorted({own, *(least * n for n in _powers(max(1, num // (4 * least))))})
 
 
 def _training_halves(config: Config, model: Model, fields: Mapping[str, Any], most: int) -> Iterator[Half]:
@@ -322,6 +353,7 @@ def _training_halves(config: Config, model: Model, fields: Mapping[str, Any], mo
     train, group, prompts = config.train, config.rollout.group_size, config.train.prompts_per_step // config.train.mini_batches
     longest, moments = longest_prompt(config, model), Moments.of(model.lengths, config.rollout.max_new_tokens)
     pieces = [n for n in range(1, group + 1) if group % n == 0]
+    has_reference = "reference" in tasks_before_training(config)
     for layout in _layouts(fields, most, model.hardware.per_node, prompts, train.engine.name):
         for number in pieces:
             for checkpoints in sorted({train.activation_checkpointing, True}):
@@ -333,12 +365,15 @@ def _training_halves(config: Config, model: Model, fields: Mapping[str, Any], mo
                     }
                 )  # fmt: skip
                 memory = sum(part.num_bytes for part in training_parts(tried, model.shapes, longest)) / GIB
+                of_reference = reference_parts(tried, model.shapes, longest) if has_reference else []
                 figures = tuple(cost.training(tried, model))
                 fixed, token, gathers, reference, update = (figure.seconds for figure in figures)
                 count = group // number
                 in_round = -(-train.pipeline_micro_batches // count) if layout.pp > 1 else 1
                 whole = count * (fixed + token * model.lengths.prompt) + group * token * moments.mean
-                yield Half(tried, layout.size, layout.dp, memory, figures, (whole, gathers / in_round, update, reference, in_round))
+                times = (whole, gathers / in_round, update, reference, in_round)
+                reference_gib = sum(part.num_bytes for part in of_reference) / GIB
+                yield Half(tried, layout.size, layout.dp, memory, figures, times, reference_gib)
 
 
 def _layouts(fields: Mapping[str, Any], most: int, per_node: int, prompts: int, engine: str) -> Iterator[Layout]:

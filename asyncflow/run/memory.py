@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncflow.config import Config
 from asyncflow.engines.families import FAMILIES, Family, head_dim
-from asyncflow.run.factories import make_algorithm, max_retained
+from asyncflow.run.factories import make_algorithm, max_retained, tasks_before_training
 from asyncflow.types import UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -182,6 +182,24 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
     ]
 
 
+def reference_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
+    """Per device of a reference that is a task of its own, which is not cut. `prompt_tokens`: of the longest prompt."""
+    train = config.train
+    b, tokens = _BYTES[train.frozen_dtype or train.dtype], micro_batch_tokens(config, prompt_tokens)
+    queries, others = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    width = 6 * shapes.hidden + 3 * queries + 4 * others + 4 * shapes.wide
+    chunk = min(tokens, train.log_prob_chunk_tokens)
+    kept = MemoryUse("weights", b * shapes.parameters, f"{b} B x {shapes.parameters:,}")
+    if train.offload:
+        largest = max(shapes.of_layer, shapes.of_vocabulary)
+        kept = MemoryUse("weights", b * largest, f"in host memory (train.offload), but for the largest unit's {largest:,}")
+    return [
+        kept,
+        MemoryUse("activations", b * tokens * width, f"{b} B x {tokens:,} tokens x one layer's {width:,}"),
+        MemoryUse("logits", 4 * chunk * shapes.vocabulary, f"4 B x {chunk:,} tokens x {shapes.vocabulary:,}"),
+    ]
+
+
 def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[MemoryUse]:
     """Parts of the memory of the first trainer's machine, and of each machine that generates."""
     b = _BYTES[config.weight_sync.dtype or "float32"]
@@ -193,9 +211,12 @@ def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, m
     """Lines that `--dry-run` prints: for each kind of device a line for each part, and their sum, in GiB."""
     layout = config.layout
     of_training = f"each of {layout.size} that train (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})"
+    has_reference = "reference" in tasks_before_training(config)
+    of_reference = [("each of the reference", reference_parts(config, shapes, prompt_tokens))] if has_reference else []
     tables = [
         (of_training, training_parts(config, shapes, prompt_tokens)),
         ("each that generates", rollout_parts(config, shapes, context)),
+        *of_reference,
         ("the host", host_parts(config, shapes, max_staleness)),
     ]
     shown = [f"memory     {shapes.parameters:,} parameters; GiB per device, activations estimated (docs/memory.md)"]

@@ -548,3 +548,9 @@ def test_truncated_sampling_is_corrected_for_unless_the_ratio_does_it(cut: dict[
         assert make_algorithm(parse(tree)).correction == correction
     with pytest.raises(UserError, match=r"drawn from a part of the policy's distribution.*take correction=truncated"):
         make_algorithm(parse({**NEEDED, "rollout": cut, "algorithm": {"name": "grpo", "correction": "none"}}))
+
+
+@pytest.mark.parametrize("task", ["reward", "reference", "values"])
+def test_a_task_on_one_device_a_worker_is_not_cut(task: str) -> None:
+    with pytest.raises(UserError, match=rf"^plan.{task}: tp cuts a model over devices, .* take num_workers$"):
+        parse({**NEEDED, "plan": {task: {"num_workers": 2, "tp": 2}}})

@@ -181,7 +181,7 @@ class SlotEngine(RolloutEngine):
         return InstalledWeights(self._decoder)
 
     def timings(self) -> Sequence[Timing]:
-        """See `RolloutEngine`: all prefills, and all decode steps, those of `slots.TIMING_SECONDS` together."""
+        """See `RolloutEngine`: all prefills, and all decode steps, `slots.TIMED_TOGETHER` of them at a time."""
         return self._slots.take_timings()
 
     async def pause(self) -> None:

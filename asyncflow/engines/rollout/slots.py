@@ -19,7 +19,7 @@ from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
 
 PREFILL_TOKENS = 256  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
-TIMING_SECONDS = 0.05  # of decode steps that are timed together: they are short and many
+TIMED_TOGETHER = 8  # decode steps: they are short and many; a number, since those of a time would be few where they are slow
 MAX_TIMINGS = 10_000  # kept until they are taken
 
 
@@ -138,9 +138,10 @@ class Slots:
     def step(self) -> None:
         """Fill the free slots, then one more token for every active one."""
         while self._waiting and self._num_active < self._num_slots:
-            self.end_timing()
             before, began = self._num_active, time.monotonic()
-            num_tokens = self._admit()
+            if not (num_tokens := self._admit()):
+                continue  # copied from other slots, which is not worth a timing of its own: the decode steps around it have it
+            self.end_timing()
             self._timings.append(Timing("prefill", began, time.monotonic(), self._num_active - before, num_tokens))
         if self._num_active:
             began = time.monotonic()
@@ -152,7 +153,7 @@ class Slots:
             so_far = self._steps or Timing("decode_step", began, began, 0, 0, 0)
             sums = (so_far.rows + rows, so_far.tokens + num_tokens, so_far.calls + 1)
             self._steps = Timing("decode_step", so_far.start, time.monotonic(), *sums)
-            if self._steps.end - self._steps.start >= TIMING_SECONDS:
+            if self._steps.calls == TIMED_TOGETHER:
                 self.end_timing()
 
     def end_timing(self) -> None:

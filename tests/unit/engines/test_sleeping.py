@@ -80,6 +80,23 @@ def test_the_time_is_that_of_the_decode_steps() -> None:
     assert run(main()) == pytest.approx(expected)
 
 
+def test_a_prompt_is_copied_from_a_slot_that_has_it_under_the_same_weights() -> None:
+    costs = msgspec.structs.replace(COSTS, decode_step_seconds=1.0, decode_slot_seconds=0.0, prefill_token_seconds=100.0)
+
+    async def main(*, installs: bool) -> None:
+        engine = SleepingRolloutEngine(costs, num_slots=2, max_context=2000)
+        taking = asyncio.create_task(take(engine, range(3)))
+        await asyncio.sleep(len(PROMPT) * 100.0 + 0.5)  # the first two are in their first decode step
+        if installs:
+            await engine.install(1, {})
+        await taking
+        await engine.close()
+
+    one = len(PROMPT) * 100.0
+    assert one < run(main(installs=False)) < 2 * one  # the third has its prompt from the other's slot
+    assert 2 * one < run(main(installs=True)) < 3 * one
+
+
 def test_more_samples_than_slots_wait() -> None:
     engines = []
 

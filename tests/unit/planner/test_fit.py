@@ -26,6 +26,15 @@ def test_known_costs_are_recovered() -> None:
     assert not noisy.residual.is_bad and noisy.residual.noise == pytest.approx(0.16, abs=0.05)
 
 
+def test_all_samples_together_take_what_they_took() -> None:
+    samples = [TimedWork((1.0, float(n)), 0.1 + 0.02 * n**1.5) for n in range(40)]  # of another shape than the terms
+    found = fit("curved", ("constant", "each"), samples)
+    whole = sum(
+        sample.amounts[0] * found.coefficients["constant"] + sample.amounts[1] * found.coefficients["each"] for sample in samples
+    )
+    assert whole == pytest.approx(sum(sample.seconds for sample in samples))
+
+
 def test_no_cost_is_negative_and_one_term_of_two_that_are_alike_has_all() -> None:
     falling = [TimedWork((1.0, float(n)), 1.0 - 0.01 * n) for n in range(50)]
     found = fit("falling", ("constant", "each"), falling)

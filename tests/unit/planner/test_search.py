@@ -16,6 +16,7 @@ from asyncflow.engines.costs import Lengths
 from asyncflow.planner import search as module
 from asyncflow.planner.cost import Model
 from asyncflow.planner.hardware import find
+from asyncflow.planner.plan import settings
 from asyncflow.planner.search import Found, simulated_config, simulated_costs
 from asyncflow.run.memory import Shapes
 from asyncflow.simulation.run import simulate
@@ -103,3 +104,26 @@ def test_more_devices_than_a_layout_can_use_are_left_over() -> None:
         "train.prompts_per_step=2", "rollout.num_workers=1", "rollout.group_size=2", "train.responses_per_micro_batch=2"
     )
     assert searched(config, model, fields, 64).plans[0].devices < 64
+
+
+def test_pools_of_the_reference_and_of_values_are_searched() -> None:
+    config, model, fields = small("algorithm={name: ppo, kl_coefficient: 0.01}", "train.reference=task")
+    slow = replace(model, measured={"value_token_seconds": 0.02, "reference_token_seconds": 0.01})  # they are what binds
+    sizes = {(pools.plan.reference.num_workers, pools.plan.values.num_workers) for pools in module._pools(config, 16)}
+    assert sizes == {(reference, values) for reference in (1, 2, 4) for values in (0, 1, 2, 4)}
+    best = searched(config, slow, fields, 16).plans[0]
+    assert (best.config.plan.reference.num_workers, best.config.plan.values.num_workers) == (2, 4)
+    assert best.devices <= 16 and set(best.memory_gib) == {"train", "rollout", "reference"}
+    assert settings(best)["plan"]["values"] == {"num_workers": 4}
+
+
+def test_larger_pools_than_the_devices_leave_room_for_are_left_out() -> None:
+    config, model, fields = small("algorithm={name: ppo, kl_coefficient: 0.0}")
+    assert searched(config, model, fields, 3).plans[0].config.plan.values.num_workers == 0
+
+
+def test_a_reference_that_fits_on_no_device_is_refused_with_what_to_take() -> None:
+    config, model, fields = small("train.reference=task", "train.frozen_dtype=float32", "rollout.max_new_tokens=512")
+    with pytest.raises(UserError, match=r"the reference fits on no device: .* needs at least (2\d|3\d)\.\d GiB of one, of which 2"):
+        searched(config, replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 24.0})), fields, 64)
+    searched(*small("train.reference=task", "train.offload=true"), 64)  # which keeps it in host memory

@@ -15,7 +15,17 @@ from asyncflow.config import Config, load, parse
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.train.random_model import SPECS, make_random_model
 from asyncflow.run.factories import num_devices
-from asyncflow.run.memory import GIB, MemoryUse, Shapes, host_parts, lines, micro_batch_tokens, rollout_parts, training_parts
+from asyncflow.run.memory import (
+    GIB,
+    MemoryUse,
+    Shapes,
+    host_parts,
+    lines,
+    micro_batch_tokens,
+    reference_parts,
+    rollout_parts,
+    training_parts,
+)
 from asyncflow.run.prepare import check_shapes
 from asyncflow.types import UserError
 from tests.conftest import MODEL, ROOT
@@ -173,3 +183,20 @@ def test_shapes_that_could_not_be_trained_are_refused(overrides: list[str], sent
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=sentence):
         check_shapes(load(PAPERS / "qwen2.5-7b-gsm8k.yaml", overrides))
+
+
+def test_a_reference_of_its_own_by_hand() -> None:
+    train = {"reference": "task", "frozen_dtype": "bfloat16", "log_prob_chunk_tokens": 16}
+    config = config_of(
+        rollout={"group_size": 4, "max_new_tokens": 10}, train=train, algorithm={"name": "grpo", "kl_coefficient": 0.1}
+    )
+    parts = by_name(reference_parts(config, TINY, prompt_tokens=5))
+    assert parts["weights"] == 2 * 4040
+    assert parts["activations"] == 2 * 45 * (6 * 8 + 3 * 4 * 2 + 4 * 2 * 2 + 4 * 16)
+    assert parts["logits"] == 4 * 16 * 100
+    kept_by_host = config_of(train={**train, "offload": True}, algorithm={"name": "grpo", "kl_coefficient": 0.1})
+    assert by_name(reference_parts(kept_by_host, TINY, prompt_tokens=5))["weights"] == 2 * 800
+    shown = lines(config, TINY, prompt_tokens=5, context=15, max_staleness=0)
+    assert any(line.endswith("each of the reference") for line in shown)
+    fused = lines(config_of(), TINY, prompt_tokens=5, context=15, max_staleness=0)
+    assert not any("reference" in line for line in fused)

@@ -556,7 +556,7 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
 
 
 async def test_timings_say_what_was_computed(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow.engines.rollout.slots.TIMING_SECONDS", 0.0)
+    monkeypatch.setattr("asyncflow.engines.rollout.slots.TIMED_TOGETHER", 1)
     began = time.monotonic()
     async with opened(saved[1], num_slots=2) as engine:
         await responses(engine, range(3), length=4)
@@ -569,10 +569,7 @@ async def test_timings_say_what_was_computed(saved: tuple[PreTrainedModel, Path]
     assert steps == [*((2, 2 * (len(PROMPT) + made)) for made in (1, 2, 3)), *((1, len(PROMPT) + made) for made in (1, 2, 3))]
 
 
-async def test_decode_steps_are_timed_together_until_something_else_is_done(
-    saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncflow.engines.rollout.slots.TIMING_SECONDS", 1e9)
+async def test_decode_steps_are_timed_together_until_something_else_is_done(saved: tuple[PreTrainedModel, Path]) -> None:
     async with opened(saved[1], num_slots=2) as engine:
         await responses(engine, range(3), length=4)
         await engine.pause()  # the last steps are ended before it
