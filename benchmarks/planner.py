@@ -5,10 +5,10 @@
 Predictions are in FOLDER/predictions.json before anything that they foretell is run, measurements in FOLDER/measured.json. With
 `--seconds` no run begins later than that: another call with the same folder continues. A machine's speed drifts, by more than the
 errors that are looked for. So a configuration is predicted as a multiple of a base run's step time, the base is run again before
-and after every three configurations, and what is measured is a multiple of these: a ratio inside one run. A run beside which other
+every three configurations, and what is measured is a multiple of that: a ratio inside one call. A run beside which other
 programs have computed is made again. `--few`: the first configuration of each kind alone, to try the program.
 
-steps      Each model (the quickstart's, 0.44M parameters, and a random one of 4M), with dp 1 and 2, is calibrated by its base run.
+steps      The quickstart's model, of 0.44M parameters, with dp 1 and 2, and a random one of 4M are calibrated by a base run each.
            Then configurations are predicted that differ from it in slots, prompts, group size, lengths, schedule and workers.
            Responses are as long as they are drawn, so that learning does not change them.
 sleeping   Real processes with engines that sleep, against the simulation of the same. What is not simulated is the time that loops,
@@ -54,7 +54,7 @@ DRAWN, SLEEPING_ROLLOUT, SLEEPING_TRAIN = (
     for name in ("lognormal.py:LognormalSlots", "sleeping_engines.py:SleepingRollout", "sleeping_engines.py:SleepingTrain")
 )
 STEPS = 8
-ATTEMPTS = 3
+ATTEMPTS = 2
 OTHERS = 0.1
 """Cores that other programs may take while a run is measured. It is made again where they take more, up to `ATTEMPTS` times."""
 PROMPT_TOKENS = 30
@@ -69,7 +69,10 @@ VARIED: Sequence[Override] = (
     {"schedule": "delayed", "rollout.num_workers": 2, "slots": 0.5},
     {"schedule": "sub_step", "rollout.num_workers": 2, "rollout.group_size": 4, "prompts": 2},
     {"schedule": "periodic", "prompts": 0.5, "median": 2, "sigma": 0.9},
+    {"schedule": "periodic", "slots": 0.5, "median": 0.5},
 )
+BASES = (("tiny", 1), ("tiny", 2), ("4m", 1))
+"""Model, and data-parallel ranks."""
 PLANS: Sequence[Override] = [
     {"schedule": schedule, "rollout.num_workers": workers, "slots": slots}
     for schedule in ("synchronous", "periodic", "delayed")
@@ -164,10 +167,10 @@ class Records:
         self._files["predictions"].write_text(json.dumps(self.predictions, indent=1))
         self._files["measured"].write_text(json.dumps(self.measured, indent=1))
 
-    def run(self, config: Config) -> Prediction:
+    def run(self, config: Config, attempts: int = ATTEMPTS) -> Prediction:
         """Run a configuration, and return what it measures; again where other programs have computed meanwhile. Raises `TimeIsUp`
         where no run may begin any more."""
-        for _ in range(ATTEMPTS):
+        for _ in range(attempts):
             if time.monotonic() > self._ends:
                 raise TimeIsUp
             began, own, all_programs = time.monotonic(), own_seconds(), machine_seconds()
@@ -190,15 +193,13 @@ class Records:
         return [replace(case, predicted=known[case.name]) for case in cases]
 
     def measure(self, base: Config, cases: Sequence[Case]) -> list[Case]:
-        """Cases with what is measured: before and after every three of them the base is run."""
+        """Cases with what is measured; before every three of them the base is run."""
         left = [case for case in cases if case.name not in self.measured]
-        first = self.run(base).step_seconds if left else 0.0
         for start in range(0, len(left), 3):
-            seconds = {case.name: self.run(case.config).step_seconds for case in left[start : start + 3]}
-            last = self.run(base).step_seconds
-            self.measured |= {name: taken / statistics.fmean((first, last)) for name, taken in seconds.items()}
-            self.keep()
-            first = last
+            seconds = self.run(base).step_seconds
+            for case in left[start : start + 3]:
+                self.measured[case.name] = self.run(case.config).step_seconds / seconds
+                self.keep()
         done = [replace(case, measured=self.measured[case.name]) for case in cases]
         for case in done:
             print(f"    {case.name}: {case.predicted:.3f} predicted, {case.measured:.3f} measured ({case.error:.1%})", flush=True)
@@ -267,36 +268,34 @@ def errors(part: str, done: Sequence[Case], median: float, most: float, least: i
 
 
 def cases_of(
-    records: Records, tree: Mapping[str, Any], overrides: Sequence[Override], known: Costs | None = None
+    records: Records, part: str, tree: Mapping[str, Any], overrides: Sequence[Override], known: Costs | None = None
 ) -> tuple[Config, Measurement, list[Case]]:
-    """A base, calibrated, and its predicted variations. `known`: see `fitted`."""
+    """A base, calibrated, and its predicted variations, which are noted for this part. `known`: see `fitted`."""
     base, found, cases = parse(tree), calibrated(records, tree, known), []
     for override in overrides:
         name = run_name(base.run.name, *(f"{key.split('.')[-1]}={value}" for key, value in override.items()))
         config = parse(varied(tree, name, override))
         costs = msgspec.structs.replace(found, costs=with_lengths(found.costs, config))
         cases.append(Case(name, config, predicted(config, costs).step_seconds / found.step_seconds))
-    return base, found, records.told(base.run.name, cases)
+    return base, found, records.told(f"{part}: {base.run.name}", cases)
 
 
 def steps(records: Records) -> list[Figure]:
     """Step times of configurations that were not used for the calibration."""
     found: list[tuple[Config, list[Case]]] = []
-    for name in models(records.folder):
-        known = None
-        for dp in (1, 2):
-            tree = of_base(records.folder, f"{name}-dp{dp}", name, dp)
-            base, measurement, cases = cases_of(records, tree, VARIED[:1] if records.few else VARIED, known)
-            known = known or measurement.costs
-            found.append((base, cases))
+    known: dict[str, Costs] = {}
+    for name, dp in BASES:
+        tree = of_base(records.folder, f"{name}-dp{dp}", name, dp)
+        base, measurement, cases = cases_of(records, "steps", tree, VARIED[:1] if records.few else VARIED, known.get(name))
+        known.setdefault(name, measurement.costs)
+        found.append((base, cases))
     done = [case for base, cases in found for case in records.measure(base, cases)]
     return errors("steps", done, 7, 15, None if records.few else 16)
 
 
 def order(records: Records) -> list[Figure]:
     """The predicted best of twelve plans against the measured best."""
-    tree = of_base(records.folder, "plans", "4m")
-    base, _, cases = cases_of(records, tree, PLANS[::5] if records.few else PLANS)
+    base, _, cases = cases_of(records, "order", of_base(records.folder, "4m-dp1", "4m"), PLANS[::5] if records.few else PLANS)
     done = records.measure(base, cases)
     chosen, best = min(done, key=lambda case: case.predicted), min(done, key=lambda case: case.measured)
     print(f"  predicted best: {chosen.name}; measured best: {best.name}")
@@ -306,7 +305,7 @@ def order(records: Records) -> list[Figure]:
 def from_quickstart(records: Records) -> list[Figure]:
     """What-ifs from the quickstart's own run."""
     own = [
-        "run.steps=20",
+        "run.steps=12",
         f"run.dir={records.folder}",
         "run.overwrite=true",
         f"model.path={TINY}",
@@ -335,7 +334,7 @@ def sleeping(records: Records) -> list[Figure]:
         "lengths": {"prompt": PROMPT_TOKENS, "response_median": 40.0, "response_sigma": 0.6},
     }  # fmt: skip
     cases = []
-    for workers in (4,) if records.few else (4, 8, 16):
+    for workers in (4,) if records.few else (4, 16):
         for schedule in ("delayed",) if records.few else SCHEDULES:
             tree = of_base(records.folder, run_name("sleeping", schedule, str(workers)), "tiny")
             tree["schedule"], tree["run"]["steps"] = schedule, 8
@@ -347,7 +346,7 @@ def sleeping(records: Records) -> list[Figure]:
     done = []
     for case in records.told("sleeping", cases):
         if case.name not in records.measured:
-            records.measured[case.name] = records.run(case.config).step_seconds
+            records.measured[case.name] = records.run(case.config, attempts=1).step_seconds  # it computes next to nothing
             records.keep()
         done.append(replace(case, measured=records.measured[case.name]))
         shown = f"{case.predicted:.3f} s simulated, {done[-1].measured:.3f} s by the clock ({done[-1].error:.1%})"

@@ -1,6 +1,6 @@
 """The planner beside the figures of the two papers, simulated by computed costs; and how long it searches 1,024 devices.
 
-    python benchmarks/planner_papers.py [--parts scaling tables search plans] [--json FILE]
+    python benchmarks/planner_papers.py [--parts scaling tables search plans] [--models 7B 32B] [--json FILE]
 
 scaling   AsyncFlow's Figure 10: 7B and 32B on 32 to 1,024 devices; half of them train, half generate, and weights are one version
           old (`delayed`). The baseline has all tasks on all devices, one after another, at the same costs.
@@ -92,28 +92,29 @@ def divided(model: str, size: int, *, is_colocated: bool) -> list[str]:
     ]
 
 
-async def scaling(simulators: Simulators) -> tuple[list[Figure], dict[tuple[str, int], float]]:
+async def rates(model: str, simulators: Simulators, *, is_colocated: bool) -> list[float]:
+    """Throughput of Figure 10 by number of devices, per device."""
+    every = [await asked_for(MODELS[model], divided(model, size, is_colocated=is_colocated)) for size in SIZES]
+    return await asyncio.gather(*(rate(asked.config, asked, size, simulators) for asked, size in zip(every, SIZES, strict=True)))
+
+
+async def scaling(models: list[str], simulators: Simulators) -> list[Figure]:
     """Throughput by number of devices, its linearity, and its ratio to the co-located baseline."""
-    figures, found = [], {}
-    for model, recipe in MODELS.items():
-        rates: dict[bool, list[float]] = {}
-        for is_colocated in (False, True):
-            every = [await asked_for(recipe, divided(model, size, is_colocated=is_colocated)) for size in SIZES]
-            jobs = [rate(asked.config, asked, size, simulators) for asked, size in zip(every, SIZES, strict=True)]
-            rates[is_colocated] = await asyncio.gather(*jobs)
-        for size, ours, baseline in zip(SIZES, rates[False], rates[True], strict=True):
-            found[model, size] = ours
+    figures = []
+    for model in models:
+        apart, together = [await rates(model, simulators, is_colocated=is_colocated) for is_colocated in (False, True)]
+        for size, ours, baseline in zip(SIZES, apart, together, strict=True):
             rest = f"co-located {baseline * size:12,.0f}: {ours / baseline:.2f}x"
             print(f"{model:4} {size:5} devices: {ours * size:12,.0f} tokens/s, {rest}")
         at = SIZES.index(512)  # over 16 times as many as at first
-        linearity = rates[False][at] / rates[False][0]
+        linearity = apart[at] / apart[0]
         print(f"{model:4} linearity over 16 times the devices {linearity:.2f} (paper: {LINEARITY[model]})")
-        mean = sum(ours / baseline for ours, baseline in zip(rates[False], rates[True], strict=True)) / len(SIZES)
+        mean = sum(ours / baseline for ours, baseline in zip(apart, together, strict=True)) / len(SIZES)
         figures += [
             Figure(f"{model} linearity, 32 to 512 devices (paper {LINEARITY[model]})", linearity, ""),
             Figure(f"{model} over co-located, mean (paper 1.59, both models)", mean, "x"),
         ]
-    return figures, found
+    return figures
 
 
 async def tables(simulators: Simulators) -> list[Figure]:
@@ -173,32 +174,31 @@ async def search_figures() -> list[Figure]:
     ]
 
 
-async def plan_figures(given: dict[tuple[str, int], float]) -> list[Figure]:
+async def plan_figures(models: list[str], simulators: Simulators) -> list[Figure]:
     """The planner's own plan at each size, over the paper's division."""
     figures = []
-    for (model, size), paper in given.items():
-        asked = replace(await asked_for(MODELS[model], OF_FIGURE_10), devices=size)
-        found = await find_plan(asked, rows=8_000)
-        best = found.plans[0]
-        ours = best.tpspd * best.devices / size
-        print(f"{model:4} {size:5} devices: {described(best)}")
-        figures.append(Figure(f"{model} on {size}: planned, on-policy, over the paper's division", ours / paper, "x"))
+    for model in models:
+        for size, paper in zip(SIZES, await rates(model, simulators, is_colocated=False), strict=True):
+            asked = replace(await asked_for(MODELS[model], OF_FIGURE_10), devices=size)
+            found = await find_plan(asked, rows=8_000)
+            best = found.plans[0]
+            gain = best.tpspd * best.devices / size / paper
+            print(f"{model:4} {size:5} devices: {gain:.2f}x by {described(best)}", flush=True)
+            figures.append(Figure(f"{model} on {size}: planned, on-policy, over the paper's division", gain, "x"))
     return figures
 
 
-async def run(parts: list[str]) -> list[Figure]:
+async def run(parts: list[str], models: list[str]) -> list[Figure]:
     figures: list[Figure] = []
-    given: dict[tuple[str, int], float] = {}
     async with Simulators(2) as simulators:
-        if {"scaling", "plans"} & set(parts):
-            more, given = await scaling(simulators)
-            figures += more
+        if "scaling" in parts:
+            figures += await scaling(models, simulators)
         if "tables" in parts:
             figures += await tables(simulators)
+        if "plans" in parts:
+            figures += await plan_figures(models, simulators)
     if "search" in parts:
         figures += await search_figures()
-    if "plans" in parts:
-        figures += await plan_figures(given)
     return figures
 
 
@@ -206,8 +206,9 @@ def main() -> Any:
     arguments = parser(__doc__)
     every = ["scaling", "tables", "search", "plans"]
     arguments.add_argument("--parts", nargs="+", choices=every, default=every)
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="of Figure 10")
     given = arguments.parse_args()
-    return finish(asyncio.run(run(given.parts)), given.json)
+    return finish(asyncio.run(run(given.parts, given.models)), given.json)
 
 
 if __name__ == "__main__":

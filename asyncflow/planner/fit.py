@@ -21,6 +21,8 @@ from asyncflow.types import Array
 SIZES: Final = 5
 """Sizes of work, by what is predicted, whose mean residuals are looked at."""
 LEAST_SAMPLES: Final = 3
+OF_A_SIZE: Final = 8
+"""Samples of one size, at least: from fewer the error of their mean is not known well enough to tell noise from a wrong shape."""
 BAD: Final = 0.15
 """Mean residual of one size, as a fraction, from which on a fit is called bad."""
 ERRORS: Final = 3.0
@@ -111,7 +113,7 @@ def residual(name: str, predicted: Array, measured: Array) -> Residual:
         return Residual(name, len(measured), 0.0, 0.0, 0.0, 0.0, False)
     off, order = measured - predicted, np.argsort(predicted, kind="stable")
     worst, worst_seconds, is_bad = 0.0, 0.0, False
-    sizes = min(SIZES, len(order) // LEAST_SAMPLES) if np.ptp(predicted) > 1e-6 * predicted.mean() else 1
+    sizes = max(1, min(SIZES, len(order) // OF_A_SIZE)) if np.ptp(predicted) > 1e-6 * predicted.mean() else 1
     for size in np.array_split(order, sizes):
         relative = float(off[size].sum() / predicted[size].sum())
         error = float(off[size].std() / np.sqrt(len(size)) / predicted[size].mean())

@@ -112,14 +112,15 @@ def test_pools_of_the_reference_and_of_values_are_searched() -> None:
     sizes = {(pools.plan.reference.num_workers, pools.plan.values.num_workers) for pools in module._pools(config, 16)}
     assert sizes == {(reference, values) for reference in (1, 2, 4) for values in (0, 1, 2, 4)}
     best = searched(config, slow, fields, 16).plans[0]
-    assert (best.config.plan.reference.num_workers, best.config.plan.values.num_workers) == (2, 4)
+    assert best.config.plan.reference.num_workers > 1 and best.config.plan.values.num_workers == 4
     assert best.devices <= 16 and set(best.memory_gib) == {"train", "rollout", "reference"}
     assert settings(best)["plan"]["values"] == {"num_workers": 4}
 
 
 def test_larger_pools_than_the_devices_leave_room_for_are_left_out() -> None:
     config, model, fields = small("algorithm={name: ppo, kl_coefficient: 0.0}")
-    assert searched(config, model, fields, 3).plans[0].config.plan.values.num_workers == 0
+    large = replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 400.0}))
+    assert searched(config, large, fields, 3).plans[0].config.plan.values.num_workers == 0
 
 
 def test_a_reference_that_fits_on_no_device_is_refused_with_what_to_take() -> None:
