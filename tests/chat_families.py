@@ -179,3 +179,21 @@ def save_family(family: Family, folder: Path) -> CheckpointTokenizer:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     (folder / "chat_template.jinja").write_text(family.template)
     return CheckpointTokenizer(folder)
+
+
+def save_model(family: Family, folder: Path, seed: int = 0) -> Path:
+    """A checkpoint of a tiny model with random weights, with the family's tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = save_family(family, folder)
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=8192, eos_token_id=tokenizer.end_token_ids, bos_token_id=None,
+    )  # fmt: skip
+    ends = (folder / "generation_config.json").read_text()
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(ends)
+    return folder

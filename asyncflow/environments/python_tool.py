@@ -50,8 +50,6 @@ def _run(code: str) -> str:
                 value = eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
                 if value is not None:
                     print(repr(value))
-        except MemoryError:
-            raise
         except Exception as error:
             print("".join(traceback.format_exception_only(error)).strip())
     text = printed.getvalue()

@@ -25,7 +25,6 @@ from asyncflow.environments.capture.transcript import CapturedCall, CapturedSequ
 from asyncflow.registry import build
 from tests.chat_families import FAMILIES, save_family
 
-pytestmark = pytest.mark.smoke
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
 
 
@@ -98,24 +97,36 @@ TOOLS = [{"type": "function", "function": {"name": "multiply", "description": "M
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}}}]
 
 
+async def whole(client, asked):
+    return (await client.chat.completions.create(**asked)).choices[0].message.model_dump(exclude_none=True)
+
+
+async def streamed(client, asked):
+    reply = {"role": "assistant", "content": "", "tool_calls": []}
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            reply["content"] += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                reply["tool_calls"].append({"id": call.id, "type": "function", "function": call.function.model_dump()})
+    return reply if reply["tool_calls"] else {"role": "assistant", "content": reply["content"]}
+
+
 async def run(example, base_url, api_key, streams=False):
     client = AsyncOpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": example["question"]}]
     while True:
-        if streams:
-            async with client.chat.completions.stream(model="policy", messages=messages, tools=TOOLS) as stream:
-                reply = (await stream.get_final_completion()).choices[0].message
-        else:
-            reply = (await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)).choices[0].message
-        messages.append(reply.model_dump(exclude_none=True))
-        if not reply.tool_calls:
-            return float(str(example["answer"]) in reply.content)
-        for call in reply.tool_calls:
-            arguments = json.loads(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] * arguments["b"])})
+        asked = {"model": "policy", "messages": messages, "tools": TOOLS}
+        reply = await (streamed if streams else whole)(client, asked)
+        messages.append(reply)
+        if not reply.get("tool_calls"):
+            return float(str(example["answer"]) in reply["content"])
+        for call in reply["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(arguments["a"] * arguments["b"])})
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("streams", [False, True])
 async def test_the_openai_sdk(endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tmp_path: Path, streams: bool) -> None:
     pytest.importorskip("openai")
@@ -174,6 +185,7 @@ async def run(example, base_url, api_key):
 """
 
 
+@pytest.mark.smoke
 async def test_sub_agents_side_by_side_are_branches(
     endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tmp_path: Path
 ) -> None:
@@ -200,6 +212,7 @@ print(len(text) / 10)
 """
 
 
+@pytest.mark.smoke
 async def test_a_program_of_any_language(endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py")]

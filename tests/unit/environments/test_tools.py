@@ -289,6 +289,7 @@ def test_the_python_tool_prints_what_an_interpreter_would() -> None:
     assert python("1 / 0") == "ZeroDivisionError: division by zero\n"
     assert "SyntaxError" in python("def f(:")
     assert python("None") == ""
+    assert python("b = bytearray(4 << 30)") == "MemoryError\n"
     assert python("'x' in dir()") == "False\n"  # nothing of the first program
 
 
@@ -296,7 +297,6 @@ def test_the_python_tool_prints_what_an_interpreter_would() -> None:
     ("code", "why"),
     [
         ("while True: pass", "was killed"),
-        ("b = bytearray(4 << 30)", "MemoryError|was killed"),
         ("import os; os._exit(3)", "exited with status 3"),
         ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
         ("import os\nwhile True: os.write(2, b'x' * 1000)", "printed more than"),
