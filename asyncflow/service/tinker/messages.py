@@ -23,8 +23,10 @@ from asyncflow.types import Array
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Metadata = dict[str, Any] | None
 METADATA_BYTES: Final = 64 << 10
+LEAST_TEMPERATURE: Final = 1e-4
 DTYPES: Final = {"float32": np.float32, "int64": np.int64}
 _WIRE_DTYPES: Final[dict[int, np.dtype]] = {protobuf.FLOAT32: np.dtype("<f4"), protobuf.INT64: np.dtype("<i8")}
 
@@ -173,7 +175,7 @@ class CreateSamplingSession(Message):
 
 
 class TokensChunk(Message):
-    tokens: list[int]
+    tokens: list[Token]
     type: Literal["encoded_text"] = "encoded_text"
 
 
@@ -192,18 +194,29 @@ class TensorData(Message):
     shape: list[Annotated[int, Field(ge=0)]] | None = None
 
     def array(self) -> Array:
-        """The tensor. Raises `ValueError` if data and shape contradict each other."""
-        values = np.array(self.data, DTYPES[self.dtype])
+        """The tensor. Raises `ValueError` if data, dtype and shape contradict each other."""
+        if self.dtype == "int64" and not all(isinstance(value, int) for value in self.data):
+            raise ValueError("a tensor of int64 has numbers that are no integers")
+        try:
+            values = np.array(self.data, DTYPES[self.dtype])
+        except OverflowError as error:
+            raise ValueError(f"a tensor has numbers that {self.dtype} does not hold") from error
         return values if self.shape is None else values.reshape(self.shape)
 
 
 class SamplingParams(Message):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | list[Token] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _possible(self) -> SamplingParams:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"a temperature is 0 or at least {LEAST_TEMPERATURE:g}: logits divided by less are not finite")
+        return self
 
     def sampling(self, end_ids: Sequence[int], largest: int) -> Sampling:
         """Settings for the engine. `end_ids`: end tokens of the model's own; `largest`: tokens that there is room for.

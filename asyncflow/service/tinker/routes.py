@@ -180,7 +180,8 @@ def _add_result_routes(router: APIRouter, sessions: Sessions) -> None:
         takes_protobuf = protobuf.MEDIA_TYPE in request.headers.get("accept", "")
         if takes_protobuf and (content := await asyncio.to_thread(answer.protobuf)) is not None:
             return Response(content, media_type=protobuf.MEDIA_TYPE)
-        return Response(msgspec.json.encode(answer.json()), media_type="application/json")
+        content = await asyncio.to_thread(lambda: msgspec.json.encode(answer.json()))
+        return Response(content, media_type="application/json")
 
 
 def _add_checkpoint_routes(router: APIRouter, sessions: Sessions) -> None:
