@@ -91,7 +91,9 @@ class Served:
             timeout=patience(seconds),
             check=False,
         )
-        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        if done.returncode:
+            print(done.stderr[-6000:], flush=True)
+        assert done.returncode == 0, done.stdout[-2000:]
         return done.stdout
 
 
