@@ -31,6 +31,13 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as many as you like.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print what would run, start nothing.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if there is none.")] = False,
+    fork_from: Annotated[
+        str | None,
+        typer.Option(metavar="RUN[@STEP]", help="Begin a new run with another one's checkpoint."),
+    ] = None,
+    fork_keep: Annotated[str, typer.Option(help="What a fork keeps beside the weights: optimizer, data, both or neither.")] = (
+        "optimizer,data"
+    ),
     print_config: Annotated[bool, typer.Option(help="Print the resolved configuration, and do nothing else.")] = False,
 ) -> None:
     """Train a model: generation and training side by side."""
@@ -42,7 +49,21 @@ def train(
     elif dry_run:
         asyncio.run(_dry_run(resolved))
     else:
-        raise typer.Exit(asyncio.run(_train(resolved, resume)))
+        if fork_from is not None and resume:
+            raise UserError("--fork-from begins a new run, and --resume goes on with one: take one of them")
+        if fork_from is not None:
+            _fork(resolved, fork_from, fork_keep)
+        raise typer.Exit(asyncio.run(_train(resolved, resume or fork_from is not None)))
+
+
+def _fork(config: Config, source: str, keep: str) -> None:
+    """Make the folder of a run that begins with another one's checkpoint, and say what it takes and what differs."""
+    from asyncflow.run.fork import fork
+
+    record = fork(config, source, {name for name in keep.split(",") if name}, print)
+    print(f"forked from {record.origin} after {record.step} steps, with its {' and '.join(['weights', *record.kept])}")
+    for key, (before, now) in record.differences.items():
+        print(f"  {key}: {before!r} there, {now!r} here")
 
 
 async def _train(config: Config, resume: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import torch
 
@@ -57,3 +58,23 @@ def has_flash_attention(gpu: torch.device) -> bool:
     """Whether PyTorch's flash attention was built in and runs on this GPU; it needs compute capability 8.0."""
     backend, driver = getattr(torch.backends, gpu.type), torch.get_device_module(gpu.type)
     return bool(backend.is_flash_attention_available() and driver.get_device_capability(gpu) >= (8, 0))
+
+
+def main() -> None:
+    """`python -m asyncflow.engines.devices KEY=DEVICE=COUNT ...`: exit 2, with a sentence, for devices that are not here."""
+    for asked in sys.argv[1:]:
+        key, device, count = asked.split("=")
+        try:
+            check_device(device, key)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        there, number = torch.get_device_module(kind_of(device)).device_count(), torch.device(device).index
+        if (number or 0) + (int(count) if number is None else 1) > there:
+            wanted = f"{count} of them are wanted" if number is None else "that number is not among them"
+            print(f"{key} is {device!r}, and PyTorch sees {there} here: {wanted}", file=sys.stderr)
+            sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -285,7 +285,8 @@ class Job:
         evaluated = held_out is None or not held_out.is_due(steps) or any(row["step"] == steps for row in self.evaluations)
         saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
         has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
-        return len(self.rows) >= steps and evaluated and saved and has_begun
+        is_trained = not steps or steps - 1 in self.rows
+        return is_trained and evaluated and saved and has_begun
 
     def _grace_seconds(self, driver: Driver) -> float:
         """Seconds that workers may take to end. Without haste they may write a checkpoint, if some steps are in none, or read the

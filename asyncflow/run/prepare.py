@@ -28,6 +28,7 @@ from asyncflow.loops.samples import Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, check_options, resolve
 from asyncflow.rewards import REWARDS
+from asyncflow.run.devices_there import check_devices
 from asyncflow.run.factories import (
     check_samplers,
     critic_folder,
@@ -303,6 +304,7 @@ def check_reward_model(config: Config) -> None:
 async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False, made: Path | None = None) -> Prepared:
     """Load and check the data, the model and the reward. A `random:` model is made in `scratch`, unless it was `made` before."""
     check_choices(config)
+    await check_devices(config)
     source = read_source(config, "train")
     if not evaluate_only:
         _check_enough(config, len(source.rows), "rows")

@@ -69,8 +69,8 @@ class SavedPrompt(msgspec.Struct, frozen=True, array_like=True):
 class DriverState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`driver.msgpack`.
 
-    `data`: a hash of the data set's prompts. `position`: of the data's order, after all that is in `steps`; `pushed`: prompts to
-    come before it. `steps`: those that were admitted and not committed, each with the prompts of its groups.
+    `data`: a hash of the data set's prompts; "": they may be any. `position`: of the data's order, after all that is in `steps`;
+    `pushed`: prompts to come before it. `steps`: those that were admitted and not committed, each with the prompts of its groups.
     """
 
     version: int
@@ -204,8 +204,11 @@ def usable(rows: Batch | None, schema: Schema) -> Batch | None:
 def check_fits(config: Config, state: DriverState, data: str) -> None:
     """Check that a run may be resumed with this configuration and this data. Raises `UserError`."""
     if changed := _changed(parse_dumped(state.config), config):
-        raise UserError(f"{changed}: a run goes on as it began; set it back, or start another run")
-    if data != state.data:
+        raise UserError(
+            f"{changed}: a run goes on as it began; set it back, or begin another run with what this one has learnt, by "
+            f"--fork-from {config.run_dir} and another run.name"
+        )
+    if state.data and data != state.data:
         raise UserError(f"{config.data.path} holds other prompts than when this run began: a run goes on with the data that it had")
     if config.run.steps < state.version:
         raise UserError(f"run.steps is {config.run.steps}, and {state.version} steps are done: set it to {state.version} or more")
@@ -213,11 +216,16 @@ def check_fits(config: Config, state: DriverState, data: str) -> None:
 
 def _changed(began: Config, config: Config) -> str:
     """Difference from the run's beginning that is not allowed, as half a sentence; "" if there is none."""
-    before, now = _flat(began.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
-            return f"{key} was {before.get(key)!r} when this run began and is {now.get(key)!r} now"
+    for key, (before, now) in differences(began, config).items():
+        if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
+            return f"{key} was {before!r} when this run began and is {now!r} now"
     return ""
+
+
+def differences(began: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys in which two configurations differ, with both values; None where one has no such key."""
+    before, now = _flat(began.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    return {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

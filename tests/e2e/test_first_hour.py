@@ -26,7 +26,7 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_checkpoint(small: Callab
     assert command.wait(patience(120.0)) == 0
     run_dir = tmp_path / "runs" / "test"
     assert len(rows(run_dir / "metrics.jsonl")) == 4 and (run_dir / "report.html").is_file()
-    assert Checkpoints(run_dir / "checkpoints").newest(print) == 4
+    assert Checkpoints(run_dir / "checkpoints", keep=2).newest(print) == 4
 
 
 def test_a_trainer_from_python_takes_overrides_and_says_what_is_wrong(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_scorer_that_always_hangs_is_told_at_once_and_ends_the_run(small: Call
     command = run_command("train", config, timeout=patience(120.0))
     assert command.returncode == 1
     first = next(line for line in command.stdout.splitlines() if "could not be scored" in line)
-    assert "scorers.py:hangs gave no answer within 0.5 s" in first and "raise reward.deadline_seconds" in first
+    assert "scorers.py:hangs" in first and "gave no answer within 0.5 s" in first and "raise reward.deadline_seconds" in first
     assert "none of the first" in command.stderr and "responses could be scored" in command.stderr
     kept = rows(tmp_path / "runs" / "test" / "unscored.jsonl")
     assert {row["kind"] for row in kept} == {"timeout"} and all(row["prompt"] and row["example"] for row in kept)
@@ -104,3 +104,28 @@ def test_a_scorer_s_own_metrics_and_a_file_of_responses(small: Callable[..., dic
     (tmp_path / "responses.jsonl").write_text('{"prompt": "How many?"}\n')
     refused = run_command("reward", config, "--responses", str(tmp_path / "responses.jsonl"))
     assert refused.returncode == 2 and "line 1 has no text 'response'" in refused.stderr
+
+
+def test_a_fork_begins_with_another_run_s_checkpoint(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    tree = small(run={"steps": 2, "name": "origin"}, cluster="inline", schedule="delayed", checkpoint={"keep": 2})
+    with Trainer.from_config(tree) as trainer:
+        assert trainer.step() is not None and trainer.step() is not None
+    refused = run_command("train", write_config(tmp_path, tree), "--resume", "run.steps=4", "train.learning_rate=1e-5")
+    assert refused.returncode == 2 and "--fork-from" in refused.stderr and "another run.name" in refused.stderr
+    overrides = ["run.name=fork", "run.steps=4", "train.learning_rate=1e-5", "schedule=periodic"]
+    for source, words in (
+        (f"{tmp_path}/runs/origin@7", "no checkpoint of step 7: there is 2"),
+        (f"{tmp_path}/no", "no whole checkpoint"),
+    ):
+        refused = run_command("train", tmp_path / "config.yaml", *overrides, "--fork-from", source)
+        assert refused.returncode == 2 and words in refused.stderr and not (tmp_path / "runs" / "fork").exists()
+    forked = run_command("train", tmp_path / "config.yaml", *overrides, "--fork-from", f"{tmp_path}/runs/origin@2")
+    assert forked.returncode == 0, forked.stderr
+    assert "after 2 steps, with its weights and data and optimizer" in forked.stdout
+    assert "train.learning_rate: " in forked.stdout and " there, 1e-05 here" in forked.stdout
+    metrics = rows(tmp_path / "runs" / "fork" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [2, 3] and metrics[0]["policy/learning_rate"] == pytest.approx(1e-5)
+    fresh = tmp_path / "config.yaml", *overrides, "run.overwrite=true", "train.warmup_steps=10", "--fork-keep", ""
+    assert run_command("train", *fresh, "--fork-from", f"{tmp_path}/runs/origin").returncode == 0
+    metrics = rows(tmp_path / "runs" / "fork" / "metrics.jsonl")
+    assert metrics[0]["policy/learning_rate"] == pytest.approx(1e-6), "the warm-up begins anew"

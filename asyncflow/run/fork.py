@@ -1,0 +1,124 @@
+"""A new run that begins with a checkpoint of another one: `asyncflow train CONFIG --fork-from RUN[@STEP]`.
+
+    RUN/checkpoints/step-000012 --copied, as the new run's own--> --resume goes on from it
+
+Weights always come along. The optimiser's state (moments, count of updates) and the place in the data do, unless they are not
+wanted; what differs in the configuration is free, and written into `fork.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from asyncflow.checkpoint.folder import Checkpoints
+from asyncflow.config import Config, dump, parse_dumped
+from asyncflow.run.record import RecordState
+from asyncflow.run.resume import (
+    TRAINER_DIR,
+    DriverState,
+    SavedPrompt,
+    differences,
+    read_driver,
+    write_added,
+    write_driver,
+)
+from asyncflow.run.saving import checkpoints_of
+from asyncflow.run_dir import CRITIC_DIR, RunDir, replace
+from asyncflow.types import UserError
+
+FORK_FILE: Final = "fork.json"
+Kept = Literal["optimizer", "data"]
+KEPT: Final[tuple[Kept, ...]] = ("optimizer", "data")
+"""What a fork may keep of the run that it comes from, beside the weights."""
+
+
+class ForkRecord(msgspec.Struct, frozen=True):
+    """`fork.json`. `differences`: by key, the value of the run that the fork comes from, and its own."""
+
+    origin: str
+    step: int
+    kept: list[str]
+    differences: dict[str, tuple[Any, Any]]
+
+
+def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str], None]) -> ForkRecord:
+    """Make the run's folder with the checkpoint `RUN` or `RUN@STEP` in it, from which `--resume` goes on.
+
+    Raises `UserError` where there is no such checkpoint, or the run's folder holds a run that may not be overwritten.
+    """
+    if strangers := set(keep) - set(KEPT):
+        raise UserError(f"a fork can keep {' and '.join(KEPT)}, not {min(strangers)!r}")
+    place, _, step = source.partition("@")
+    origin, own = RunDir(Path(place)), RunDir(config.run_dir)
+    if origin.path.resolve() == own.path.resolve():
+        raise UserError(f"a fork of {place} needs a folder of its own: give it another run.name")
+    checkpoints = Checkpoints(origin.checkpoints, keep=1)
+    version = _version(checkpoints, place, step, log)
+    resumed = read_driver(checkpoints.path(version), checkpoints.added(version))
+    began = parse_dumped(resumed.state.config)
+    if config.run.steps <= version:
+        raise UserError(f"run.steps is {config.run.steps}, and the fork begins after {version} steps: set it to more")
+    own.check(may_overwrite=config.run.overwrite)
+    record = ForkRecord(str(origin.path.resolve()), version, sorted(keep), differences(began, config))
+    own.claim(dump(config))
+    if origin.initial_model.exists():
+        shutil.copytree(origin.initial_model, own.initial_model)
+    before, position, data = resumed.state, 0, ""
+    pushed: list[SavedPrompt] = []
+    if "data" in keep:  # what was admitted and not trained comes first
+        pushed = [prompt for _, groups in sorted(before.steps.items()) for _, prompt in sorted(groups.items())] + before.pushed
+        position, data = before.position, before.data
+    state = DriverState(
+        version=version, config=dump(config), data=data, position=position, pushed=pushed, steps={}, record=RecordState()
+    )
+    made = checkpoints_of(config)
+    partial = made.partial(version)
+    for name in (TRAINER_DIR, CRITIC_DIR):
+        if (folder := checkpoints.path(version) / name).is_dir():
+            shutil.copytree(folder, partial / name)
+    if "optimizer" not in keep:
+        for file in partial.rglob("shard-*.safetensors"):
+            _forget_optimizer(file)
+    write_driver(partial, state, [])
+    for trouble in made.commit(version):
+        log(trouble)
+    write_added(made.added(version), state, is_whole=True)
+    replace(own.path / FORK_FILE, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    return record
+
+
+def _version(checkpoints: Checkpoints, place: str, step: str, log: Callable[[str], None]) -> int:
+    """Version of the checkpoint that is meant: of this step, or the newest whole one. Raises `UserError`."""
+    if not step:
+        if (newest := checkpoints.newest(log)) is None:
+            raise UserError(
+                f"{place} has no whole checkpoint to fork from: set checkpoint.every_steps there, or let it end in order"
+            )
+        return newest
+    there = checkpoints.versions()
+    if not step.isdecimal() or int(step) not in there:
+        raise UserError(f"{place} has no checkpoint of step {step}: there is {', '.join(map(str, there)) or 'none'}")
+    checkpoints.check(int(step))
+    return int(step)
+
+
+def _forget_optimizer(file: Path) -> None:
+    """Set what a shard (safetensors) holds of the optimiser to zero, in place: moments, and the count of updates."""
+    with file.open("r+b") as content:
+        (length,) = struct.unpack("<Q", content.read(8))
+        header = json.loads(content.read(length))
+        for name, tensor in header.items():
+            if name == "updates" or name.startswith("optimizer/"):
+                start, end = tensor["data_offsets"]
+                content.seek(8 + length + start)
+                content.write(bytes(end - start))
+        content.flush()
+        os.fsync(content.fileno())
