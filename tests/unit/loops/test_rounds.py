@@ -339,7 +339,7 @@ def a_work(group: int, *advantages: float) -> PreparedGroup:
         MicroBatch(np.array([group << BITS | i]), np.arange(2), tokens, mask, log_probs, np.array([each], np.float32), no_lag)
         for i, each in enumerate(advantages)
     ]
-    return PreparedGroup(None, np.array(advantages, np.float32), pieces)  # type: ignore[arg-type]
+    return PreparedGroup(None, np.array(advantages, np.float32), pieces, {})  # type: ignore[arg-type]
 
 
 def test_a_turn_leaves_out_what_has_no_advantages() -> None:

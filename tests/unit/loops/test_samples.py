@@ -143,7 +143,7 @@ def test_what_the_ledger_is_told_adds_up() -> None:
         MicroBatchResult(0.5, 3, 8, {"ratio": 3.0, "a/max": 2.0}),
         MicroBatchResult(0.25, 1, 6, {"ratio": 1.0, "a/max": 1.5}, is_finite=False),
     ]
-    told, of_group = samples.consumed(group.batch, results), samples.figures_of(m.partition, group.batch, pieces, results)
+    told, of_group = samples.consumed(group.batch, results), samples.figures_of(m.partition, group.batch, pieces, results, {})
     assert told.rows == [4, 5] and told.loss_tokens == 4 and told.is_finite is False and of_group.prompt_length == 5
     told = of_group
     assert told.rewards.tolist() == [0.0, 0.5] and told.response_lengths.tolist() == [3, 1] and told.truncated.tolist() == [0, 1]
@@ -154,7 +154,7 @@ def test_what_the_ledger_is_told_adds_up() -> None:
     assert samples.consumed(group.batch, results[:1]).is_finite is True
 
     results = [results[0], samples.left_out(pieces[1])]
-    told = samples.figures_of(m.partition, group.batch, pieces, results)
+    told = samples.figures_of(m.partition, group.batch, pieces, results, {})
     assert (told.computed_tokens, told.logical_tokens, told.physical_tokens) == (3, 8, 8)
     assert told.left_out == 1 and told.metrics == {"ratio": 3.0, "a/max": 2.0}
     assert samples.consumed(group.batch, results) == Consumed([4, 5], [], 4, True)
