@@ -35,9 +35,10 @@ _PARTIAL, _OVER = ".partial", ".over"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a checkpoint. Times are Unix seconds; `expires` None: never."""
+    """Facts of a checkpoint. Times are Unix seconds; `expires` None: never. `rank`: that a client has asked for, of an adapter."""
 
     base_model: str
+    rank: int
     created: float
     num_bytes: int
     expires: float | None = None
@@ -98,13 +99,22 @@ class CheckpointStore:
         return partial
 
     def commit(
-        self, model_id: str, kind: Kind, name: str, *, base_model: str, seconds: int | None, metadata: Mapping[str, str] | None
+        self,
+        model_id: str,
+        kind: Kind,
+        name: str,
+        *,
+        base_model: str,
+        rank: int,
+        seconds: int | None,
+        metadata: Mapping[str, str] | None,
     ) -> Checkpoint:
         """Make what was written a checkpoint. `seconds`: how long it is kept; None: until it is deleted."""
         folder = self._place(model_id, kind, name)
         partial, now = folder.with_name(name + _PARTIAL), time.time()
         record = Record(
             base_model=base_model,
+            rank=rank,
             created=now,
             num_bytes=sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()),
             expires=None if seconds is None else now + seconds,

@@ -190,7 +190,7 @@ def _add_checkpoint_routes(router: APIRouter, sessions: Sessions) -> None:
     @router.post("/weights_info")
     async def weights_info(request: messages.WeightsInfo) -> dict[str, Any]:
         checkpoint = await asyncio.to_thread(store.find, request.tinker_path)
-        return {"base_model": checkpoint.record.base_model, "is_lora": False}
+        return {"base_model": checkpoint.record.base_model, "is_lora": False, "lora_rank": checkpoint.record.rank}
 
     @router.get("/training_runs")
     async def training_runs(limit: int = 20, offset: int = 0) -> dict[str, Any]:

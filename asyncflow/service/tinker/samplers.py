@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
-from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker.answers import Sampled, SampleOutput
 from asyncflow.types import Array, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SamplingEngine(RolloutEngine, Protocol):
@@ -59,10 +61,17 @@ class _Place:
 class Samplers:
     """Rollout engines that share the requests of all clients. The engines are closed with it."""
 
-    def __init__(self, engines: Sequence[SamplingEngine], weights: Path, largest_queue: int) -> None:
-        """`weights`: the folder whose model all engines have at the start. `largest_queue`: requests that wait at most."""
+    def __init__(
+        self,
+        engines: Sequence[SamplingEngine],
+        weights: Path,
+        load: Callable[[Path], Mapping[str, Tensor]],
+        largest_queue: int,
+    ) -> None:
+        """`weights`: the folder whose model all engines have at the start. `load` reads what an engine installs from a folder; it
+        raises `OSError` if that is gone. `largest_queue`: requests that wait at most."""
         self._places = [_Place(engine, weights) for engine in engines]
-        self._largest_queue = largest_queue
+        self._load, self._largest_queue = load, largest_queue
         self._queue: deque[tuple[Path, asyncio.Future[_Place]]] = deque()
 
     def check_room(self) -> None:
@@ -144,7 +153,7 @@ class Samplers:
 
     async def _install(self, place: _Place, weights: Path) -> None:
         try:
-            tensors = await asyncio.to_thread(load_tensors, weights)
+            tensors = await asyncio.to_thread(self._load, weights)
         except OSError as error:
             raise UserError(
                 "the weights of this sampler are not there any more: of samplers without a name the newest ones of each model stay"

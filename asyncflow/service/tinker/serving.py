@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import TrainEngine
+from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.model_folder import read_json
@@ -77,8 +78,9 @@ def engine_maker(config: Config) -> MakeEngine:
         check_shared_prompt=False,
     )
 
-    def make(folder: Path) -> TrainEngine:
-        arguments: dict[str, Any] = {**config.train.engine.options, "model_path": folder, "options": options}
+    def make(folder: Path | None) -> TrainEngine:
+        path = Path(config.model.path) if folder is None else folder
+        arguments: dict[str, Any] = {**config.train.engine.options, "model_path": path, "options": options}
         return cast(TrainEngine, build("train engine", config.train.engine.name, arguments, TRAIN_ENGINES))
 
     return make
@@ -111,7 +113,7 @@ async def sessions_of(
         base,
         make_engine,
         store=CheckpointStore(folder, KEPT_SNAPSHOTS),
-        samplers=Samplers(engines, base.folder, bounds.queue),
+        samplers=Samplers(engines, base.folder, load_tensors, bounds.queue),
         results=Results(kept_bytes=KEPT_BYTES, largest_number=OPEN_RESULTS),
         bounds=bounds,
     )

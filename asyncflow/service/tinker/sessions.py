@@ -33,6 +33,7 @@ from asyncflow.types import UserError
 
 SWEEP_SECONDS: Final = 5.0
 LARGEST_SEED: Final = 1 << 63
+DEFAULT_RANK: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +138,8 @@ class Sessions:
     def create_model(self, request: messages.CreateModel) -> str:
         """Begin a model from the base model. Returns the request's id."""
         self._check_base(request.base_model)
-        made = {"type": "create_model"}
-        return self._begin_model(request.session_id, request.model_seq_id, None, made, has_optimizer=False)
+        made, rank = {"type": "create_model"}, DEFAULT_RANK if request.lora_config is None else request.lora_config.rank
+        return self._begin_model(request.session_id, request.model_seq_id, rank, None, made, has_optimizer=False)
 
     def load_weights(self, request: messages.LoadWeights) -> str:
         """Load a checkpoint into a model, when its turn comes, or into a new one. Returns the request's id."""
@@ -148,7 +149,8 @@ class Sessions:
             assert request.session_id is not None and request.model_seq_id is not None
             made, checkpoint = {"type": "load_weights", "path": request.path}, self.store.find(request.path)
             number, has_optimizer = request.model_seq_id, request.optimizer
-            return self._begin_model(request.session_id, number, checkpoint, made, has_optimizer=has_optimizer)
+            rank = checkpoint.record.rank
+            return self._begin_model(request.session_id, number, rank, checkpoint, made, has_optimizer=has_optimizer)
         model = self.model(request.model_id)
 
         async def work() -> Answer:
@@ -269,7 +271,7 @@ class Sessions:
         return self._last_requests.get(model_id)
 
     def _begin_model(
-        self, session_id: str, number: int, checkpoint: Checkpoint | None, made: dict[str, str], *, has_optimizer: bool
+        self, session_id: str, number: int, rank: int, checkpoint: Checkpoint | None, made: dict[str, str], *, has_optimizer: bool
     ) -> str:
         session = self.session(session_id)
         model_id = f"{session_id}:train:{number}"
@@ -285,6 +287,7 @@ class Sessions:
             model_id,
             self.base,
             self._make_engine,
+            rank=rank,
             store=self.store,
             results=self.results,
             micro_batch_tokens=self._bounds.micro_batch_tokens,

@@ -50,8 +50,8 @@ class BaseModel:
     max_context: int
 
 
-MakeEngine = Callable[[Path], TrainEngine]
-"""Makes a train engine of the model in a folder, in the calling thread, in seconds. With adapters it will take their shape, too."""
+MakeEngine = Callable[[Path | None], TrainEngine]
+"""Makes a train engine of the base model (None), or of what such an engine has saved to a folder; takes seconds."""
 
 
 class TrainedModel:
@@ -63,15 +63,19 @@ class TrainedModel:
         base: BaseModel,
         make_engine: MakeEngine,
         *,
+        rank: int,
         store: CheckpointStore,
         results: Results,
         micro_batch_tokens: int,
         largest_queue: int,
         queue_bytes: int,
     ) -> None:
-        """`micro_batch_tokens`: tokens that are computed at once, at most, unless one example has more. `largest_queue`,
-        `queue_bytes`: requests that wait for their turn."""
-        self.model_id, self.base = model_id, base
+        """`rank`: of the adapter that the client asks for; older SDKs want to hear it again.
+
+        `micro_batch_tokens`: tokens that are computed at once, at most, unless one example has more. `largest_queue`,
+        `queue_bytes`: requests that wait for their turn.
+        """
+        self.model_id, self.base, self.rank = model_id, base, rank
         self._make_engine, self._store, self._results = make_engine, store, results
         self._micro_batch_tokens = micro_batch_tokens
         self._turns: Turns[Work] = Turns(largest_queue, queue_bytes)
@@ -82,7 +86,7 @@ class TrainedModel:
 
     async def open(self, checkpoint: Checkpoint | None = None, *, has_optimizer: bool = False) -> None:
         """Load the base model, or a checkpoint, with the optimiser's state or without. Raises `UserError`."""
-        folder = self.base.folder if checkpoint is None else checkpoint.folder / MODEL_DIR
+        folder = None if checkpoint is None else checkpoint.folder / MODEL_DIR
         state = None if checkpoint is None or not has_optimizer else checkpoint.folder / STATE_DIR
         if checkpoint is not None and checkpoint.record.base_model != self.base.name:
             raise UserError(f"{checkpoint.path} is of {checkpoint.record.base_model}, and this model of {self.base.name}")
@@ -194,6 +198,7 @@ class TrainedModel:
                 kind,
                 name,
                 base_model=self.base.name,
+                rank=self.rank,
                 seconds=request.ttl_seconds,
                 metadata=request.user_metadata,
             )

@@ -18,7 +18,7 @@ from schemathesis.generation.case import Case
 
 from asyncflow.service.tinker import routes
 from tests.depth import few
-from tests.unit.service.tinker.test_routes import World, no_tensors  # noqa: F401
+from tests.unit.service.tinker.test_routes import World
 
 LEAKS = ("Traceback", "asyncflow/", ".py", "0x7")
 

@@ -22,24 +22,22 @@ from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, routes
-from asyncflow.service.tinker import samplers as samplers_file
 from asyncflow.service.tinker import sessions as sessions_file
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import Samplers
 from asyncflow.service.tinker.sessions import Bounds, Sessions
 from asyncflow.service.tinker.trained_model import BaseModel
-from asyncflow.types import Objective, Ragged, TokenBatch, UserError
+from asyncflow.types import Objective, Ragged, TokenBatch
 from tests.patience import patience
 
 
 class Training:
     """Train engine whose log-prob of a target t is - t / 10, and whose weights are the number of its updates."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.calls: list[Any] = []
-        weights = folder / "weights"
-        self.updates = int(weights.read_text()) if weights.exists() else 0
+        self.updates = 0 if folder is None else int((folder / "weights").read_text())
         self.added = 0.0
         self.is_finite = True
         self.may_go = asyncio.Event()
@@ -140,7 +138,7 @@ class World:
             base,
             self._make,
             store=CheckpointStore(folder / "state", 2),
-            samplers=Samplers([self.rollout], self.base_folder, 10),
+            samplers=Samplers([self.rollout], self.base_folder, load, 10),
             results=Results(kept_bytes=1 << 20, largest_number=100),
             bounds=Bounds(**bounds),
         )
@@ -153,9 +151,7 @@ class World:
         transport = httpx2.ASGITransport(app=self.app)
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://t/api/v1", headers={"X-API-Key": self.key})
 
-    def _make(self, folder: Path) -> Training:
-        if folder.name == "broken":
-            raise UserError("this model cannot be trained")
+    def _make(self, folder: Path | None) -> Training:
         self.engines.append(Training(folder))
         return self.engines[-1]
 
@@ -183,12 +179,8 @@ class World:
         return (await self.done("/create_model", body))["model_id"]
 
 
-@pytest.fixture(autouse=True)
-def no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(folder: Path) -> str:
-        return "base" if folder.name == "base" else (folder / "weights").read_text()
-
-    monkeypatch.setattr(samplers_file, "load_tensors", load)
+def load(folder: Path) -> str:
+    return "base" if folder.name == "base" else (folder / "weights").read_text()
 
 
 @asynccontextmanager
@@ -317,7 +309,7 @@ async def test_what_was_saved_is_loaded_with_its_moments_or_without(tmp_path: Pa
         assert run["last_checkpoint"]["tinker_path"] == saved["path"] and run["is_lora"] is False
         assert run["last_checkpoint"]["expires_at"] and run["last_checkpoint"]["user_metadata"] == {"renderer": "x"}
         info = await world.post("/weights_info", {"tinker_path": saved["path"]})
-        assert info == {"base_model": "base", "is_lora": False}
+        assert info == {"base_model": "base", "is_lora": False, "lora_rank": 8}  # which the client had asked for
         assert (await world.client.delete(f"/training_runs/{model}/checkpoints/weights/a")).status_code == 200
         assert (await world.client.get(f"/training_runs/{model}/checkpoints")).json() == {"checkpoints": []}
 

@@ -8,7 +8,6 @@ import pytest
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.service.limits import Busy
-from asyncflow.service.tinker import samplers as samplers_file
 from asyncflow.service.tinker.samplers import SampleRequest, Samplers
 from asyncflow.types import UserError
 
@@ -45,14 +44,10 @@ class Engine:
         self.go.set()
 
 
-@pytest.fixture(autouse=True)
-def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(folder: Path) -> dict[str, Path]:
-        if folder == GONE:
-            raise FileNotFoundError(folder)
-        return {"weights": folder}
-
-    monkeypatch.setattr(samplers_file, "load_tensors", load)
+def load(folder: Path) -> dict[str, Path]:
+    if folder == GONE:
+        raise FileNotFoundError(folder)
+    return {"weights": folder}
 
 
 def request(weights: Path, num_samples: int = 1, scored: int = 0) -> SampleRequest:
@@ -71,7 +66,7 @@ def names(outputs) -> str:
 async def test_samples_come_in_their_order_with_the_prompt_scored() -> None:
     engine = Engine()
     engine.go.set()
-    output = await Samplers([engine], A, 10).sample(request(A, 3, scored=2))
+    output = await Samplers([engine], A, load, 10).sample(request(A, 3, scored=2))
     assert [one.token_ids.tolist() for one in output.sequences] == [[97], [1097], [2097]]
     assert output.prompt_logprobs is not None and np.isnan(output.prompt_logprobs[:2]).all()
     assert output.prompt_logprobs[2:].tolist() == [-3.0, -4.0]
@@ -79,7 +74,7 @@ async def test_samples_come_in_their_order_with_the_prompt_scored() -> None:
 
 async def test_other_weights_wait_for_an_idle_engine_and_nobody_overtakes() -> None:
     engine = Engine()
-    made = Samplers([engine], A, 10)
+    made = Samplers([engine], A, load, 10)
     asked = [asyncio.create_task(made.sample(request(weights))) for weights in (A, A, B, A, C)]
     await settle()
     assert engine.running == 2 and not engine.installs
@@ -90,7 +85,7 @@ async def test_other_weights_wait_for_an_idle_engine_and_nobody_overtakes() -> N
 
 async def test_two_engines_serve_two_models_side_by_side() -> None:
     engines = [Engine(), Engine()]
-    made = Samplers(engines, A, 10)
+    made = Samplers(engines, A, load, 10)
     asked = [asyncio.create_task(made.sample(request(weights))) for weights in (A, B, A, B)]
     await settle()
     assert [engine.running for engine in engines] == [2, 2] and sum(len(engine.installs) for engine in engines) == 1
@@ -102,7 +97,7 @@ async def test_two_engines_serve_two_models_side_by_side() -> None:
 async def test_weights_that_are_gone_are_a_sentence_and_the_next_request_is_served() -> None:
     engine = Engine()
     engine.go.set()
-    made = Samplers([engine], A, 10)
+    made = Samplers([engine], A, load, 10)
     with pytest.raises(UserError, match="not there any more"):
         await made.sample(request(GONE))
     assert names([await made.sample(request(A)), await made.sample(request(B))]) == "ab"
@@ -110,7 +105,7 @@ async def test_weights_that_are_gone_are_a_sentence_and_the_next_request_is_serv
 
 async def test_a_request_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     engine = Engine()
-    made = Samplers([engine], A, 2)
+    made = Samplers([engine], A, load, 2)
     first, waits, next_one = (asyncio.create_task(made.sample(request(weights))) for weights in (A, B, C))
     await settle()
     with pytest.raises(Busy, match="2 requests for samples wait"):
