@@ -37,6 +37,7 @@ def serve(
     """Serve a run over HTTP: clients start it, put prompts, train steps, generate for it or train for it."""
     try:
         import fastapi  # noqa: F401
+        import google.protobuf  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"asyncflow serve needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error

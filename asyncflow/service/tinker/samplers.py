@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -85,10 +85,9 @@ class Samplers:
         place = await self._place_for(request.weights)
         try:
             prompt_logprobs = await _scored(place.engine, request) if request.scored_tokens else None
-            stream = place.engine.generate(
-                request.prompt_ids, samples=range(request.num_samples), sampling=request.sampling, key=request.key
-            )
-            found: dict[int, Response] = {response.sample: response async for response in stream}
+            found = await _responses(place.engine, request)
+        except RuntimeError as error:  # such as that the weights a client has trained are not finite
+            raise UserError(str(error)) from error
         finally:
             place.num_under_way -= 1
             self._serve_queue()
@@ -160,6 +159,16 @@ class Samplers:
             ) from error
         await place.engine.install(place.version + 1, tensors)
         place.version, place.weights = place.version + 1, weights
+
+
+async def _responses(engine: SamplingEngine, request: SampleRequest) -> dict[int, Response]:
+    samples = range(request.num_samples)
+    stream = engine.generate(request.prompt_ids, samples=samples, sampling=request.sampling, key=request.key)
+    try:
+        return {response.sample: response async for response in stream}
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()  # at once, so that slots do not go on for a request that was cancelled
 
 
 async def _scored(engine: SamplingEngine, request: SampleRequest) -> Array:

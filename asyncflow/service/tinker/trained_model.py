@@ -95,7 +95,7 @@ class TrainedModel:
         if self._engine is not None:  # first, so that no memory is needed for two
             await self._engine.close()
             self._engine = None
-        engine = await asyncio.to_thread(self._make_engine, folder)
+        engine = await self._made(folder)
         if state is not None:
             await engine.load_state(state)
         await engine.begin_step()
@@ -219,11 +219,29 @@ class TrainedModel:
             raise RunError(f"the model {self.model_id} is not loaded: its last load failed")
         return self._engine
 
+    async def _made(self, folder: Path | None) -> TrainEngine:
+        """A new engine. One that is made when nobody waits for it any more is closed."""
+        making = asyncio.create_task(asyncio.to_thread(self._make_engine, folder))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_made)
+            raise
+
     async def _save_model(self, folder: Path) -> None:
         await self.engine.save(folder)
         for name in TOKENIZER_FILES:
             if (self.base.folder / name).is_file():
                 shutil.copyfile(self.base.folder / name, folder / name)
+
+
+def _close_made(making: asyncio.Task[TrainEngine]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        _closing.add(closing := asyncio.create_task(making.result().close()))
+        closing.add_done_callback(_closing.discard)
+
+
+_closing: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks only weakly
 
 
 async def answered(work: Awaitable[Answer]) -> Answer:

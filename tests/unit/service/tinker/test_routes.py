@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -395,11 +396,31 @@ async def test_a_session_that_ends_takes_its_models_with_it(tmp_path: Path, monk
         for _ in range(20):  # one that is alive stays
             await world.post("/session_heartbeat", {"session_id": second})
             await asyncio.sleep(0.02)
-        while world.sessions.all():
+        while world.sessions.all() or world.engines[1].calls[-1] != "close":
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-        assert world.engines[1].calls[-1] == "close"
         await world.model(await world.session())
+
+
+async def test_an_engine_that_is_made_too_late_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go = threading.Event()
+    async with opened(tmp_path) as world:
+        make = world._make
+
+        def slowly(folder: Path | None) -> Training:
+            may_go.wait(patience(10))
+            return make(folder)
+
+        monkeypatch.setattr(world.sessions, "_make_engine", slowly)
+        session = await world.session()
+        await world.post("/create_model", {"session_id": session, "model_seq_id": 0, "base_model": "base"})
+        await asyncio.sleep(0.02)
+        await world.post(f"/sessions/{session}/finish", {})
+        may_go.set()
+        deadline = time.monotonic() + patience(10)
+        while not world.engines or world.engines[0].calls != ["close"]:
+            assert time.monotonic() < deadline, "an engine is left"
+            await asyncio.sleep(0.01)
 
 
 async def test_mistakes_are_sentences(tmp_path: Path) -> None:
