@@ -80,8 +80,7 @@ def _answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sam
         except MemoryError:
             value = MemoryError  # the traceback holds what ate the memory: leave this block before saying anything
         except Exception as error:  # the contract: any exception fails the sample, and the sample's owner is told
-            file = part.scorer.rpartition(":")[0]
-            return Failed("raised", f"scorer {part.scorer} raised {words_of(error, file)}", trace_of(error, file))
+            return Failed("raised", f"scorer {part.scorer} raised {words_of(error)}", trace_of(error))
         if value is MemoryError:
             return Failed("memory", f"scorer {part.scorer} ran out of memory")
         reward = _finite(value)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
-from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from asyncflow.sandbox.frames import TOKEN_BYTES
+from asyncflow.user_file import is_of_user, place_of, traces_of
 
 MAX_TEXT = 2000  # characters of the user's own words that an answer carries
 MAX_TRACE = 8000  # and of a traceback
@@ -35,33 +34,22 @@ def receive(requests: BinaryIO, decoder: msgspec.msgpack.Decoder[Message]) -> tu
     return head[:TOKEN_BYTES], decoder.decode(requests.read(int.from_bytes(head[TOKEN_BYTES:], "big")))
 
 
-def words_of(error: BaseException, file: str = "") -> str:
-    """An error's type, text and place, of one line's length. The place is the last one in the user's `file`, if it went through
-    that, or else where it was raised."""
+def words_of(error: BaseException) -> str:
+    """An error's type, text and place (`place_of`), of one line's length."""
     try:
         text = str(error)
     except Exception:  # a broken __str__ must not hide the error itself
         text = "(its text cannot be shown)"
-    places = [(trace.tb_frame.f_code.co_filename, trace.tb_lineno) for trace in _traces(error)]
-    of_user = [place for place in places if file and os.path.realpath(place[0]) == os.path.realpath(file)]
-    where = " ({}:{})".format(*(of_user or places)[-1]) if places else ""
-    return f"{type(error).__name__}: {text[:MAX_TEXT]}{where}".encode(errors="replace").decode()
+    place = place_of(error)
+    return f"{type(error).__name__}: {text[:MAX_TEXT]}{f' ({place})' if place else ''}".encode(errors="replace").decode()
 
 
-def trace_of(error: BaseException, file: str = "") -> str:
-    """The traceback of an error, from the user's `file` on, if it went through that; the end of it, if it is long."""
-    traces = [*_traces(error)]
-    paths = [os.path.realpath(trace.tb_frame.f_code.co_filename) for trace in traces]
-    first = paths.index(os.path.realpath(file)) if file and os.path.realpath(file) in paths else 0
+def trace_of(error: BaseException) -> str:
+    """The traceback of an error, from the user's own file on, if it went through one; the end of it, if it is long."""
+    traces = [*traces_of(error)]
+    first = next((trace for trace in traces if is_of_user(trace)), traces[0] if traces else None)
     try:
-        lines = traceback.format_exception(type(error), error, traces[first] if traces else None)
+        lines = traceback.format_exception(type(error), error, first)
     except Exception:  # as above
-        lines = traceback.format_tb(traces[first] if traces else None)
+        lines = traceback.format_tb(first)
     return "".join(lines)[-MAX_TRACE:].encode(errors="replace").decode()
-
-
-def _traces(error: BaseException) -> Iterator[TracebackType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next

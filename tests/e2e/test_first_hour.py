@@ -129,3 +129,10 @@ def test_a_fork_begins_with_another_run_s_checkpoint(small: Callable[..., dict[s
     assert run_command("train", *fresh, "--fork-from", f"{tmp_path}/runs/origin").returncode == 0
     metrics = rows(tmp_path / "runs" / "fork" / "metrics.jsonl")
     assert metrics[0]["policy/learning_rate"] == pytest.approx(1e-6), "the warm-up begins anew"
+
+
+def test_an_error_of_the_user_s_algorithm_names_their_file_and_line(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    lines = ["from asyncflow.algorithms.grpo import GRPO", "class Mine(GRPO):", "    def advantages(self, group):"]
+    (tmp_path / "mine.py").write_text("\n".join([*lines, "        return super().advantages(group)['x']", ""]))
+    command = run_command("train", write_config(tmp_path, small(algorithm={"path": f"{tmp_path / 'mine.py'}:Mine"})))
+    assert command.returncode == 1 and f"{tmp_path / 'mine.py'}:4)" in command.stderr, command.stderr
