@@ -186,6 +186,7 @@ def test_every_metric_is_defined():
         "policy/rollout_logprob_difference",
         "run/num_resumes",
         "memory/rss_bytes/<worker>",
+        "own/<name>",
         "reward/<name>",
     }
     added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/", "critic/"))}

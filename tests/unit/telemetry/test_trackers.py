@@ -96,7 +96,7 @@ def test_the_trackers_do_not_import_torch(tmp_path):
     program = (
         "import sys; from pathlib import Path; from asyncflow.telemetry.trackers import make_trackers\n"
         "import asyncflow.telemetry.report, asyncflow.telemetry.trace, asyncflow.telemetry.metrics\n"
-        f"for t in make_trackers(['jsonl', 'tensorboard'], Path({str(tmp_path)!r}), {{}}, 'r'): t.log(0, {{'a': 1.0}}); t.close()\n"
+        f"for t in make_trackers(['jsonl', 'tensorboard'], Path({str(tmp_path)!r}), {{}}, 'r').values(): t.log(0, {{'a': 1.0}}); t.close()\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=patience(60))
@@ -117,7 +117,7 @@ def test_wandb_gets_rows_and_leaves_its_mode_to_the_environment(tmp_path, monkey
     fake = types.SimpleNamespace(init=lambda **options: calls.append(("init", options)) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    (tracker,) = make_trackers(["wandb", "wandb"], tmp_path, {"schedule": "periodic"}, "seven")
+    (tracker,) = make_trackers(["wandb", "wandb"], tmp_path, {"schedule": "periodic"}, "seven").values()
     tracker.log(4, {"reward/mean": 1.0})
     tracker.close()
     options = {"project": "mine", "name": "seven", "dir": str(tmp_path), "config": {"schedule": "periodic"}}
