@@ -96,7 +96,8 @@ def test_the_trackers_do_not_import_torch(tmp_path):
     program = (
         "import sys; from pathlib import Path; from asyncflow.telemetry.trackers import make_trackers\n"
         "import asyncflow.telemetry.report, asyncflow.telemetry.trace, asyncflow.telemetry.metrics\n"
-        f"for t in make_trackers(['jsonl', 'tensorboard'], Path({str(tmp_path)!r}), {{}}, 'r').values(): t.log(0, {{'a': 1.0}}); t.close()\n"
+        f"made = make_trackers(['jsonl', 'tensorboard'], Path({str(tmp_path)!r}), {{}}, 'r')\n"
+        "for tracker in made.values(): tracker.log(0, {'a': 1.0}); tracker.close()\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=patience(60))
