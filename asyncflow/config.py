@@ -159,6 +159,9 @@ class RewardConfig(Section):
     """What turns a response into a number."""
     scorers: dict[PartName, PartConfig] = Field(default_factory=dict)
     """Several of them, by names of your own, in place of `scorer`: the reward is their weighted sum."""
+    environment: Weight | None = None
+    """Weight of the environment's own rewards, summed over turns, as one more of them. None: 1 where there is an environment; then
+    nothing else scores unless it is named."""
     model: RewardModelConfig | None = None
     """A reward model, as one more of them, or alone; with `place: task`. Its name in the metrics is `model`."""
     place: Literal["rollout", "task"] = "rollout"
@@ -193,11 +196,11 @@ class RewardConfig(Section):
         if self.scorers and self.scorer is not None:
             raise ValueError("scorer and scorers both say what scores: put the one among the others, or leave it out")
         if not self.names:
-            raise ValueError("nothing scores: give a scorer, scorers, or a model")
+            raise ValueError("nothing scores: give a scorer, scorers, a model, or an environment")
         if self.model is not None and self.model.template is not None and self.model.template.count("{response}") != 1:
             raise ValueError("model.template must hold {response} once, and should hold {prompt}")
-        if (clash := set(self.names) & TAKEN_NAMES) or (self.model is not None and "model" in self.scorers):
-            raise ValueError(f"scorers: the name {min(clash, default='model')!r} is taken: give that scorer another")
+        if clash := (set(self.names) & TAKEN_NAMES) | ({"model", "environment"} & set(self.scorers)):
+            raise ValueError(f"scorers: the name {min(clash)!r} is taken: give that scorer another")
         if self.model is not None and self.place != "task":
             raise ValueError("a reward model has a worker of its own: set reward.place=task")
         return self
@@ -210,7 +213,17 @@ class RewardConfig(Section):
     @property
     def names(self) -> list[str]:
         """Names of all rewards, in the order in which a row's are stored."""
-        return [*self.parts, *(["model"] if self.model is not None else [])]
+        return [*self.weights]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Their weights, by name."""
+        weights = {name: part.weight for name, part in self.parts.items()}
+        if self.model is not None:
+            weights["model"] = self.model.weight
+        if self.environment is not None:
+            weights["environment"] = self.environment
+        return weights
 
     @property
     def has_parts(self) -> bool:
@@ -267,6 +280,12 @@ class EpisodesConfig(Section):
     """Turns of the policy."""
     max_turn_tokens: PositiveInt | None = None
     """Tokens of a turn. None: what is left of the episode's."""
+    at_once: PositiveInt | None = None
+    """Episodes that a rollout worker has under way at a time: of those beyond `rollout.num_slots` some wait for their environments
+    while others generate. None: twice as many."""
+    num_parked: Annotated[int, Field(ge=0)] | None = None
+    """Slots' worth of memory, beyond `rollout.num_slots`, in which keys and values of episodes stay between two turns. What finds
+    no room is computed again. None: enough for `at_once`."""
     num_workers: PositiveInt = 1
     """Environment processes beside each rollout worker; each has one episode at a time, or as many as the environment says."""
     deadline_seconds: PositiveFloat = 30.0
@@ -582,8 +601,25 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     plan: PlanConfig = PlanConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _environment_scores(cls, tree: Any) -> Any:
+        """Let the environment's own rewards count, and, where nothing else is named, them alone."""
+        if not isinstance(tree, Mapping) or not tree.get("environment"):
+            return tree
+        reward = dict(tree.get("reward") or {})
+        if reward.get("environment") is None:
+            reward["environment"] = 1.0
+        if not {"scorer", "scorers", "model"} & set(reward):
+            reward["scorer"] = None
+        return {**tree, "reward": reward}
+
     @model_validator(mode="after")
     def _possible(self) -> Config:
+        if self.environment is None and (self.reward.environment is not None or self.episodes != EpisodesConfig()):
+            raise ValueError(
+                "reward.environment and episodes are for a run with an environment: set environment, or leave them out"
+            )
         if self.train.min_learning_rate > self.train.learning_rate:
             raise ValueError(
                 f"train.min_learning_rate={self.train.min_learning_rate:g} is more than train.learning_rate="
@@ -632,6 +668,18 @@ class Config(Section):
                 f"would have nothing to generate: take {prompts} workers or fewer, or more prompts"
             )
         return self
+
+    @property
+    def episodes_at_once(self) -> int:
+        """Episodes that a rollout worker has under way at a time; responses of one turn: as many as it has slots."""
+        slots = self.rollout.num_slots
+        return slots if self.environment is None else self.episodes.at_once or 2 * slots
+
+    @property
+    def num_parked(self) -> int:
+        """Slots of each rollout engine's cache beyond those that generate."""
+        kept = self.episodes.num_parked
+        return max(0, self.episodes_at_once - self.rollout.num_slots) if kept is None else kept
 
     @property
     def evaluators_device(self) -> str:

@@ -292,7 +292,8 @@ class ScoredGroup:
     rewards float32 [R]; truncated uint8 [R], 1 where the length limit ended the response; loss_mask uint8, 1 where the policy
     itself produced the token; rollout_logprobs float32, of the engine that sampled, which is the policy that the tokens were drawn
     from; ref_logprobs float32, of the frozen reference, None unless it is a task of its own; values float32, what a critic expects
-    of the response before each token, None where there is no critic.
+    of the response before each token, None where there is no critic. In a run with an environment: turns int64, flat, of each turn
+    its first token, its number of tokens, tools called and failed; turn_rewards float32, an entry per turn, NaN: none.
     """
 
     rewards: Array
@@ -301,6 +302,8 @@ class ScoredGroup:
     rollout_logprobs: Ragged
     ref_logprobs: Ragged | None = None
     values: Ragged | None = None
+    turns: Ragged | None = None
+    turn_rewards: Ragged | None = None
 
     @property
     def response_lengths(self) -> Array:

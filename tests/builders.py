@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
+
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response
 from asyncflow.loops.samples import ScoredRow, priority_of
+from asyncflow.loops.transcript import Played
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.types import GroupMeta, Interval
 
@@ -51,7 +54,8 @@ async def loop_turns(count: int = 60) -> None:
 def scored(row: int, response: Response, reward: float | None) -> ScoredRow:
     """A row that is ready to be stored."""
     score = None if reward is None else Score(reward, ())
-    return ScoredRow(row, response, Sample("", "", {}, response.finish_reason == "stop"), score)
+    played = Played(response, np.ones(len(response.token_ids), np.uint8), response.finish_reason)
+    return ScoredRow(row, played, Sample("", "", {}, response.finish_reason == "stop"), score)
 
 
 def every_task_apart(mode: str, *, steps: int) -> Config:

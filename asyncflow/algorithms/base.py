@@ -71,6 +71,9 @@ class Algorithm(ModelObjective, Objective, Protocol):
     critic: Critic | None = None
     """How the critic is trained whose values its advantages need (`ScoredGroup.values`); None: it needs none."""
 
+    needs_turns: bool = False
+    """Whether its advantages need the rewards of single turns (`ScoredGroup.turn_rewards`), which only an environment gives."""
+
     wants_varied_groups: bool = False
     """Whether a step trains only groups whose rewards are not all equal: it takes other prompts for those where they are, until it
     has as many as `train.prompts_per_step`, the first ones in the order of the data."""

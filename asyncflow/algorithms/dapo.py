@@ -66,5 +66,5 @@ class DAPO(GroupRelativeLoss):
 
     def advantages(self, group: ScoredGroup) -> Array:
         """float32 [R], see `functional.group_advantages` (PA 1); 0 for what `overlong_filter` leaves out."""
-        advantages = super().advantages(group)
+        advantages = functional.group_advantages(self.rewards(group), self.advantage_epsilon)
         return np.where(group.truncated > 0, np.float32(0.0), advantages) if self.overlong_filter else advantages

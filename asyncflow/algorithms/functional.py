@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from asyncflow.types import Array
+from asyncflow.types import Array, Ragged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,28 @@ def group_advantages(rewards_R: Array, epsilon: float) -> Array:
     if len(rewards) < 2:
         return np.zeros(len(rewards), np.float32)
     return ((rewards - rewards.mean()) / (rewards.std(ddof=1) + epsilon)).astype(np.float32)
+
+
+def turn_advantages(rewards_R: Array, turn_rewards: Ragged, epsilon: float) -> Ragged:
+    """Advantages of turns: A_it = (G_it - mean_j G_jt) / (std_j G_jt + epsilon), over the rows j of the group that have a turn t.
+
+        G_it = r_it + r_i(t+1) + ...        the return from turn t on (Sutton and Barto 2018, section 13.3: G_t in REINFORCE)
+
+    rewards_R float32 [R]: of whole episodes; turn_rewards float32, an entry per turn, NaN: none. What an episode's reward has
+    beyond its turns' (another scorer's part) comes with its last turn, so that G_i1 is its reward. Compared within a group, turn by
+    turn, as in arXiv:2505.11821. float32, an entry per turn. A turn that one row alone has reached has nothing to compare: 0.
+    """
+    rewards, returns = _of_group(rewards_R), []
+    for reward, given in zip(rewards, turn_rewards, strict=True):
+        own = np.nan_to_num(given.astype(np.float64), nan=0.0)
+        own[-1:] += reward - own.sum()
+        returns.append(own[::-1].cumsum()[::-1])
+    advantages = [np.zeros(len(each), np.float32) for each in returns]
+    for turn in range(max(map(len, returns), default=0)):
+        there = [i for i, each in enumerate(returns) if turn < len(each)]
+        for i, advantage in zip(there, group_advantages(np.array([returns[i][turn] for i in there]), epsilon), strict=True):
+            advantages[i][turn] = advantage
+    return Ragged.from_arrays(advantages, "float32")
 
 
 def centred_advantages(rewards_R: Array) -> Array:

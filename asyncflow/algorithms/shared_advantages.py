@@ -13,7 +13,7 @@ import numpy as np
 from asyncflow.algorithms import functional
 from asyncflow.algorithms.policy_loss import PolicyLoss, SharedOptions, check_above_zero
 from asyncflow.algorithms.surrogate import Surrogate
-from asyncflow.types import Advantages, Array, Ragged, ScoredGroup
+from asyncflow.types import Advantages, Ragged, ScoredGroup
 
 
 class GroupRelativeLoss(PolicyLoss):
@@ -25,7 +25,7 @@ class GroupRelativeLoss(PolicyLoss):
         check_above_zero(advantage_epsilon=advantage_epsilon)
         self.advantage_epsilon = advantage_epsilon
 
-    def advantages(self, group: ScoredGroup) -> Array:
+    def advantages(self, group: ScoredGroup) -> Advantages:
         """float32 [R], see `functional.group_advantages`."""
         return functional.group_advantages(self.rewards(group), self.advantage_epsilon)
 

@@ -160,7 +160,8 @@ def _settings(config: Config) -> dict[str, Any]:
         "max_new_tokens": rollout.max_new_tokens,
         "dtype": rollout.dtype,
         "seed": config.sampling_seed,
-        "scorer": ", ".join(part.scorer.name for part in config.reward.parts.values()) or "model",
+        "scorer": ", ".join(part.scorer.name for part in config.reward.parts.values()) or ", ".join(config.reward.names),
+        "environment": config.environment.name if config.environment is not None else None,
         "prompt_template": data.prompt_template,
         "chat_template": data.chat_template or None,
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ class Sampling:
 
     `temperature` 0 means greedy decoding. `max_new_tokens` limits one response. `stop_ids`: tokens that end one; None: the end
     tokens of the model's own files.
+    `keeps`: another turn is expected after this one, so its keys and values should be kept until then.
 
     A token is drawn from those that `min_p`, `top_k` and `top_p` leave, in this order: those at least `min_p` times as likely as
     the likeliest one; the `top_k` likeliest (0: all); of these, the likeliest, as few as have the part `top_p` of their
@@ -43,11 +44,19 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] | None = None
+    keeps: bool = False
+
+    def of_turn(self, max_new_tokens: int, *, keeps: bool) -> Sampling:
+        """Settings of one turn of an episode that is sampled so."""
+        return replace(self, max_new_tokens=max_new_tokens, keeps=keeps)
 
     @property
     def is_truncated(self) -> bool:
         """Whether some tokens are never drawn, however likely the model finds them."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+NO_TOKENS: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,7 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Finished response of L tokens.
+    """Finished response of L tokens; of an episode, one turn.
 
     token_ids int64 [L], the end token included when it was reached; logprobs float32 [L], under the distribution that was sampled
     from (temperature and truncation applied; under greedy decoding temperature 1); version_spans int64 [spans, 2], rows of (first
@@ -101,12 +110,22 @@ class RolloutEngine(Protocol):
     is_deterministic: bool  # a sample's tokens and log-probs depend, to the bit, on its prompt, key, sampling and weights alone
     why_not_deterministic: str  # one sentence; "" if the engine is deterministic
 
-    def generate(self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey) -> AsyncIterator[Response]:
+    def generate(
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
+    ) -> AsyncIterator[Response]:
         """Responses to one prompt (int64 [Lp]), one for each number in `samples`.
+
+        `after`: tokens (int64 [n]) that stand between the prompt and the response, which are the episode's turns and observations
+        so far. The noise goes on behind them, at position n. The bits are those of an engine that has made these turns itself.
+        An engine that has no `after` in its signature generates single turns only.
 
         Each response is yielded soon after it ends; responses that end at nearly the same time may come together. Samples for
         which no slot is free wait inside the engine. Raises `ValueError` when prompt and response exceed the context.
         """
+        ...
+
+    def forget(self, key: SampleKey, sample: int) -> None:
+        """No turn follows: let go of what was kept of a sample. An engine of the user's own may lack this method."""
         ...
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:

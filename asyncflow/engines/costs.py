@@ -27,9 +27,10 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     response_sigma: float = 0.6
     prompt_sigma: float = 0.0
 
-    def draw(self, key: SampleKey, sample: int, most: int) -> tuple[int, int]:
-        """Draw one response: its length in tokens, from 1 to `most`, and a number (31 bits) that identifies it."""
-        rng = random.Random(f"{key.seed}/{key.prompt_index}/{sample}")
+    def draw(self, key: SampleKey, sample: int, most: int, position: int = 0) -> tuple[int, int]:
+        """Draw one response: its length in tokens, from 1 to `most`, and a number (31 bits) that identifies it. `position`: of its
+        first token in the episode."""
+        rng = random.Random(f"{key.seed}/{key.prompt_index}/{sample}" + (f"/{position}" if position else ""))
         mean = math.log(self.response_median)
         if self.prompt_sigma:
             mean += random.Random(f"{key.seed}/{key.prompt_index}").gauss(0.0, self.prompt_sigma)
@@ -77,6 +78,14 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reward_seconds: float = 0.010
     """Mean seconds of one reward, by scorers that `scorer_seconds` does not name; the times are exponentially distributed."""
     scorer_seconds: Mapping[str, float] = {}
+    environment_seconds: float = 0.1
+    """Median seconds that an environment takes for a turn; the times are lognormally distributed, with this standard deviation of
+    their logarithm."""
+    environment_sigma: float = 0.6
+    environment_turns: int = 4
+    """Episodes have 1 to so many turns, all equally often."""
+    observed_tokens: int = 8
+    """Tokens of an observation."""
     load_seconds: float = 1.0
     """Seconds from a worker's start until it serves."""
     weight_bytes: int = 1_000_000_000

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from asyncflow.engines.base import (
+    NO_TOKENS,
     Hyperparameters,
     MicroBatch,
     MicroBatchResult,
@@ -59,6 +60,7 @@ class _Request:
     key: SampleKey
     sampling: Sampling
     pending: deque[int]  # samples that are not in a slot yet
+    after: int  # tokens between the prompt and the response
     arrived: asyncio.Queue[Response | Exception] = field(default_factory=asyncio.Queue)
 
 
@@ -88,18 +90,23 @@ class SleepingRolloutEngine:
         max_context: int,
         version: int = 0,
         kv_on_install: Literal["keep", "recompute"] = "keep",
+        num_parked: int = 0,
         cores: Cores | None = None,
     ) -> None:
         """Start the engine's task, inside a running event loop. `cores`: those it computes on; without them it has its own.
 
         `max_context`: prompt and response tokens of one slot. `kv_on_install`: with `recompute`, an install also takes the time of
-        a prefill of all unfinished responses.
+        a prefill of all unfinished responses. `num_parked`: slots of the cache beyond `num_slots`.
         """
         self.num_slots, self.max_context = num_slots, max_context
         self.installed_version = version
         self._costs, self._recomputes = costs, kv_on_install == "recompute"
         self._waiting: deque[_Request] = deque()
         self._active: list[_Slot] = []
+        self._num_cached = num_slots + num_parked
+        self._parked: dict[tuple[SampleKey, int], int] = {}  # tokens with keys, by sample, the one that was parked first in front
+        self.num_computed = 0
+        """Tokens that went through the model so far."""
         self._calls: deque[tuple[Callable[[], float], asyncio.Future[None]]] = deque()  # call returns seconds; caller's
         self._is_paused = self._is_closed = False
         self._cores = cores or Cores()
@@ -107,20 +114,27 @@ class SleepingRolloutEngine:
         self._running = asyncio.create_task(self._run(), name="sleeping rollout engine")
 
     def generate(
-        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
     ) -> AsyncGenerator[Response, None]:
         """See `RolloutEngine`."""
-        if len(prompt_ids) + sampling.max_new_tokens > self.max_context:
+        if len(prompt_ids) + len(after) + sampling.max_new_tokens > self.max_context:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
+                f"a prompt of {len(prompt_ids) + len(after)} and a response of {sampling.max_new_tokens} tokens exceed"
                 f" the engine's context of {self.max_context}"
             )
-        return self._generate(_Request(len(prompt_ids), key, sampling, deque(samples)))
+        return self._generate(_Request(len(prompt_ids), key, sampling, deque(samples), len(after)))
+
+    def forget(self, key: SampleKey, sample: int) -> None:
+        """See `RolloutEngine`."""
+        self._parked.pop((key, sample), None)
 
     async def _generate(self, request: _Request) -> AsyncGenerator[Response, None]:
         self._check_open()
         remaining = len(request.pending)
-        self._waiting.append(request)
+        if request.after:  # a later turn goes before first ones
+            self._waiting.insert(next((i for i, r in enumerate(self._waiting) if not r.after), len(self._waiting)), request)
+        else:
+            self._waiting.append(request)
         if len(self._active) < self.num_slots:
             self._woken.set()
         try:
@@ -187,6 +201,8 @@ class SleepingRolloutEngine:
 
     def _install(self, version: int) -> float:
         self.installed_version = version
+        if self._recomputes:
+            self._parked.clear()
         for slot in self._active:
             if slot.spans[-1][0] == slot.count:  # two installs without a token between them
                 slot.spans.pop()
@@ -228,15 +244,19 @@ class SleepingRolloutEngine:
         prompt_tokens, admitted = 0, []
         while self._waiting and len(self._active) < self.num_slots:
             request = self._waiting[0]
-            if not any(slot.request is request and slot.spans[0][1] == self.installed_version for slot in self._active):
-                prompt_tokens += request.prompt_tokens
+            cached = self._parked.pop((request.key, request.pending[0]), 0) if request.after else 0
+            if not cached and any(slot.request is request and slot.spans[0][1] == self.installed_version for slot in self._active):
+                cached = request.prompt_tokens  # copied from a slot that has it
+            prompt_tokens += request.prompt_tokens + request.after - cached
             for _ in range(min(len(request.pending), self.num_slots - len(self._active))):
                 sample = request.pending.popleft()
-                drawn = self._costs.lengths.draw(request.key, sample, request.sampling.max_new_tokens)
+                drawn = self._costs.lengths.draw(request.key, sample, request.sampling.max_new_tokens, request.after)
                 admitted.append(_Slot(request, sample, *drawn, spans=[(0, self.installed_version)]))
                 self._active.append(admitted[-1])
             if not request.pending:
                 self._waiting.popleft()
+        self._give_up()
+        self.num_computed += prompt_tokens
         if prompt_tokens:
             await self._cores.compute(ROLLOUT, self._costs.prefill(prompt_tokens))
         self._count(admitted, 1)
@@ -244,12 +264,15 @@ class SleepingRolloutEngine:
     async def _decode(self) -> None:
         """Make tokens for all active slots until a response ends or a call comes; a step that has begun is finished."""
         decoding, most = self._active, min(slot.length - slot.count for slot in self._active)
-        context = sum(slot.request.prompt_tokens + slot.count for slot in decoding) + len(decoding) * most / 2  # half way there
+        context = (
+            sum(slot.request.prompt_tokens + slot.request.after + slot.count for slot in decoding) + len(decoding) * most / 2
+        )  # half way there
         step = self._costs.decode_step(len(decoding), context)
         work = self._cores.begin(ROLLOUT, most * step, self._woken.set)
         await self._woken.wait()
         steps = min(most, math.ceil(work.done() / step - ROUNDING) if step else most)
         await self._cores.end(work, steps * step)
+        self.num_computed += steps * len(decoding)
         self._count(decoding, steps)
 
     def _count(self, slots: Sequence[_Slot], tokens: int) -> None:
@@ -259,9 +282,17 @@ class SleepingRolloutEngine:
             if slot in there:
                 slot.count += tokens
                 if slot.count == slot.length:
-                    slot.request.arrived.put_nowait(_response(slot))
+                    request = slot.request
+                    if request.sampling.keeps:
+                        self._parked[request.key, slot.sample] = request.prompt_tokens + request.after + slot.count - 1
+                    request.arrived.put_nowait(_response(slot))
                     there.discard(slot)
         self._active = [slot for slot in self._active if slot in there]
+
+    def _give_up(self) -> None:
+        """Let go of the episodes that were parked first where their slots are used."""
+        while len(self._active) + len(self._parked) > self._num_cached:
+            del self._parked[next(iter(self._parked))]
 
 
 def _response(slot: _Slot) -> Response:

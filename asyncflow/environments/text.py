@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,11 @@ class TextTokenizer(Protocol):
         """Text with special tokens."""
         ...
 
+    @property
+    def end_token_ids(self) -> Collection[int]:
+        """Tokens that end a turn."""
+        ...
+
 
 class TextFormat:
     """`TurnFormat` without a chat template."""
@@ -39,7 +44,8 @@ class TextFormat:
 
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """See `TurnFormat`."""
-        said = turn_ids[:-1] if is_finished else turn_ids
+        has_end = len(turn_ids) and int(turn_ids[-1]) in self._tokenizer.end_token_ids  # else a stop string has ended the turn
+        said = turn_ids[:-1] if has_end else turn_ids
         return Action(self._tokenizer.decode_all(said), is_finished, turn_ids.tolist())
 
 

@@ -29,10 +29,13 @@ from asyncflow.engines.base import (
     Response,
     RolloutEngine,
     SampleKey,
+    Sampling,
     TrainEngine,
 )
+from asyncflow.environments.base import EnvironmentFailure
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.context import LoopContext, ResponseScoring
+from asyncflow.loops.episode import EpisodePlayer, EpisodeRow, LimitReached
 from asyncflow.loops.evaluation import HeldOut, admit_evaluation
 from asyncflow.loops.rounds import Rounds
 from asyncflow.loops.samples import (
@@ -41,10 +44,11 @@ from asyncflow.loops.samples import (
     Shape,
     UnusableResponse,
     check_response,
-    kept_sample,
+    kept_episode,
     outputs,
 )
 from asyncflow.loops.score_batching import ScoredRows, why_failed
+from asyncflow.loops.transcript import Played
 from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
@@ -55,13 +59,15 @@ from asyncflow.weight_sync.base import WeightSender
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """Parts that producing a group needs. `on_response` is called with every response, `on_scored` when it is stored, or failed."""
+    """Parts that producing a group needs. `on_played` is called when an episode has ended, or failed, with the number of tokens
+    that were sampled; `on_scored` when it is stored, or failed."""
 
     queue: TransferQueueClient
     engine: RolloutEngine
+    episodes: EpisodePlayer
     scoring: ResponseScoring
     shape: Shape
-    on_response: Callable[[Response], None]
+    on_played: Callable[[int], None]
     on_scored: Callable[[], None]
 
 
@@ -121,39 +127,92 @@ async def feed(
 
 
 async def produce(by: Producer, leased: Leased, request: GroupRequest, on_generated: Callable[[], None]) -> None:
-    """Produce one group: generate, score each response as soon as it is there, and enqueue the scored ones."""
+    """Produce one group: an episode for each row, scored as soon as it ends; enqueue the scored ones."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
-    sampling = by.shape.sampling(request.temperature)
-    key, prompt = SampleKey(by.shape.seed, request.meta.group), by.scoring.decode(request.prompt_ids)
-    scored = ScoredRows(len(samples))
+    sampling, key = by.shape.sampling(request.temperature), SampleKey(by.shape.seed, request.meta.group)
     async with asyncio.TaskGroup() as scoring:
-        async for response in by.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
-            by.on_response(response)
-            scoring.create_task(_score_and_enqueue(by, leased, request, prompt, response, scored))
+        prompt, scored = by.scoring.decode(request.prompt_ids), ScoredRows(len(samples))
+        group = ProducedGroup(by, leased, request, sampling, key, prompt, scored, scoring)
+        async with asyncio.TaskGroup() as playing:
+            rows = await by.episodes.begin(request, samples, sampling, key)
+            for row in rows:
+                if row.failure is not None:
+                    group.fail(row.sample, row.failure)
+            for of_turn, alike in by.episodes.first(rows, sampling):
+                playing.create_task(_generate(group, of_turn, alike, playing))
         on_generated()
 
 
-async def _score_and_enqueue(
-    by: Producer, leased: Leased, request: GroupRequest, prompt: str, response: Response, scored: ScoredRows
-) -> None:
+async def _generate(group: ProducedGroup, sampling: Sampling, rows: Sequence[EpisodeRow], playing: asyncio.TaskGroup) -> None:
+    """First turns of rows that begin alike; each row goes on by itself."""
+    by, by_sample, prompt_ids = group.by, {row.sample: row for row in rows}, rows[0].prompt_ids
+    async for turn in by.engine.generate(prompt_ids, samples=list(by_sample), sampling=sampling, key=group.key):  # 6
+        playing.create_task(_play(group, by_sample[turn.sample], turn))
+
+
+async def _play(group: ProducedGroup, row: EpisodeRow, turn: Response) -> None:
+    try:
+        played = await group.by.episodes.play(row, turn, group.sampling, group.key)
+    except (EnvironmentFailure, LimitReached) as failure:
+        group.fail(row.sample, failure)
+    else:
+        group.by.on_played(played.num_sampled)
+        group.tasks.create_task(_score_and_enqueue(group, played))
+
+
+@dataclass(frozen=True, slots=True)
+class ProducedGroup:
+    """A group that is being produced. `tasks`: what goes on after its episodes."""
+
+    by: Producer
+    leased: Leased
+    request: GroupRequest
+    sampling: Sampling
+    key: SampleKey
+    prompt: str
+    scored: ScoredRows
+    tasks: asyncio.TaskGroup
+
+    def fail(self, sample: int, failure: Exception) -> None:
+        """A row that has no episode."""
+        self.by.on_played(0)
+        self.scored.failed()
+        self.tasks.create_task(self._fail(row_index(self.request.meta.group, sample, self.by.shape.group_bits), failure))
+
+    async def _fail(self, row: int, failure: Exception) -> None:
+        error, is_final = why_failed(failure)
+        await self.by.queue.fail(self.leased.lease, [row], error, is_final=is_final)
+        self.by.on_scored()
+
+
+async def _score_and_enqueue(group: ProducedGroup, played: Played) -> None:
+    by, request, response = group.by, group.request, played.response
     row = row_index(request.meta.group, response.sample, by.shape.group_bits)
-    text, is_finished = by.scoring.decode(response.token_ids), response.finish_reason == "stop"
-    sample = Sample(prompt, text, request.example, is_finished, response.token_ids.tolist(), request.prompt_ids.tolist())
+    sample = Sample(
+        prompt=group.prompt,
+        response=by.scoring.decode(response.token_ids),
+        example=request.example,
+        is_finished=played.ended == "stop",
+        token_ids=response.token_ids.tolist(),
+        prompt_ids=request.prompt_ids.tolist(),
+        turn_rewards=played.turn_rewards,
+    )
     try:
         check_response(response)
         reward = None if by.scoring.score is None else await by.scoring.score(sample)  # 7
     except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
-        scored.failed()
+        group.scored.failed()
         error, is_final = why_failed(failure)
-        await by.queue.fail(leased.lease, [row], error, is_final=is_final)
+        await by.queue.fail(group.leased.lease, [row], error, is_final=is_final)
     else:
-        rows = await scored.to_store(ScoredRow(row, response, sample, reward))
+        rows = await group.scored.to_store(ScoredRow(row, played, sample, reward))
         if rows:
-            columns = outputs(request.meta.group, rows, has_parts=by.shape.has_reward_parts)
-            is_stored = await by.queue.complete(leased.lease, columns)  # 8: enqueue
+            has = {"has_parts": by.shape.has_reward_parts, "has_episodes": by.shape.max_turns is not None}
+            columns = outputs(request.meta.group, rows, **has)
+            is_stored = await by.queue.complete(group.leased.lease, columns)  # 8: enqueue
             for one in itertools.compress(rows, is_stored):
                 if one.reward is not None:
-                    by.scoring.keep_sample(kept_sample(request.meta, one.row, one.sample, one.reward))
+                    by.scoring.keep_sample(kept_episode(request.meta, one, by.scoring.decode))
     finally:
         by.on_scored()
 

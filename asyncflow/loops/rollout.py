@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 
 from asyncflow.control.policy_versions import Target
 from asyncflow.control.signal import Signal
-from asyncflow.engines.base import Response, RolloutEngine, Timing
+from asyncflow.engines.base import RolloutEngine, Timing
 from asyncflow.loops.algorithm1 import Producer, produce
 from asyncflow.loops.context import LoopContext, ResponseScoring
+from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.samples import EVALUATE_TASK, GroupRequest, requests
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import Want
@@ -61,13 +62,18 @@ class Rollout:
         original: Callable[[], Mapping[str, Tensor]],
         scoring: ResponseScoring,
         task: str = "rollout",
+        episodes: EpisodePlayer | None = None,
+        at_once: int = 0,
     ) -> None:
-        """`original()` are the tensors of the worker's own files. `task`: whose groups are taken."""
+        """`original()` are the tensors of the worker's own files. `task`: whose groups are taken. `at_once`: episodes under way
+        at a time; 0: as many as the engine has slots."""
+        episodes = episodes or EpisodePlayer(engine)
         self._queue, self._versions, self._schedule = context.queue, context.versions, context.schedule
         self._engine, self._receiver, self._original = engine, receiver, original
         self._shape, self._spans, self._task = context.shape, context.spans, task
         self._timings: Callable[[], Sequence[Timing]] = getattr(engine, "timings", tuple)
-        self._producer = Producer(context.queue, engine, scoring, context.shape, self._responded, self._scored)
+        self._producer = Producer(context.queue, engine, episodes, scoring, context.shape, self._played, self._scored)
+        self._at_once = at_once or engine.num_slots
         self._share = 0  # rows of a step, by what `PolicyVersions` last said: which of how many workers this one is
         self._installed = 0
         self._is_installing = True  # until `PolicyVersions` has said which version to begin with
@@ -75,8 +81,10 @@ class Rollout:
         self._retry_seconds = RETRY_SECONDS[0]
         self._has_served = False  # anything since the last installation
         self._is_asking = False  # for groups, which may be on their way here
-        self._under_way: list[GroupRequest] = []  # with rows that have no response yet; of a group, as often as it was taken
+        self._under_way: list[GroupRequest] = []  # with rows whose episodes have not ended; of a group, as often as it was taken
         self._generating = 0  # those rows
+        self._observing = 0  # of these, rows that wait for their environments
+        episodes.on_waiting = self._waits_for_environment
         self._scoring = 0
         self._changed = Signal()
 
@@ -140,7 +148,7 @@ class Rollout:
         """Number of groups that may be taken now: enough for every free slot and, but for a first group, within the worker's
         share."""
         size = self._shape.group_size
-        wanted = -(-(self._engine.num_slots - self._generating) // size)
+        wanted = -(-(self._at_once - self._generating) // size)
         return max(0 if self._generating else 1, min(wanted, (self._share - self._generating) // size))
 
     async def _produce(self, leased: Leased, request: GroupRequest) -> None:
@@ -156,8 +164,12 @@ class Rollout:
         self._under_way = [other for other in self._under_way if other is not request]
         self._changed.notify()
 
-    def _responded(self, response: Response) -> None:
-        self._spans.add(rows=1, tokens=len(response.token_ids))
+    def _waits_for_environment(self, change: int) -> None:
+        self._observing += change
+        self._show_lane()
+
+    def _played(self, num_sampled: int) -> None:
+        self._spans.add(rows=1, tokens=num_sampled)
         self._generating -= 1
         self._scoring += 1
         self._show_lane()
@@ -244,7 +256,9 @@ class Rollout:
     def _show_lane(self) -> None:
         if self._is_installing:
             return
-        if self._generating:
+        if self._generating and self._observing == self._generating:
+            self._spans.waiting("environment")
+        elif self._generating:
             self._spans.enter(LANES[self._task], version=self._installed)
         elif self._scoring:
             self._spans.waiting("reward")

@@ -10,6 +10,10 @@
 | loss_mask | row | rollout, evaluate | uint8, ragged, 1 where the policy itself produced the token |
 | version_spans | row | rollout, evaluate | int64, ragged: (first token, policy version) pairs, flat |
 | truncated | row | rollout, evaluate | uint8, 1 where the length limit ended the response |
+| turns | row | rollout, evaluate | int64, ragged, flat: first token, tokens, tools called, tools failed; with an environment |
+| turn_rewards | row | rollout, evaluate | float32, ragged, the environment's, NaN: none; as the next two only with an environment |
+| environment_seconds | row | rollout, evaluate | float32, spent in the environment |
+| timed_out | row | rollout, evaluate | uint8, 1 where the environment's deadline ended the episode |
 | reward | row | rollout, evaluate, or reward where `reward.place` is `task` | float32 |
 | reward_parts | row | who writes reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
 | ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
@@ -19,6 +23,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -28,9 +33,10 @@ import numpy as np
 
 from asyncflow.control.ledger import Consumed, num_to_admit
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response, Sampling
+from asyncflow.loops.transcript import Played, conversation
 from asyncflow.own_metrics import Sums
 from asyncflow.rewards.base import Sample, Score
-from asyncflow.telemetry.metrics import GroupFigures
+from asyncflow.telemetry.metrics import EpisodeFigures, GroupFigures
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import (
@@ -60,6 +66,12 @@ COLUMNS = (
     Column("reward", "float32"),
 )
 PROMPT_COLUMNS = ("prompt_ids", "example", "temperature")
+EPISODE_COLUMNS = (
+    Column("turns", "int64", ragged=True),
+    Column("turn_rewards", "float32", ragged=True),
+    Column("environment_seconds", "float32"),
+    Column("timed_out", "uint8"),
+)
 PARTS_COLUMN = Column("reward_parts", "float32", ragged=True)
 REFERENCE_COLUMN = Column("ref_logprobs", "float32", ragged=True)
 VALUES_COLUMN = Column("values", "float32", ragged=True)
@@ -92,33 +104,36 @@ def schema(
     *,
     has_reward_parts: bool = False,
     has_evaluators: bool = False,
+    has_episodes: bool = False,
 ) -> Schema:
     """The queue's columns and tasks: rollout makes responses and scores them, train and eval read whole groups of them.
 
     `before`: the tasks that a row passes before training. With `reward` it is this task that scores; `reference` adds the
     reference's log-probs; `values` adds a critic's values, and one more task trains on them beside the policy's training. `select`
-    says which groups are trained, and the tasks behind it see only those. With `has_evaluators` rollout sees training's groups
-    alone, and another task those of evaluations.
+    says which groups are trained, and the tasks behind it see only those. `has_episodes`: rows are episodes of several turns. With
+    `has_evaluators` rollout sees training's groups alone, and another task those of evaluations.
 
     A model computes a group in pieces, so reference and values wait for rewards: a row without one leaves its group, and which rows
     they see, and training does after them, is not to depend on which task was there first.
     """
     parts = (PARTS_COLUMN,) if has_reward_parts else ()
     scored = ("reward", *(column.name for column in parts))
-    made = tuple(name for name in RESPONSE_COLUMNS if name != "reward") + (() if "reward" in before else scored)
+    of_episodes = EPISODE_COLUMNS if has_episodes else ()
+    response = (*RESPONSE_COLUMNS, *(column.name for column in of_episodes))
+    made = tuple(name for name in response if name != "reward") + (() if "reward" in before else scored)
     added = {task: column for task, column in COLUMN_OF_TASK.items() if task in before}
     chosen = (MEMBER_COLUMN,) if SELECT_TASK in before else ()
     columns = (*chosen, *added.values())
-    trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in (*added.values(), *chosen)))
+    trained = ("prompt_ids", *response, *scored[1:], *(column.name for column in (*added.values(), *chosen)))
     tasks = [
         TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False, topic="train" if has_evaluators else ""),
         TaskSpec("train", trained, topic="train", sampler="whole_groups"),
-        TaskSpec("eval", (*RESPONSE_COLUMNS, *scored[1:]), topic="eval", sampler="whole_groups"),
+        TaskSpec("eval", (*response, *scored[1:]), topic="eval", sampler="whole_groups"),
     ]
     if has_evaluators:
         tasks.append(TaskSpec(EVALUATE_TASK, PROMPT_COLUMNS, made, whole_groups=False, topic="eval"))
     if "reward" in before:
-        reads = ("prompt_ids", "example", "response_ids", "truncated")
+        reads = ("prompt_ids", "example", "response_ids", "truncated", *(("turn_rewards",) if has_episodes else ()))
         tasks.append(TaskSpec("reward", reads, scored, whole_groups=False))
     if chosen:
         tasks.append(TaskSpec(SELECT_TASK, ("reward",), (MEMBER_COLUMN.name,), topic="train", sampler="whole_groups"))
@@ -129,7 +144,7 @@ def schema(
     if VALUES_TASK in before:
         tasks.append(TaskSpec(UPDATE_TASK, trained, topic="train", sampler="whole_groups"))
     timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
-    return Schema((*COLUMNS, *parts, *columns), tuple(timed), group_bits)
+    return Schema((*COLUMNS, *of_episodes, *parts, *columns), tuple(timed), group_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +168,7 @@ class Shape:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    max_turns: int | None = None  # of an episode; None: there is no environment
 
     def sampling(self, temperature: float) -> Sampling:
         """Settings of an engine for a group that is sampled at `temperature`."""
@@ -175,8 +191,8 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row's columns take at most: ids, log-probs (two models'), values, mask per token; spans and scalars."""
-        return self.max_new_tokens * (8 + 4 + 4 + 4 + 1) + 256
+        """Bytes that a row's columns take at most: ids, log-probs (two models'), values, mask per token; turns; spans, scalars."""
+        return self.max_new_tokens * (8 + 4 + 4 + 4 + 1) + (self.max_turns or 0) * (4 * 8 + 4) + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,21 +252,29 @@ class ScoredRow(NamedTuple):
     """A response that can be stored; without a reward where another task scores."""
 
     row: int
-    response: Response
+    played: Played
     sample: Sample
     reward: Score | None
 
 
-def outputs(group: int, scored: Sequence[ScoredRow], *, has_parts: bool = False) -> Batch:
-    """The columns that responses of one group complete their rows with."""
-    responses = [one.response for one in scored]
+def outputs(group: int, scored: Sequence[ScoredRow], *, has_parts: bool = False, has_episodes: bool = False) -> Batch:
+    """The columns that episodes of one group complete their rows with."""
+    episodes = [one.played for one in scored]
+    responses = [played.response for played in episodes]
     columns: dict[str, Values] = {
         "response_ids": Ragged.from_arrays([response.token_ids for response in responses], "int64"),
         "rollout_logprobs": Ragged.from_arrays([response.logprobs for response in responses], "float32"),
-        "loss_mask": Ragged.from_arrays([np.ones(len(response.token_ids), np.uint8) for response in responses], "uint8"),
+        "loss_mask": Ragged.from_arrays([played.loss_mask for played in episodes], "uint8"),
         "version_spans": Ragged.from_arrays([response.version_spans.reshape(-1) for response in responses], "int64"),
         "truncated": np.array([response.finish_reason == "length" for response in responses], np.uint8),
     }
+    if has_episodes:
+        columns |= {
+            "turns": Ragged.from_arrays([played.turns.reshape(-1) for played in episodes], "int64"),
+            "turn_rewards": Ragged.from_arrays([played.rewards for played in episodes], "float32"),
+            "environment_seconds": np.array([played.seconds for played in episodes], np.float32),
+            "timed_out": np.array([played.ended == "timeout" for played in episodes], np.uint8),
+        }
     columns |= _reward_columns([one.reward for one in scored if one.reward is not None], has_parts)
     return Batch(np.array([one.row for one in scored], np.int64), np.array([group], np.int64), columns)
 
@@ -263,6 +287,15 @@ def _reward_columns(scores: Sequence[Score], has_parts: bool) -> dict[str, Value
         parts = [np.array([np.nan if part is None else part for part in score.parts], np.float32) for score in scores]
         columns[PARTS_COLUMN.name] = Ragged.from_arrays(parts, "float32")
     return columns
+
+
+def kept_episode(meta: GroupMeta, one: ScoredRow, decode: Callable[[Array], str]) -> dict[str, Any]:
+    """A line of `samples.jsonl`; of an episode of several turns with its conversation. The row has a reward."""
+    assert one.reward is not None
+    kept = kept_sample(meta, one.row, one.sample, one.reward)
+    if len(one.played.turns):
+        kept |= {"finish_reason": one.played.ended, "turns": conversation(one.played, decode)}
+    return kept
 
 
 def kept_sample(meta: GroupMeta, row: int, sample: Sample, score: Score) -> dict[str, Any]:
@@ -308,6 +341,8 @@ def scored_group(batch: Batch) -> ScoredGroup:
         rollout_logprobs=batch.ragged("rollout_logprobs"),
         ref_logprobs=batch.ragged(REFERENCE_COLUMN.name) if REFERENCE_COLUMN.name in batch.columns else None,
         values=batch.ragged(VALUES_COLUMN.name) if VALUES_COLUMN.name in batch.columns else None,
+        turns=batch.ragged("turns") if "turns" in batch.columns else None,
+        turn_rewards=batch.ragged("turn_rewards") if "turns" in batch.columns else None,
     )
 
 
@@ -362,7 +397,9 @@ def samples_of(leased: Leased, decode: Callable[[Array], str]) -> Iterator[tuple
         prompt, prompt_ids = decode(prompt_ids), prompt_ids.tolist()
         for row in rows:
             ids, is_truncated = batch.ragged("response_ids")[position], batch.dense("truncated")[position]
-            yield meta, row, Sample(prompt, decode(ids), example, not is_truncated, ids.tolist(), prompt_ids)
+            rewards = batch.ragged("turn_rewards")[position].tolist() if "turn_rewards" in batch.columns else ()
+            turn_rewards = tuple(None if math.isnan(reward) else reward for reward in rewards)
+            yield meta, row, Sample(prompt, decode(ids), example, not is_truncated, ids.tolist(), prompt_ids, turn_rewards)
             position += 1
 
 
@@ -418,4 +455,18 @@ def figures_of(
         left_out=sum(len(piece.indices) for piece, r in zip(pieces, results, strict=True) if not r.is_computed),
         reward_parts=batch.ragged(PARTS_COLUMN.name).values if PARTS_COLUMN.name in batch.columns else np.empty(0, np.float32),
         own_metrics=own_metrics,
+        episodes=_episode_figures(batch) if "turns" in batch.columns else None,
+    )
+
+
+def _episode_figures(batch: Batch) -> EpisodeFigures:
+    turns_T4 = batch.ragged("turns").values.reshape(-1, 4)
+    return EpisodeFigures(
+        num_turns=batch.ragged("turns").lengths // 4,
+        num_observed=int((batch.ragged("loss_mask").values == 0).sum()),
+        num_sampled=int(batch.ragged("loss_mask").values.sum()),
+        tool_calls=int(turns_T4[:, 2].sum()),
+        tool_failures=int(turns_T4[:, 3].sum()),
+        seconds=batch.dense("environment_seconds"),
+        num_timed_out=int(batch.dense("timed_out").sum()),
     )

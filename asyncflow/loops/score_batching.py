@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 from typing import Final
 
+from asyncflow.loops.episode import LimitReached
 from asyncflow.loops.samples import ScoredRow
 from asyncflow.rewards.base import RewardFailure
 
@@ -26,6 +27,8 @@ SKIPPED: Final = "skipped: "
 
 def why_failed(failure: Exception) -> tuple[str, bool]:
     """A row's error, and whether it is of no use to try again."""
+    if isinstance(failure, LimitReached):
+        return str(failure), failure.ended == "length"  # the same again, unless it was late
     if not isinstance(failure, RewardFailure):
         return str(failure), False
     is_skipped = failure.kind == "skipped"

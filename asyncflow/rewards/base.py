@@ -10,7 +10,9 @@ import msgspec
 
 class Sample(msgspec.Struct, frozen=True):
     """Response with its prompt, as a scorer sees it. `example` is the data set's row (JSON values); `is_finished`: the end token
-    was reached; `token_ids`: of the response, the end token included; `prompt_ids`: of the prompt."""
+    was reached; `token_ids`: of the response, the end token included; `prompt_ids`: of the prompt. Of an episode the response is
+    all that came after the prompt, with observations, and `turn_rewards` has the environment's rewards, None where a turn has none.
+    """
 
     prompt: str
     response: str
@@ -18,6 +20,7 @@ class Sample(msgspec.Struct, frozen=True):
     is_finished: bool
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
+    turn_rewards: Sequence[float | None] = ()
 
 
 class Scorer(Protocol):

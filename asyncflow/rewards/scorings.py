@@ -58,6 +58,15 @@ def by_model(compute: Callable[[Sample], Awaitable[float]], path: str, failures:
     return score
 
 
+async def by_environment(sample: Sample) -> Score:
+    """The rewards that the environment gave, summed over turns: a score of one part. An episode that a limit ended has one."""
+    given = [reward for reward in sample.turn_rewards if reward is not None]
+    if not given and sample.is_finished:
+        raise RewardFailure("skipped", "the environment gave no reward")
+    total = sum(given, start=0.0)
+    return Score(total, (total,))
+
+
 def together(scorings: Sequence[Scoring], weights: Sequence[float], num_parts: Sequence[int]) -> Scoring:
     """The weighted sum of all their parts, `num_parts` of each; of what one of them skips the others' alone."""
 

@@ -35,6 +35,7 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
         "device": device,
         "num_threads": rollout.num_threads,
         "kv_on_install": rollout.kv_on_install,
+        **({} if config.environment is None else {"num_parked": config.num_parked}),
     }
     try:
         return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))

@@ -16,12 +16,17 @@ from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
 from asyncflow.control.ledger import TaskPlan, UpdatePlan
 from asyncflow.control.schedule import Schedule
+from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_DEVICES,
     ROLLOUT_ENGINE_OWN_DEVICES,
     ROLLOUT_ENGINE_WHYS,
 )
+from asyncflow.environments import ENVIRONMENTS, TURN_FORMATS
+from asyncflow.environments.base import TurnFormat
+from asyncflow.environments.pool import EnvironmentPool
+from asyncflow.loops.episode import EpisodeLimits
 from asyncflow.loops.samples import SELECT_TASK, UPDATE_TASK, VALUES_TASK, Shape, schema
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
@@ -43,7 +48,8 @@ CANDIDATES = 10
 TRAINED = ("normaliser", "advantages", "loss")
 """What an algorithm, or its critic, says in any case."""
 MAY_BE_LEFT_OUT = (
-    "is_zero_without_advantages", "needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups"
+    "is_zero_without_advantages", "needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups",
+    "needs_turns",
 )  # fmt: skip
 """What need not be said by one of the user's own that has no need of it."""
 
@@ -66,6 +72,7 @@ def shape_of(config: Config) -> Shape:
         skips_zero_advantages=config.train.skip_zero_advantages,
         max_candidates=most,
         oversampling=config.train.oversampling,
+        max_turns=None if config.environment is None else config.episodes.max_turns,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         min_p=config.rollout.min_p,
@@ -109,6 +116,7 @@ def queue_schema(config: Config) -> Schema:
         tasks_before_training(config),
         has_reward_parts=config.reward.has_parts,
         has_evaluators=config.eval.num_workers > 0,
+        has_episodes=config.environment is not None,
     )
     specs = {task.name: task for task in made.tasks}
     for name, chosen in config.queue.samplers.items():
@@ -336,6 +344,28 @@ def reward_pool(config: Config, name: str, on_scored: Callable[[float], None] = 
         prompt_template=config.data.prompt_template,
         on_scored=on_scored,
     )
+
+
+def environment_pool(config: Config, name: str) -> EnvironmentPool | None:
+    """The environment processes that the configuration asks for, not yet started; None: a response is one turn."""
+    if (chosen := config.environment) is None:
+        return None
+    episodes, path = config.episodes, resolve("environment", chosen.name, ENVIRONMENTS)
+    limits = ProcessLimits(episodes.deadline_seconds, episodes.memory_bytes, episodes.output_bytes)
+    return EnvironmentPool(path, chosen.options, limits, num_workers=episodes.num_workers, name=name)
+
+
+def turn_format(config: Config, tokenizer: CheckpointTokenizer) -> TurnFormat:
+    """The tokens between the turns of an episode. Raises `UserError` where the model's chat template has none."""
+    chosen = config.episodes.format
+    made: TurnFormat = build("turn format", chosen.name, {"tokenizer": tokenizer, **chosen.options}, TURN_FORMATS)
+    return made
+
+
+def episode_limits(config: Config) -> EpisodeLimits:
+    """Limits of the run's episodes."""
+    episodes = config.episodes
+    return EpisodeLimits(max_turns=episodes.max_turns, max_turn_tokens=episodes.max_turn_tokens, fails=episodes.on_limit == "fail")
 
 
 def advice(config: Config) -> Iterator[str]:

@@ -209,7 +209,8 @@ class Job:
         new = [*as_json(map(dict, rows), name)]
         if not new:
             return
-        prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), source_of(self.config, new, name))
+        tokenizer, source = CheckpointTokenizer(prepared.model), source_of(self.config, new, name)
+        prompts = tokenize(self.config, tokenizer, source, prepared.tools)
         has_answers = ANSWER in prepared.prompts[0].example
         for number, prompt in enumerate(prompts, 1):
             if has_answers and ANSWER not in prompt.example:

@@ -24,6 +24,7 @@ from asyncflow.engines.rollout import (
     ROLLOUT_ENGINES,
 )
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
+from asyncflow.environments import ENVIRONMENTS, TURN_FORMATS
 from asyncflow.loops.samples import Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, check_options, resolve
@@ -32,12 +33,14 @@ from asyncflow.run.devices_there import check_devices
 from asyncflow.run.factories import (
     check_samplers,
     critic_folder,
+    environment_pool,
     make_algorithm,
     make_schedule,
     reward_pool,
     shape_of,
     shape_of_evaluation,
     train_engine_options,
+    turn_format,
     weight_sync_facts,
 )
 from asyncflow.run.prompts import DataRows, read_source, short_enough, tokenize
@@ -63,13 +66,15 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run's inputs, checked. `num_left_out`: prompts that were too long, of those to train on and of the held-out ones."""
+    """A run's inputs, checked. `num_left_out`: prompts that were too long, of those to train on and of the held-out ones. `tools`:
+    that prompts tell of."""
 
     model: Path
     prompts: list[Prompt]
     held_out: list[Prompt]
     max_context: int
     num_left_out: tuple[int, int] = (0, 0)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def check_choices(config: Config, *, is_here: bool = True) -> None:
@@ -79,6 +84,8 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     """
     chosen: list[tuple[str, Choice, dict[str, str]]] = [
         *(("reward", part.scorer, dict(REWARDS)) for part in config.reward.parts.values()),
+        *([("environment", config.environment, dict(ENVIRONMENTS))] if config.environment is not None else []),
+        ("turn format", config.episodes.format, dict(TURN_FORMATS)),
         ("algorithm", config.algorithm, dict(ALGORITHMS)),
         ("schedule", config.schedule, dict(SCHEDULES)),
         ("rollout engine", config.rollout.engine, dict(ROLLOUT_ENGINES)),
@@ -112,6 +119,8 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
             f"as it is set here has one (a KL term in the loss, an entropy bonus), or does not say (is_zero_without_advantages, in "
             f"asyncflow/algorithms/base.py): leave it out"
         )
+    if algorithm.needs_turns and config.environment is None:
+        raise UserError("algorithm.credit=turn compares rewards of turns, and there is no environment to give any: set environment")
     if algorithm.needs_reference_ahead and train.reference != "task":
         raise UserError(
             "the algorithm has a KL term in the reward, which needs the reference's log-probs ahead of training: set "
@@ -314,6 +323,11 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
         pool = reward_pool(config, "check")
         await pool.start()
         await pool.close()
+    tools: Sequence[Mapping[str, Any]] = ()
+    if (environments := environment_pool(config, "check")) is not None:
+        await environments.start()
+        await environments.close()
+        tools = environments.facts.tools
     is_made = made is not None and config.model.path.startswith("random:")
     model = made if made is not None and is_made else await model_folder(config, source, scratch)
     if not evaluate_only:
@@ -322,8 +336,10 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
     if critic is not None:
         _check_critic_fits(critic, model)
     tokenizer = CheckpointTokenizer(model)
+    if environments is not None:
+        turn_format(config, tokenizer)
     sources = [each for each in (source, held_out) if each is not None]
-    tokenized = [tokenize(config, tokenizer, each) for each in sources]
+    tokenized = [tokenize(config, tokenizer, each, tools) for each in sources]
     prompts = short_enough(config, tokenized[0], source.name)
     held_out_prompts = [] if held_out is None else short_enough(config, tokenized[1], held_out.name)
     if not evaluate_only:
@@ -334,7 +350,7 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
     check_evaluators(config, len(held_out_prompts))
     check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
     left_out = len(source.rows) - len(prompts), len(held_out.rows if held_out is not None else ()) - len(held_out_prompts)
-    return Prepared(model, prompts, held_out_prompts, context, left_out)
+    return Prepared(model, prompts, held_out_prompts, context, left_out, tools)
 
 
 def _check_enough(config: Config, count: int, what: str) -> None:

@@ -5,8 +5,9 @@ config --read_source--> Source: rows, columns --tokenize--> prompts --short_enou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from asyncflow.config import Config
 from asyncflow.data.columns import Columns, find_columns
@@ -53,8 +54,11 @@ def source_of(config: Config, rows: Sequence[Row], name: str) -> DataRows:
     return DataRows(name, list(rows), columns)
 
 
-def tokenize(config: Config, tokenizer: CheckpointTokenizer, source: DataRows) -> list[Prompt]:
-    """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation.
+def tokenize(
+    config: Config, tokenizer: CheckpointTokenizer, source: DataRows, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[Prompt]:
+    """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation. `tools`: specifications
+    that the template is given.
 
     Raises `UserError` naming the row whose prompt has no token: nothing could be generated behind it.
     """
@@ -65,7 +69,7 @@ def tokenize(config: Config, tokenizer: CheckpointTokenizer, source: DataRows) -
         if isinstance(prompt, str) and not data.chat_template:
             ids = tokenizer.encode(prompt)
         else:
-            ids = tokenizer.encode_chat(prompt, data.chat_template_options)
+            ids = tokenizer.encode_chat(prompt, {**data.chat_template_options, **({"tools": list(tools)} if tools else {})})
         if not len(ids):
             raise UserError(
                 f"the prompt of row {number} of {source.name} has no tokens: leave such rows out, or name what makes a prompt by "

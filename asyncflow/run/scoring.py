@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import cast
@@ -23,7 +23,7 @@ from asyncflow.engines.train import CLASSIFIER_ENGINES
 from asyncflow.own_metrics import add
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
-from asyncflow.rewards.scorings import Scoring, by_model, delayed, together, with_fallback
+from asyncflow.rewards.scorings import Scoring, by_environment, by_model, delayed, together, with_fallback
 from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import reward_pool
 from asyncflow.telemetry.hub import UnscoredResponse
@@ -37,7 +37,7 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
     """The reward processes below a worker, which end with it. None are started where another worker scores."""
     config, delays = run.config.reward, run.config.reward.delays
     failures: Counter[str] = Counter()
-    scorings: list[Scoring] = []
+    scorings: list[tuple[Scoring, int]] = []  # with the number of their parts
     async with AsyncExitStack() as stack:
         is_here = config.place == "rollout" or name.startswith("reward/")
         if config.parts and is_here:
@@ -45,16 +45,20 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
             stack.push_async_callback(pool.close)
             await pool.start()
             failures = pool.failures
-            scorings.append(pool.score)
+            scorings.append((pool.score, len(config.parts)))
         if config.model is not None and is_here:
             run.reporter.recorder.enter("load")
             engine = await asyncio.to_thread(_reward_model, config.model)
             stack.push_async_callback(engine.close)
-            scorings.append(by_model(_computing(engine, run, config.model), config.model.path, failures, config.deadline_seconds))
+            compute = _computing(engine, run, config.model)
+            scorings.append((by_model(compute, config.model.path, failures, config.deadline_seconds), 1))
+        if config.environment is not None and is_here:
+            scorings.append((by_environment, 1))
         run.reporter.reward_failures = failures
-        scorings = [_told(scoring, run) for scoring in scorings]
-        weights = [part.weight for part in config.parts.values()] + ([] if config.model is None else [config.model.weight])
-        score = scorings[0] if len(scorings) == 1 and config.model is None else _all_of(scorings, weights)
+        scorings = [(_told(scoring, run), count) for scoring, count in scorings]
+        weights = list(config.weights.values())
+        is_pool_alone = len(scorings) == 1 and bool(config.parts)  # which weights its parts itself
+        score = scorings[0][0] if is_pool_alone else together([each for each, _ in scorings], weights, [n for _, n in scorings])
         if config.value_on_failure is not None:
             score = with_fallback(score, value=config.value_on_failure, attempts=config.max_attempts, num_parts=len(weights))
         yield delayed(score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else score
@@ -92,11 +96,6 @@ def _sampled(run: RunConnection) -> Callable[[float], None]:
             due = now + SCORE_SECONDS
 
     return scored
-
-
-def _all_of(scorings: Sequence[Scoring], weights: Sequence[float]) -> Scoring:
-    """Reward processes, if there are any, and then the model."""
-    return together(scorings, weights, [len(weights) - 1, 1] if len(scorings) == 2 else [len(weights)])
 
 
 def _reward_model(model: RewardModelConfig) -> ClassifierEngine:

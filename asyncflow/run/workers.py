@@ -21,6 +21,7 @@ from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, T
 from asyncflow.loops.algorithm1 import publish, train
 from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.critic import add_values, publish_critic, train_critic
+from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import position_of
 from asyncflow.loops.rollout import Rollout
 from asyncflow.loops.samples import EVALUATE_TASK
@@ -36,6 +37,7 @@ from asyncflow.run.engines import (
     train_engine,
     weight_sync,
 )
+from asyncflow.run.episodes import environments, episode_player
 from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
@@ -71,8 +73,10 @@ async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *
         engine = await asyncio.to_thread(rollout_engine, run.config, Path(run.job.model), run.job.max_context, device(run.config))
         receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
         original = partial(tensors_of, Path(run.job.model))
-        decode = CheckpointTokenizer(Path(run.job.model)).decode
-        await roll_out(run, engine, receiver, original, score, decode, is_evaluator=is_evaluator)
+        tokenizer = CheckpointTokenizer(Path(run.job.model))
+        async with environments(run, name) as pool:
+            episodes = None if pool is None else episode_player(run, engine, pool, tokenizer)
+            await roll_out(run, engine, receiver, original, score, tokenizer.decode, episodes, is_evaluator=is_evaluator)
 
 
 async def roll_out(
@@ -82,6 +86,7 @@ async def roll_out(
     original: Callable[[], Mapping[str, Tensor]],
     score: Callable[[Sample], Awaitable[Score]],
     decode: Callable[[Array], str],
+    episodes: EpisodePlayer | None = None,
     *,
     is_evaluator: bool = False,
 ) -> None:
@@ -89,11 +94,11 @@ async def roll_out(
     task, schedule, shape = "rollout", make_schedule(run.config), run.shape
     if is_evaluator:
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
-    run.reporter.why_not_deterministic = engine.why_not_deterministic
+    run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or engine.why_not_deterministic
     await run.reporter.flush()  # what a checkpoint holds depends on it
     context = replace(loop_context(run), schedule=schedule, shape=shape)
     by_worker = ResponseScoring(score if run.config.reward.place == "rollout" else None, decode, _sample_filter(run))
-    await Rollout(context, engine, receiver, original, by_worker, task).run()
+    await Rollout(context, engine, receiver, original, by_worker, task, episodes, run.config.episodes_at_once).run()
     run.reporter.recorder.waiting("stop")
     await receiver.close()
     await engine.close()

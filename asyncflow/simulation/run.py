@@ -31,13 +31,15 @@ from asyncflow.config import Config, parse
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.costs import Costs
 from asyncflow.engines.sleeping import REFERENCE, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
+from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.connection import RunConnection, joined
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import make_schedule, shape_of
+from asyncflow.run.factories import episode_limits, make_schedule, shape_of
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.resume import Resumed
@@ -307,10 +309,23 @@ class SimulatedJob(Job):
                 num_slots=rollout.num_slots,
                 max_context=run.job.max_context,
                 kv_on_install=rollout.kv_on_install,
+                num_parked=self.config.num_parked,
                 cores=self._cores,
             )
-            score = _Scorer(self, name).score
-            await roll_out(run, engine, self._sync.receiver(name), dict, score, _decode, is_evaluator=is_evaluator)
+            score, episodes = _Scorer(self, name).score, self._episodes(name, engine)
+            await roll_out(run, engine, self._sync.receiver(name), dict, score, _decode, episodes, is_evaluator=is_evaluator)
+
+    def _episodes(self, name: str, engine: SleepingRolloutEngine) -> EpisodePlayer | None:
+        if self.config.environment is None:
+            return None
+        costs = self._costs_of(name)
+        environments = SleepingEnvironments(
+            seconds=costs.environment_seconds,
+            sigma=costs.environment_sigma,
+            turns=costs.environment_turns,
+            deadline_seconds=self.config.episodes.deadline_seconds,
+        )
+        return EpisodePlayer(engine, environments, SleepingFormat(costs.observed_tokens), episode_limits(self.config))
 
     async def _reward_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:

@@ -10,6 +10,7 @@
 | slowest group | the last group of a step is still being generated; to the trainer, and tasks before it, only that one is missing |
 | interval | the schedule holds it back: the update whose version it is to serve next is not made, or the batch is not whole |
 | weights | a newer version is there, and on its way: gathered, copied, hashed, fetched, installed |
+| environments | all episodes that the rollout worker has wait for their environments |
 | start, stop | the run begins or ends |
 
 Loops name what they wait for as they see it; here that is held against what all workers did. Seconds are only cut, never lost, so a
@@ -33,10 +34,11 @@ DATA: Final = "data"
 SLOWEST: Final = "slowest group"
 INTERVAL: Final = "interval"
 WEIGHTS: Final = "weights"
+ENVIRONMENTS: Final = "environments"
 START: Final = "start"
 STOP: Final = "stop"
-REASONS: Final = (DATA, SLOWEST, INTERVAL, WEIGHTS, START, STOP)
-_KNOWN: Final = {START: START, STOP: STOP, "publish": WEIGHTS}
+REASONS: Final = (DATA, SLOWEST, INTERVAL, WEIGHTS, ENVIRONMENTS, START, STOP)
+_KNOWN: Final = {START: START, STOP: STOP, "publish": WEIGHTS, "environment": ENVIRONMENTS}
 """What a wait is due to whatever others did, by the cause that its loop has named."""
 
 Cuts = list[tuple[float, str]]

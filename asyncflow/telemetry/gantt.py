@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any, Final
 from zlib import crc32
 
-from asyncflow.telemetry.attribution import DATA, INTERVAL, SLOWEST, START, STOP, WEIGHTS
+from asyncflow.telemetry.attribution import DATA, ENVIRONMENTS, INTERVAL, SLOWEST, START, STOP, WEIGHTS
 from asyncflow.telemetry.idle import WAIT
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import join_pieces, worker_order
@@ -46,6 +46,7 @@ _TASK_COLOURS: Final = {
 _REASON_COLOURS: Final = {
     DATA: "#E69F00",
     SLOWEST: "#D55E00",
+    ENVIRONMENTS: "#B5651D",
     INTERVAL: "#CC79A7",
     WEIGHTS: "#009E73",
     START: "#8A8F98",

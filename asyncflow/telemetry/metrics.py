@@ -38,6 +38,15 @@ DEFINITIONS: Final[dict[str, str]] = {
     "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
     "response_length/std": "Standard deviation (divisor n) of those lengths, over rows.",
     "response_length/clipped_ratio": "Share of those rows that were cut off at the largest length (0 to 1).",
+    "episode/turns/mean": "Mean number of the policy's turns in an episode, over the same rows; only, as the next seven, in a run "
+    "with an environment.",
+    "episode/turns/largest": "Largest such number.",
+    "episode/tool_calls": "Tools that the step's episodes called.",
+    "episode/tool_failures": "Of these, calls that failed.",
+    "episode/observed_tokens": "Tokens of observations in the step's episodes: they are in the context and not in the loss.",
+    "episode/sampled_tokens": "Tokens that the policy sampled in them.",
+    "episode/environment_seconds": "Mean seconds that an episode spent in its environment.",
+    "episode/timeouts": "Episodes that the environment's deadline ended.",
     "policy/kl": "Estimated KL divergence (k3), in nats, mean over loss tokens: of the policy from the reference; "
     "without one, of the old policy from the policy (0 by construction while they are the same).",
     "policy/rollout_kl": "Estimated KL divergence of the engine that sampled from the policy (k3), in nats, mean over loss tokens: "
@@ -159,6 +168,18 @@ class StepTimes:
     train_began: float | None = None
 
 
+class EpisodeFigures(msgspec.Struct, frozen=True):
+    """Figures of the episodes of a trained group of R rows."""
+
+    num_turns: np.ndarray  # int64 [R]
+    num_observed: int  # tokens
+    num_sampled: int
+    tool_calls: int
+    tool_failures: int
+    seconds: np.ndarray  # float32 [R], in the environment
+    num_timed_out: int
+
+
 class GroupFigures(msgspec.Struct, frozen=True):
     """Figures of a trained group of R rows, that metrics are made of."""
 
@@ -176,6 +197,7 @@ class GroupFigures(msgspec.Struct, frozen=True):
     left_out: int = 0  # rows that were not computed
     reward_parts: np.ndarray = msgspec.field(default_factory=partial(np.empty, 0, np.float32))  # [R * parts], where they are kept
     own_metrics: Mapping[str, tuple[int, float]] = {}  # the algorithm's (own_metrics.py)
+    episodes: EpisodeFigures | None = None
 
 
 class StepMetrics:
@@ -271,7 +293,23 @@ class StepMetrics:
         row["response_length/mean"], row["response_length/std"] = float(lengths.mean()), float(lengths.std())
         row["response_length/clipped_ratio"] = float(truncated.astype(bool).mean())
         row["staleness/mean"], row["staleness/max"] = float(staleness.mean()), int(staleness.max())
-        return row
+        return row | self._episode_row()
+
+    def _episode_row(self) -> dict[str, float | int]:
+        episodes = [group.episodes for group in self._groups if group.episodes is not None]
+        if not episodes:
+            return {}
+        turns, seconds = (np.concatenate([getattr(each, name) for each in episodes]) for name in ("num_turns", "seconds"))
+        return {
+            "episode/turns/mean": float(turns.mean()),
+            "episode/turns/largest": int(turns.max()),
+            "episode/tool_calls": sum(each.tool_calls for each in episodes),
+            "episode/tool_failures": sum(each.tool_failures for each in episodes),
+            "episode/observed_tokens": sum(each.num_observed for each in episodes),
+            "episode/sampled_tokens": sum(each.num_sampled for each in episodes),
+            "episode/environment_seconds": float(seconds.mean()),
+            "episode/timeouts": sum(each.num_timed_out for each in episodes),
+        }
 
     def critic_row(self) -> dict[str, float | int]:
         """Metrics of a step's training of a critic."""

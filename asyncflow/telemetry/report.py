@@ -9,6 +9,7 @@ cannot end its script element, and the page's own policy refuses every script bu
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ REPORT_FILE: Final = "report.html"
 
 _TEMPLATE: Final = "report.html.j2"
 _SAMPLES_PER_STEP: Final = 4
+_MOST_TOKENS: Final = 400  # of a turn that are shown
 _LONGEST_TEXT: Final = 2_000
 
 
@@ -264,6 +266,7 @@ def _samples(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
                     "prompt": shortened(row.get("prompt")),
                     "response": shortened(row.get("response")),
                     "reward": f"{reward:.3g}" if isinstance(reward, int | float) else "",
+                    "turns": _turns(row.get("turns")),
                 }
             )
     return chosen
@@ -279,6 +282,19 @@ def _unscored(path: Path) -> list[dict[str, str]]:
             texts = {"prompt": each.prompt, "response": each.response, "why": each.trace or each.error}
             shown.append({"kind": each.kind} | {name: shortened(text) for name, text in texts.items()})
     return shown
+
+
+def _turns(kept: object) -> list[dict[str, Any]]:
+    """An episode's turns: who said what, each token with what a pointer on it shows."""
+    turns = []
+    for turn in kept if isinstance(kept, list) else ():
+        notes = [f"p = {math.exp(logprob):.3g}, in the loss" for logprob in turn.get("logprobs", ())]
+        texts = turn["texts"][:_MOST_TOKENS]
+        shown = zip(texts, notes or ["observed, not in the loss"] * len(texts), strict=False)
+        called = f", {turn['tool_calls']} tools called, {turn['tool_failures']} failed" if turn.get("tool_calls") else ""
+        reward = "" if turn.get("reward") is None else f", reward {turn['reward']:.3g}"
+        turns.append({"by": turn["by"], "about": turn["by"] + called + reward, "tokens": list(shown)})
+    return turns
 
 
 def shortened(text: object) -> str:

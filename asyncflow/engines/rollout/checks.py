@@ -8,22 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import Sampling
+from asyncflow.engines.base import NO_TOKENS, Sampling
 from asyncflow.types import Array
 
 
-def check_request(prompt_ids: Array, sampling: Sampling, *, vocab_size: int, max_context: int) -> None:
+def check_request(prompt_ids: Array, sampling: Sampling, after: Array = NO_TOKENS, *, vocab_size: int, max_context: int) -> None:
     """Raises `ValueError` for an empty prompt, an unknown token, impossible sampling, or more tokens than the context has."""
     check_tokens(prompt_ids, vocab_size=vocab_size)
+    if len(after):
+        check_tokens(after, vocab_size=vocab_size)
     for token in sampling.stop_ids or ():
         if not 0 <= token < vocab_size:
             raise ValueError(f"the stop token {token} lies outside 0..{vocab_size - 1}")
     is_possible = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1 and all(sampling.stop)
     if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf or not is_possible:
         raise ValueError(f"impossible sampling: {sampling}")
-    if len(prompt_ids) + sampling.max_new_tokens > max_context:
+    if len(prompt_ids) + len(after) + sampling.max_new_tokens > max_context:
+        turns = f", {len(after)} tokens after it" if len(after) else ""
         raise ValueError(
-            f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
+            f"a prompt of {len(prompt_ids)}{turns} and a response of {sampling.max_new_tokens} tokens exceed"
             f" the engine's context of {max_context}"
         )
 

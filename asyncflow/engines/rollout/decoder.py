@@ -2,7 +2,8 @@
 
     DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
 
-The active slots of the cache are always 0 .. N-1, so a decode step has a row for each and gathers nothing.
+A decode step has a row for each new token, with its slot of the cache. A slot may have several rows, which come one after another
+(an observation; a response whose keys were given up): each has the bits that it has in a step of its own.
 
 On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least
 `MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, and slot_cache.py sums each slot by itself.
@@ -117,7 +118,8 @@ class Decoder:
     def __init__(
         self, config: DecoderConfig, *, num_slots: int, max_context: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Uninitialised weights and an empty cache of `num_slots` times `max_context` tokens (prompt and response)."""
+        """Uninitialised weights and an empty cache of `num_slots` times `max_context` tokens (prompt and response). One slot more
+        is for inert rows."""
         if max_context > config.max_position_embeddings:
             raise ValueError(f"max_context {max_context} exceeds the model's {config.max_position_embeddings} positions")
         self.config, self.dtype, self.device = config, dtype, device
@@ -144,7 +146,7 @@ class Decoder:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            num_slots=padded(num_slots),
+            num_slots=num_slots + 1,
             max_context=max_context,
             like=self.norm,
         )
@@ -227,14 +229,14 @@ class Decoder:
         sizes = [self.shapes[each][0] for each in linear.names]
         return torch.split(linear.unpacked(), sizes)[linear.names.index(name)]
 
-    def prefill(self, prompts: Sequence[Array], slots: Sequence[tuple[int, int]]) -> Tensor:
-        """Logits (float32 [P, V]) after each prompt (int64), whose keys go to `count` slots from `first`: `(first, count)`."""
+    def prefill(self, prompts: Sequence[Array], slots: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (float32 [P, V]) after each prompt (int64), whose keys go to each of its slots."""
         lengths = np.array([len(p) for p in prompts])
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        places = self.cache.places(np.repeat([first for first, _ in slots], lengths), positions)
+        places = self.cache.places(np.repeat([first for first, *_ in slots], lengths), positions)
         buckets, rows_T = self._buckets(lengths, ends, len(inert))
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -244,8 +246,8 @@ class Decoder:
         last = np.append(ends - 1, np.full(padded(len(ends)) - len(ends), ends[-1] - 1))
         tokens = np.concatenate([*prompts, inert])
         logits_PV = self._forward(tokens, np.append(positions, inert), attend, last)[: len(prompts)]
-        for length, (first, count) in zip(lengths.tolist(), slots, strict=True):
-            self.cache.copy(first, first + 1, count - 1, length)
+        for length, (first, *others) in zip(lengths.tolist(), slots, strict=True):
+            self.cache.copy(first, others, length)
         return logits_PV
 
     def _buckets(self, lengths: Array, ends: Array, num_inert: int) -> tuple[list[Tensor], Tensor]:
@@ -286,18 +288,24 @@ class Decoder:
         scored: Array = torch.cat(chosen)[: num_tokens - 1].cpu().numpy()
         return scored
 
-    def decode(self, tokens: Array, positions: Array) -> Tensor:
-        """Logits (float32 [N, V]) after one more token of slots 0 .. N-1 (int64 [N]), at its position (int64 [N])."""
+    def decode(self, tokens: Array, positions: Array, slots: Array | None = None, wanted: Array | None = None) -> Tensor:
+        """Logits (float32 [N, V]) after one more token (int64 [N]) of each slot (int64 [N]; None: 0 .. N-1), at its position
+        (int64 [N]). `wanted` (int64): the rows whose logits are wanted; None: all."""
         num_rows = len(tokens)
-        inert = np.zeros(padded(num_rows) - num_rows, np.int64)  # they write into slots that are free
+        inert = np.zeros(padded(num_rows) - num_rows, np.int64)
+        inert_slot = self.cache.tensor.shape[2] - 1
+        slots = np.append(np.arange(num_rows) if slots is None else slots, inert + inert_slot)
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
-        step = self.cache.step(positions)
+        step = self.cache.step(slots, positions)
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
             self.cache.store(layer, step.new, k_NKD, v_NKD)
             return self.cache.attend(layer, step, q_NHD)
 
-        return self._forward(tokens, positions, attend)[:num_rows]
+        if wanted is None:
+            return self._forward(tokens, positions, attend)[:num_rows]
+        last = np.append(wanted, np.full(padded(len(wanted)) - len(wanted), wanted[-1]))
+        return self._forward(tokens, positions, attend, last)[: len(wanted)]
 
     def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""

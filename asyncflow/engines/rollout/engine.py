@@ -11,6 +11,8 @@ Calls run between decode steps, so an install changes the weights of whole steps
 and values that it already has, or has them computed again (`kv_on_install`). While the engine is paused, calls run and steps do
 not. At start-up probe.py looks whether this machine keeps the promise that a response's bits depend on nothing but itself.
 
+Between the turns of an episode its slot is parked (slots.py), and others generate.
+
 Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked prefill (a long prompt holds the
 others up for one pass), preemption (a slot is big enough for prompt and response from the start).
 """
@@ -32,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling, Timing
+from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.checks import check_request, check_tokens
@@ -64,8 +66,11 @@ class SlotEngine(RolloutEngine):
         version: int = 0,
         stop_ids: Iterable[int] | None = None,
         kv_on_install: Literal["keep", "recompute"] = "keep",
+        num_parked: int = 0,
     ) -> None:
         """Load a Hugging Face checkpoint as policy `version`.
+
+        `num_parked`: slots of the cache beyond `num_slots`, for episodes that wait for their environments.
 
         `kv_on_install`: whether responses under way go on with the keys and values that they have when weights are installed, or
         have them computed again.
@@ -79,7 +84,7 @@ class SlotEngine(RolloutEngine):
         self._vocab_size = fields["vocab_size"]
         self._decoder = decoder = Decoder(
             DecoderConfig.from_fields(fields),
-            num_slots=num_slots,
+            num_slots=num_slots + num_parked,
             max_context=max_context,
             dtype=getattr(torch, dtype),
             device=torch.device(device),
@@ -95,6 +100,7 @@ class SlotEngine(RolloutEngine):
             version=version,
             stop_strings=self._stop_strings,
             recomputes=kv_on_install == "recompute",
+            num_parked=num_parked,
         )
         self._is_closed = False
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
@@ -118,22 +124,31 @@ class SlotEngine(RolloutEngine):
         return self._slots.version
 
     def generate(
-        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
     ) -> AsyncGenerator[Response, None]:
         """See `RolloutEngine.generate`; also a `ValueError` for an empty prompt, an unknown token, impossible sampling, or stop
         strings without a tokenizer."""
-        prompt_ids = np.asarray(prompt_ids, np.int64)
-        check_request(prompt_ids, sampling, vocab_size=self._vocab_size, max_context=self.max_context)
+        prompt_ids, after = np.asarray(prompt_ids, np.int64), np.asarray(after, np.int64)
+        check_request(prompt_ids, sampling, after, vocab_size=self._vocab_size, max_context=self.max_context)
         if sampling.stop:
             self._stop_strings.load()
-        return self._generate(prompt_ids, sampling, samples, stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)))
+        return self._generate(prompt_ids, sampling, samples, _keys(key, samples), after)
+
+    def forget(self, key: SampleKey, sample: int) -> None:
+        """See `RolloutEngine.forget`."""
+        self._inbox.put(partial(self._slots.forget, _keys(key, [sample])[0]))
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that went through the model so far: of prompts, observations, responses, and what was computed again."""
+        return self._slots.num_computed
 
     async def _generate(
-        self, prompt_ids: Array, sampling: Sampling, samples: Sequence[int], keys: Array
+        self, prompt_ids: Array, sampling: Sampling, samples: Sequence[int], keys: Array, after: Array
     ) -> AsyncGenerator[Response, None]:
         arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
         deliver = self._deliveries.to(asyncio.get_running_loop(), arrived.put_nowait, len(samples))
-        request = SlotRequest(prompt_ids, sampling, deque(zip(samples, keys, strict=True)), deliver)
+        request = SlotRequest(prompt_ids, sampling, deque(zip(samples, keys, strict=True)), deliver, after)
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
         remaining = len(samples)
@@ -244,6 +259,10 @@ class SlotEngine(RolloutEngine):
                     self._slots.fail(error)
                 if self._slots.has_room or self._deliveries.are_due:
                     self._deliveries.hand_over()
+
+
+def _keys(key: SampleKey, samples: Sequence[int]) -> Array:
+    return stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64))
 
 
 class InstalledWeights(WeightSource):

@@ -5,6 +5,7 @@ logits of a few prompts must be the same bits alone and among others:
 
     prefill   short prompts, and one with two blocks of keys, each in a pass of its own; then all in one pass, beside a long one
     decode    one slot alone; then more and more slots, each prompt in several of them
+    feed      several tokens of a slot in one step, and in steps of their own
 
 A pass through all layers would say no more: they have the same shapes.
 """
@@ -22,6 +23,7 @@ from asyncflow.types import Array
 
 LENGTHS = (1, 2, 3, BLOCK + 1)
 LONGEST = 256  # tokens of the prompt beside them
+FED = BLOCK + 5  # tokens of an observation
 
 
 def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
@@ -37,11 +39,11 @@ def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> st
     positions = np.array(lengths)
     alone = []
     for prompt, position in zip(prompts, positions, strict=True):
-        first = decoder.prefill([prompt], [(0, 1)])
+        first = decoder.prefill([prompt], [[0]])
         alone.append((first[0], decoder.decode(prompt[-1:], np.array([position]))[0]))
 
     beside = _tokens(decoder, min(LONGEST, max_context))
-    together = decoder.prefill([beside, *prompts[::-1]], [(0, 1)] * (1 + len(prompts)))[1:].flip(0)
+    together = decoder.prefill([beside, *prompts[::-1]], [[0]] * (1 + len(prompts)))[1:].flip(0)
     for length, (first, _), logits in zip(lengths, alone, together, strict=True):
         if not torch.equal(first, logits):
             return f"the logits after a prompt of {length} tokens depend on the prompts beside it"
@@ -50,12 +52,24 @@ def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> st
     while num_rows:
         which = np.sort(np.arange(num_rows) % len(prompts))  # the prompt of each slot
         _, begins, counts = np.unique(which, return_index=True, return_counts=True)
-        decoder.prefill(prompts[: len(begins)], list(zip(begins.tolist(), counts.tolist(), strict=True)))
+        decoder.prefill(prompts[: len(begins)], [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)])
         rows = decoder.decode(np.array([prompts[i][-1] for i in which]), positions[which])
         for slot, i in enumerate(which):
             if not torch.equal(rows[slot], alone[i][1]):
                 return f"the logits of a slot among {num_rows} differ from those of the slot alone"
         num_rows = num_rows * 2 // 3
+    return _dependence_of_a_feed(decoder, max_context)
+
+
+def _dependence_of_a_feed(decoder: Decoder, max_context: int) -> str:
+    tokens = _tokens(decoder, min(FED, max_context - 1))
+    positions, fed = np.arange(1, len(tokens) + 1), np.zeros(len(tokens), np.int64)
+    decoder.prefill([tokens[:1]], [[0]])
+    together = decoder.decode(tokens, positions, fed)
+    decoder.prefill([tokens[:1]], [[0]])
+    for token, position, logits in zip(tokens, positions, together, strict=True):
+        if not torch.equal(logits, decoder.decode(np.array([token]), np.array([position]))[0]):
+            return f"the logits of a token among {len(tokens)} of its slot differ from those of the token alone"
     return ""
 
 

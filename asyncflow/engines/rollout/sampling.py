@@ -33,6 +33,11 @@ def stream_keys(seed: int, prompt_index: int, samples: Array) -> Array:
     return _mix(key + WEYL)
 
 
+def later_keys(keys: Array, position: int) -> Array:
+    """Keys of the turn that begins at a token position, for engines that take one seed a request: uint64 [n] -> uint64 [n]."""
+    return _mix(keys + np.uint64(position) * WEYL) if position else keys
+
+
 def uniforms(keys: Array, positions: Array) -> Array:
     """Uniform numbers strictly between 0 and 1 for tokens at `positions` (int64 [n]) of the streams `keys`: float64 [n]."""
     bits = _mix(keys + positions.astype(np.uint64) * WEYL)

@@ -8,12 +8,13 @@ values key by key (BLOCK rows of D). So both halves of attention are weighted su
 It streams ragged rows, where `bmm` would multiply many tiny padded matrices (two to four times slower with keys in the cache, and
 more so in bfloat16). Each sum runs in order over its own rows: the bits of a slot do not depend on the others.
 
-T = tokens that are stored, N = slots in a step, H = query heads, K = key/value heads, D = head size, L = keys, B = blocks of the
+T = tokens that are stored, N = rows of a step, H = query heads, K = key/value heads, D = head size, L = keys, B = blocks of the
 longest slot, M = (slot, head, block) triples that exist.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,10 +63,11 @@ class SlotCache:
         self._keys = [layer[0].view(-1, BLOCK) for layer in self.tensor]
         self._values = [layer[1].view(-1, head_dim) for layer in self.tensor]
 
-    def copy(self, source: int, first: int, count: int, length: int) -> None:
-        """Copy the first `length` keys and values of slot `source` to slots `first` .. `first + count - 1`."""
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` keys and values of slot `source` to other slots."""
         used = self.tensor[:, :, :, :, : -(-length // BLOCK)]
-        used[:, :, first : first + count] = used[:, :, source : source + 1]
+        for target in targets:
+            used[:, :, target] = used[:, :, source]
 
     def places(self, slots: Array, positions: Array) -> KeyPlaces:
         """Places of the tokens at `positions` (int64 [T]) of `slots` (int64 [T])."""
@@ -80,18 +82,22 @@ class SlotCache:
         self._keys[layer].view(-1).index_copy_(0, places.keys, k_TKD.reshape(-1))
         self._values[layer].index_copy_(0, places.values, v_TKD.flatten(0, 1))
 
-    def step(self, positions: Array) -> Step:
-        """The step in which slots 0 .. N-1 get a key at `positions` (int64 [N]) and attend to all that they have."""
-        num_rows, group = len(positions), self._heads // self._kv_heads
+    def step(self, slots: Array, positions: Array) -> Step:
+        """The step in which `slots` (int64 [N]) get a key at `positions` (int64 [N]) and attend to all that they have up to there.
+
+        A slot may be there several times, with positions one after another.
+        """
+        group = self._heads // self._kv_heads
         counts_N = positions // BLOCK + 1
         most = int(counts_N.max())
         exists_NHB = np.repeat(np.arange(most) < counts_N[:, None], self._heads, axis=0)
         blocks = np.flatnonzero(exists_NHB)
         heads = blocks // most
-        blocks_M1 = (heads // group * self._blocks + (blocks - heads * most)).astype(np.int32)[:, None]  # in the cache
+        kv_heads = slots[heads // self._heads] * self._kv_heads + heads % self._heads // group  # in the cache
+        blocks_M1 = (kv_heads * self._blocks + (blocks - heads * most)).astype(np.int32)[:, None]
         mask_NL = np.where(np.arange(most * BLOCK) > positions[:, None], np.float32(-np.inf), np.float32(0))
         return Step(
-            new=self.places(np.arange(num_rows), positions),
+            new=self.places(slots, positions),
             key_rows=self._on_device(blocks_M1 * self._head_dim + np.arange(self._head_dim, dtype=np.int32)),
             key_offsets=self._on_device((_begins(exists_NHB.ravel()) * self._head_dim).astype(np.int32)),
             value_rows=self._on_device(blocks_M1 * BLOCK + np.arange(BLOCK, dtype=np.int32)),

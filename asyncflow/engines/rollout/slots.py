@@ -1,18 +1,27 @@
-"""Which request, sample and tokens each slot of the embedded engine holds, and one step of all of them: the thread's half."""
+"""Which request, sample and tokens each row of the embedded engine holds, and one step of all of them: the thread's half.
+
+    waiting --admit--> a row, and a slot of the cache --a token a step--> the turn's end --> free, or parked
+                         ^                                                                             |
+                         +------- the next turn: its keys are there, only what was observed is fed <---+
+
+A parked slot keeps the keys and values of an episode that waits for its environment. Where slots are wanted, the one that was
+parked first is given up; its episode's next turn computes them again, by the same passes, so to the same bits: the prompt in a
+prefill, everything behind it by decode steps, of which many tokens may share one.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import Response, Sampling, Timing
+from asyncflow.engines.base import NO_TOKENS, Response, Sampling, Timing
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
 from asyncflow.engines.rollout.stop_strings import StopStrings
@@ -25,17 +34,52 @@ MAX_TIMINGS = 10_000  # kept until they are taken
 
 @dataclass(slots=True, eq=False)
 class SlotRequest:
-    """Samples of one prompt. `deliver` takes each response, or the error that ends the request."""
+    """Samples of one prompt. `deliver` takes each response, or the error that ends the request. `after`: tokens that stand between
+    the prompt and what is generated (int64)."""
 
     prompt_ids: Array
     sampling: Sampling
     pending: deque[tuple[int, np.uint64]]  # sample number, noise key: not in a slot yet
     deliver: Callable[[Response | Exception], None]
+    after: Array = field(default_factory=lambda: NO_TOKENS)
     first_logits_V: Tensor | None = None  # after the prompt, under the weights of its last prefill
 
 
+@dataclass(slots=True, eq=False)
+class ParkedSlot:
+    """Slot of an episode between two turns. `tokens` (int64): its turns and observations so far; the last one has no keys yet."""
+
+    slot: int
+    prompt_ids: Array
+    tokens: Array
+    is_current: bool  # the prompt's keys are those of the installed weights
+
+    def is_before(self, request: SlotRequest) -> bool:
+        """Whether the request goes on from here."""
+        count = len(self.tokens)
+        same = self.prompt_ids is request.prompt_ids or np.array_equal(self.prompt_ids, request.prompt_ids)
+        return same and count <= len(request.after) and np.array_equal(self.tokens, request.after[:count])
+
+
+@dataclass(slots=True, eq=False)
+class _Admitted:
+    """Rows that one request gets in an admission, and how many keys their slots have when their prompt is there."""
+
+    request: SlotRequest
+    rows: range
+    num_cached: int
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    """Prompt that an admission computes, and the slots that get its keys."""
+
+    request: SlotRequest
+    slots: list[int]
+
+
 class Slots:
-    """The thread's half: which request, sample and tokens each slot holds. Slots 0 .. num_active - 1 are active."""
+    """The thread's half: which request, sample and tokens each row holds. Rows 0 .. num_active - 1 are active."""
 
     def __init__(
         self,
@@ -47,16 +91,23 @@ class Slots:
         version: int,
         stop_strings: StopStrings,
         recomputes: bool = False,
+        num_parked: int = 0,
     ) -> None:
+        """`num_slots`: rows that generate at once. `num_parked`: slots of the cache beyond these."""
         self.version, self._recomputes = version, recomputes
         self.is_paused = False
+        self.num_computed = 0
+        """Tokens that went through the model so far: of prompts, observations, responses, and what was computed again."""
         self._decoder, self._num_slots, self._stop_strings = decoder, num_slots, stop_strings
         self._is_stop = np.zeros(decoder.config.vocab_size, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._waiting: deque[SlotRequest] = deque()
+        self._free = list(range(num_slots + num_parked - 1, -1, -1))  # slots of the cache
+        self._parked: dict[np.uint64, ParkedSlot] = {}  # by noise key, the one that was parked first in front
         self._num_active = 0
-        self._requests: list[SlotRequest] = []  # of the active slots; the arrays below have an entry for every slot
+        self._requests: list[SlotRequest] = []  # of the active rows; the arrays below have an entry for every row
         self._spans: list[list[tuple[int, int]]] = []
+        self._slots = np.zeros(num_slots, np.int64)
         self._samples = np.zeros(num_slots, np.int64)
         self._keys = np.zeros(num_slots, np.uint64)
         self._temperatures = np.zeros(num_slots, np.float32)
@@ -64,7 +115,8 @@ class Slots:
         self._top_ks = np.zeros(num_slots, np.int64)
         self._min_ps = np.zeros(num_slots, np.float32)
         self._prompt_lengths = np.zeros(num_slots, np.int64)
-        self._counts = np.zeros(num_slots, np.int64)  # response tokens so far
+        self._starts = np.zeros(num_slots, np.int64)  # tokens behind the prompt that were there before
+        self._counts = np.zeros(num_slots, np.int64)  # these and the response's so far
         self._limits = np.zeros(num_slots, np.int64)
         self._is_current = np.zeros(num_slots, bool)  # the prompt's keys are those of the installed weights
         self._tokens = np.zeros((num_slots, max_context), np.int64)
@@ -72,9 +124,8 @@ class Slots:
         self._timings: deque[Timing] = deque(maxlen=MAX_TIMINGS)
         self._steps: Timing | None = None  # decode steps that are timed together, so far
         self._arrays = (
-            *(self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits),
-            *(self._top_ps, self._top_ks, self._min_ps),
-            *(self._is_current, self._tokens, self._logprobs),
+            *(self._slots, self._samples, self._keys, self._temperatures, self._prompt_lengths, self._starts, self._counts),
+            *(self._limits, self._top_ps, self._top_ks, self._min_ps, self._is_current, self._tokens, self._logprobs),
         )
 
     @property
@@ -84,29 +135,39 @@ class Slots:
 
     @property
     def has_room(self) -> bool:
-        """A slot stands empty for want of a sample."""
+        """A row stands empty for want of a sample."""
         return self._num_active < self._num_slots and not self._waiting
 
     def submit(self, request: SlotRequest) -> None:
-        """Add a request, which waits for free slots."""
-        self._waiting.append(request)
+        """Add a request, which waits for free rows; a later turn goes before first ones, so that episodes end."""
+        if len(request.after):
+            self._waiting.insert(next((i for i, r in enumerate(self._waiting) if not len(r.after)), len(self._waiting)), request)
+        else:
+            self._waiting.append(request)
 
     def cancel(self, request: SlotRequest) -> None:
         """Free the slots of `request` and forget its waiting samples."""
         if request in self._waiting:
             self._waiting.remove(request)
-        for slot in reversed(range(self._num_active)):
-            if self._requests[slot] is request:
-                self._free(slot)
+        for row in reversed(range(self._num_active)):
+            if self._requests[row] is request:
+                self._free.append(self._leave(row))
+
+    def forget(self, key: np.uint64) -> None:
+        """Free the parked slot of an episode that has ended."""
+        if (parked := self._parked.pop(key, None)) is not None:
+            self._free.append(parked.slot)
 
     def fail(self, error: Exception) -> None:
         """Free every slot, clearing keys that may not be finite; every request ends with `error`."""
         self._decoder.cache.tensor.zero_()
         requests = dict.fromkeys([*self._requests, *self._waiting])
+        self._free += [*self._slots[: self._num_active].tolist(), *(parked.slot for parked in self._parked.values())]
         self._num_active = 0
         self._requests.clear()
         self._spans.clear()
         self._waiting.clear()
+        self._parked.clear()
         for request in requests:
             request.deliver(error)
 
@@ -115,8 +176,10 @@ class Slots:
         self._decoder.install(tensors, prepared)
         self.version = version
         self._is_current[:] = False
-        for slot, spans in enumerate(self._spans):
-            count = int(self._counts[slot])
+        for parked in self._parked.values():
+            parked.is_current = False
+        for row, spans in enumerate(self._spans):
+            count = int(self._counts[row])
             if spans[-1][0] == count:  # two installs without a token between them
                 spans.pop()
             spans.append((count, version))
@@ -124,19 +187,23 @@ class Slots:
             self._compute_keys_again()
 
     def _compute_keys_again(self) -> None:
-        """Keys and values of every response under way, by the weights installed now, some `PREFILL_TOKENS` at a time."""
+        """Keys and values of every response under way, by the weights installed now, some `PREFILL_TOKENS` at a time. Those of
+        parked slots are computed by their next turns."""
+        for key in list(self._parked):
+            self.forget(key)
         pending: list[int] = []
-        for slot in range(self._num_active):
-            pending.append(slot)
+        for row in range(self._num_active):
+            pending.append(row)
             num_tokens = int((self._prompt_lengths[pending] + self._counts[pending]).sum())
-            if num_tokens >= PREFILL_TOKENS or slot == self._num_active - 1:
+            if num_tokens >= PREFILL_TOKENS or row == self._num_active - 1:
                 # The last token's own are computed when it is decoded.
-                rows = [[*self._requests[s].prompt_ids, *self._tokens[s, : self._counts[s] - 1]] for s in pending]
-                self._decoder.prefill([np.array(row, np.int64) for row in rows], [(s, 1) for s in pending])
+                rows = [[*self._requests[r].prompt_ids, *self._tokens[r, : self._counts[r] - 1]] for r in pending]
+                self._decoder.prefill([np.array(row, np.int64) for row in rows], self._slots[pending, None].tolist())
+                self.num_computed += num_tokens
                 pending.clear()
 
     def step(self) -> None:
-        """Fill the free slots, then one more token for every active one."""
+        """Fill the free rows, then one more token for every active one."""
         while self._waiting and self._num_active < self._num_slots:
             before, began = self._num_active, time.monotonic()
             if not (num_tokens := self._admit()):
@@ -149,7 +216,8 @@ class Slots:
             active = np.arange(self._num_active)
             tokens = self._tokens[active, self._counts[active] - 1]
             positions = (self._prompt_lengths + self._counts)[active] - 1
-            self._append(0, self._decoder.decode(tokens, positions))
+            self._append(0, self._decoder.decode(tokens, positions, self._slots[active]))
+            self.num_computed += rows
             so_far = self._steps or Timing("decode_step", began, began, 0, 0, 0)
             sums = (so_far.rows + rows, so_far.tokens + num_tokens, so_far.calls + 1)
             self._steps = Timing("decode_step", so_far.start, time.monotonic(), *sums)
@@ -167,93 +235,155 @@ class Slots:
         return [self._timings.popleft() for _ in range(len(self._timings))]
 
     def _admit(self) -> int:
-        """Give slots to waiting samples, one prefill pass of prompts at most, and draw their first tokens.
+        """Give rows to waiting samples, some `PREFILL_TOKENS` of what has no keys at most, and draw their first tokens.
 
-        Returns the number of prompt tokens that the pass computed.
+        Returns the number of tokens that were computed for it.
         """
         start, budget = self._num_active, PREFILL_TOKENS
-        admitted: list[SlotRequest] = []  # one entry for each new slot
-        fresh: list[tuple[SlotRequest, int, int]] = []
+        admitted: list[_Admitted] = []
+        prefills: list[_Prefill] = []
         while self._waiting and self._num_active < self._num_slots:
             request, first = self._waiting[0], self._num_active
-            count = min(len(request.pending), self._num_slots - first)
-            siblings = (slot for slot, other in enumerate(self._requests) if other is request and self._is_current[slot])
-            if (sibling := next(siblings, None)) is not None:
-                self._decoder.cache.copy(sibling, first, count, len(request.prompt_ids))
-            elif fresh and budget < len(request.prompt_ids):
+            num_prompt, key = len(request.prompt_ids), request.pending[0][1]
+            if (parked := self._parked.get(key)) is not None and not parked.is_before(request):
+                parked = None
+            sibling = self._sibling(request, start) if parked is None else None
+            joined = next((each for each in prefills if len(request.after) and each.request.prompt_ids is request.prompt_ids), None)
+            num_cached = num_prompt if parked is None else num_prompt + len(parked.tokens) - 1
+            is_prefilled = parked is None and sibling is None and joined is None
+            cost = num_prompt + len(request.after) - (0 if is_prefilled else num_cached)
+            if cost and admitted and budget < cost:
                 break
+            budget -= cost
+            if parked is not None:
+                slots = [self._parked.pop(key).slot]
             else:
-                fresh.append((request, first, count))
-                budget -= len(request.prompt_ids)
-            self._occupy(request, count)
-            admitted += [request] * count
+                count = 1 if len(request.after) else min(len(request.pending), self._num_slots - first)
+                slots = [self._free_slot() for _ in range(count)]
+            if sibling is not None:
+                self._decoder.cache.copy(sibling, slots, num_prompt)
+            elif is_prefilled:
+                prefills.append(_Prefill(request, slots))
+            elif joined is not None and parked is None:
+                joined.slots += slots
+            self._occupy(request, slots, is_current=parked is None or parked.is_current)
+            admitted.append(_Admitted(request, range(first, self._num_active), num_cached))
             if not request.pending:
                 self._waiting.popleft()
-        if fresh:
-            logits_PV = self._decoder.prefill([r.prompt_ids for r, _, _ in fresh], [(first, count) for _, first, count in fresh])
-            for (request, _, _), logits_V in zip(fresh, logits_PV, strict=True):
-                request.first_logits_V = logits_V
-        self._append(start, torch.stack([r.first_logits_V for r in admitted if r.first_logits_V is not None]))
+        if prefills:
+            logits_PV = self._decoder.prefill([each.request.prompt_ids for each in prefills], [each.slots for each in prefills])
+            for each, logits_V in zip(prefills, logits_PV, strict=True):
+                each.request.first_logits_V = logits_V
+        fed = self._feed([each for each in admitted if len(each.request.after)])
+        logits = [fed.get(row, each.request.first_logits_V) for each in admitted for row in each.rows]
+        self._append(start, torch.stack([logits_V for logits_V in logits if logits_V is not None]))
+        self.num_computed += PREFILL_TOKENS - budget
         return PREFILL_TOKENS - budget
 
-    def _occupy(self, request: SlotRequest, count: int) -> None:
-        """The next `count` slots hold the next pending samples of `request`, without tokens so far."""
-        slots = slice(self._num_active, self._num_active + count)
+    def _sibling(self, request: SlotRequest, num_rows: int) -> int | None:
+        """A slot of the first `num_rows` rows that has the keys of the request's prompt under the installed weights."""
+        for row, other in enumerate(self._requests[:num_rows]):
+            if other.prompt_ids is request.prompt_ids and self._is_current[row] and (other is request or len(request.after)):
+                return int(self._slots[row])
+        return None
+
+    def _free_slot(self) -> int:
+        """A slot of the cache; if need be, that of the episode that was parked first and does not wait for a row."""
+        if not self._free:
+            wanted = {key for request in self._waiting if len(request.after) for _, key in request.pending}
+            self.forget(next((key for key in self._parked if key not in wanted), next(iter(self._parked))))
+        return self._free.pop()
+
+    def _feed(self, admitted: Sequence[_Admitted]) -> dict[int, Tensor]:
+        """Compute the keys that rows lack of what stands before their turns. Returns the logits after it, by row."""
+        logits: dict[int, Tensor] = {}
+        pending: list[tuple[int, Array, int]] = []  # row, tokens, position of the first
+        for each in admitted:
+            (row,), whole = each.rows, np.concatenate([each.request.prompt_ids, each.request.after])
+            for first in range(each.num_cached, len(whole), PREFILL_TOKENS):
+                pending.append((row, whole[first : first + PREFILL_TOKENS], first))
+        while pending:
+            taken = 1
+            while taken < len(pending) and sum(len(tokens) for _, tokens, _ in pending[: taken + 1]) <= PREFILL_TOKENS:
+                taken += 1
+            now, pending = pending[:taken], pending[taken:]
+            lengths = [len(tokens) for _, tokens, _ in now]
+            positions = np.concatenate([np.arange(first, first + len(tokens)) for _, tokens, first in now])
+            slots = np.repeat(self._slots[[row for row, _, _ in now]], lengths)
+            ends = np.cumsum(lengths) - 1
+            found = self._decoder.decode(np.concatenate([tokens for _, tokens, _ in now]), positions, slots, ends)
+            logits |= dict(zip([row for row, _, _ in now], found, strict=True))
+        return logits
+
+    def _occupy(self, request: SlotRequest, slots: Sequence[int], *, is_current: bool) -> None:
+        """The next rows hold the next pending samples of `request`, in these slots, without tokens of their own so far."""
+        count, start = len(slots), len(request.after)
+        rows = slice(self._num_active, self._num_active + count)
         samples, keys = zip(*(request.pending.popleft() for _ in range(count)), strict=True)
-        self._samples[slots], self._keys[slots] = samples, keys
+        self._slots[rows] = slots
+        self._samples[rows], self._keys[rows] = samples, keys
         sampling = request.sampling
-        self._temperatures[slots] = sampling.temperature
+        self._temperatures[rows] = sampling.temperature
         left = (sampling.top_p, sampling.top_k, sampling.min_p) if sampling.is_truncated else (1.0, 0, 0.0)
-        self._top_ps[slots], self._top_ks[slots], self._min_ps[slots] = left
-        self._prompt_lengths[slots] = len(request.prompt_ids)
-        self._counts[slots] = 0
-        self._limits[slots] = sampling.max_new_tokens
-        self._is_current[slots] = True
+        self._top_ps[rows], self._top_ks[rows], self._min_ps[rows] = left
+        self._prompt_lengths[rows] = len(request.prompt_ids)
+        self._starts[rows] = self._counts[rows] = start
+        self._limits[rows] = start + sampling.max_new_tokens
+        self._is_current[rows] = is_current
+        self._tokens[rows, :start] = request.after
         self._requests += [request] * count
-        self._spans += [[(0, self.version)] for _ in range(count)]
+        self._spans += [[(start, self.version)] for _ in range(count)]
         self._num_active += count
 
     def _append(self, first: int, logits_NV: Tensor) -> None:
-        """Draw a token for the slots from `first` on, and deliver and free those that end with it."""
-        slots = slice(first, first + len(logits_NV))
-        counts = self._counts[slots]
-        left = Truncation(self._top_ps[slots], self._top_ks[slots], self._min_ps[slots])
-        noise = uniforms(self._keys[slots], counts)
-        tokens, logprobs = draw_tokens(logits_NV, self._temperatures[slots], noise, None if left.is_none else left)
+        """Draw a token for the rows from `first` on, and deliver and free those that end with it."""
+        active = slice(first, first + len(logits_NV))
+        counts = self._counts[active]
+        left = Truncation(self._top_ps[active], self._top_ks[active], self._min_ps[active])
+        noise = uniforms(self._keys[active], counts)
+        tokens, logprobs = draw_tokens(logits_NV, self._temperatures[active], noise, None if left.is_none else left)
         if not np.isfinite(logprobs).all():
             raise RuntimeError("the model's logits are not finite: the installed weights are broken")
-        rows = np.arange(slots.start, slots.stop)
+        rows = np.arange(active.start, active.stop)
         self._tokens[rows, counts], self._logprobs[rows, counts] = tokens, logprobs
-        self._counts[slots] += 1
+        self._counts[active] += 1
         is_stopped = self._is_stop[tokens]
-        for row, slot in enumerate(rows.tolist()):
-            if (own := self._requests[slot].sampling.stop_ids) is not None:
-                is_stopped[row] = tokens[row] in own
-            if (stop := self._requests[slot].sampling.stop) and not is_stopped[row]:
-                is_stopped[row] = self._stop_strings.are_completed(self._tokens[slot, : self._counts[slot]], stop)
-        for row in np.flatnonzero(is_stopped | (self._counts[slots] == self._limits[slots]))[::-1]:
+        for number, row in enumerate(rows.tolist()):
+            if (own := self._requests[row].sampling.stop_ids) is not None:
+                is_stopped[number] = tokens[number] in own
+            if (stop := self._requests[row].sampling.stop) and not is_stopped[number]:
+                said = self._tokens[row, self._starts[row] : self._counts[row]]
+                is_stopped[number] = self._stop_strings.are_completed(said, stop)
+        for row in np.flatnonzero(is_stopped | (self._counts[active] == self._limits[active]))[::-1]:
             self._finish(first + int(row), "stop" if is_stopped[row] else "length")
 
-    def _finish(self, slot: int, reason: Literal["stop", "length"]) -> None:
-        count = self._counts[slot]
+    def _finish(self, row: int, reason: Literal["stop", "length"]) -> None:
+        start, count = int(self._starts[row]), int(self._counts[row])
         response = Response(
-            sample=int(self._samples[slot]),
-            token_ids=self._tokens[slot, :count].copy(),
-            logprobs=self._logprobs[slot, :count].copy(),
-            version_spans=np.array([span for span in self._spans[slot] if span[0] < count], np.int64),
+            sample=int(self._samples[row]),
+            token_ids=self._tokens[row, start:count].copy(),
+            logprobs=self._logprobs[row, start:count].copy(),
+            version_spans=np.array([(first - start, version) for first, version in self._spans[row] if first < count], np.int64),
             finish_reason=reason,
         )
-        request = self._requests[slot]
-        self._free(slot)
+        request, key, is_current = self._requests[row], self._keys[row], bool(self._is_current[row])
+        tokens = self._tokens[row, :count].copy() if request.sampling.keeps else NO_TOKENS
+        slot = self._leave(row)
+        if request.sampling.keeps:
+            self.forget(key)
+            self._parked[key] = ParkedSlot(slot, request.prompt_ids, tokens, is_current)
+        else:
+            self._free.append(slot)
         request.deliver(response)
 
-    def _free(self, slot: int) -> None:
-        """Move the last active slot into the place of `slot`."""
-        last = self._num_active = self._num_active - 1
-        if slot != last:
-            self._decoder.cache.copy(last, slot, 1, int(self._prompt_lengths[last] + self._counts[last]))
+    def _leave(self, row: int) -> int:
+        """Move the last active row into the place of `row`. Returns the slot that it had."""
+        slot, last = int(self._slots[row]), self._num_active - 1
+        self._num_active = last
+        if row != last:
             for array in self._arrays:
-                array[slot] = array[last]
-            self._requests[slot], self._spans[slot] = self._requests[last], self._spans[last]
+                array[row] = array[last]
+            self._requests[row], self._spans[row] = self._requests[last], self._spans[last]
         self._requests.pop()
         self._spans.pop()
+        return slot

@@ -15,6 +15,7 @@ from asyncflow.engines.base import OptimResult, Response
 from asyncflow.loops import score_batching
 from asyncflow.loops.algorithm1 import Producer, apply, produce
 from asyncflow.loops.context import ResponseScoring
+from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.samples import GroupRequest, Shape
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.types import Batch
@@ -103,7 +104,7 @@ async def produced(queue: Queue) -> list[Mapping[str, Any]]:
     engine: Any = SimpleNamespace(generate=three_responses)
     client: Any = queue
     scoring = ResponseScoring(score_of, lambda ids: "", kept.append)
-    by = Producer(client, engine, scoring, shape, lambda response: None, lambda: None)
+    by = Producer(client, engine, EpisodePlayer(engine), scoring, shape, lambda num_sampled: None, lambda: None)
     leased: Any = SimpleNamespace(lease=None)
     request = GroupRequest(meta(1, size=3), [4, 5, 6], np.arange(2), {}, 1.0)
     await asyncio.wait_for(produce(by, leased, request, lambda: None), 5)

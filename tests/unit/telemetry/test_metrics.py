@@ -189,7 +189,7 @@ def test_every_metric_is_defined():
         "own/<name>",
         "reward/<name>",
     }
-    added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/", "critic/"))}
+    added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/", "critic/", "episode/"))}
     assert {metric_key(name) for name in row} | added_by_others == set(DEFINITIONS)
     assert metric_key("memory/rss_bytes/rollout/0") == "memory/rss_bytes/<worker>"
 

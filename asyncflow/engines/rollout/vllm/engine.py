@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling, Timing
+from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient, check_settings
@@ -62,6 +62,7 @@ class VllmEngine(RolloutEngine):
         version: int = 0,
         stop_ids: Iterable[int] | None = None,
         kv_on_install: Literal["keep", "recompute"] = "keep",
+        num_parked: int = 0,
         instances: int = 1,
         tensor_parallel: int = 1,
         devices: Sequence[Sequence[int]] | None = None,
@@ -78,7 +79,8 @@ class VllmEngine(RolloutEngine):
         generation_seconds: float = 1800.0,
         deadline_seconds: float = 120.0,
     ) -> None:
-        """Start the servers, and wait until they are ready (some 40 s). The first arguments are those of `SlotEngine`.
+        """Start the servers, and wait until they are ready (some 40 s). The first arguments are those of `SlotEngine`; vLLM keeps
+        what it has memory for, whatever `num_parked` is.
 
         `instances` servers are started, each over `tensor_parallel` devices (`devices`: which ones, a list for each instance), by
         the interpreter `python` of an environment that has vLLM; `arguments`: vLLM's own, by name. Or they are there already, at
@@ -149,15 +151,18 @@ class VllmEngine(RolloutEngine):
         return self._weights.version
 
     def generate(
-        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
     ) -> AsyncGenerator[Response, None]:
         """See `RolloutEngine`; also a `ValueError` for an empty prompt, an unknown token or impossible sampling.
 
         Raises `RunError` when all servers have been lost too often.
         """
-        prompt_ids = np.asarray(prompt_ids, np.int64)
-        check_request(prompt_ids, sampling, vocab_size=self._vocab_size, max_context=self.max_context)
-        return self._generation.responses(prompt_ids, samples, sampling, key)
+        prompt_ids, after = np.asarray(prompt_ids, np.int64), np.asarray(after, np.int64)
+        check_request(prompt_ids, sampling, after, vocab_size=self._vocab_size, max_context=self.max_context)
+        return self._generation.responses(prompt_ids, samples, sampling, key, after)
+
+    def forget(self, key: SampleKey, sample: int) -> None:
+        """See `RolloutEngine`: vLLM's prefix cache lets go by itself."""
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. Copies the tensors to where vLLM's processes can read them, in a thread of its own."""

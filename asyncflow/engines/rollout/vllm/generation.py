@@ -22,12 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.sampling import stream_keys
+from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling
+from asyncflow.engines.rollout.sampling import later_keys, stream_keys
 from asyncflow.engines.rollout.vllm.client import Aborted, RequestRefused, ServerLost
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.types import Array, RunError
+
+MAX_HOMES = 10_000  # prompts whose instance is remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -72,12 +74,16 @@ class Generation:
         self._servers, self._weights, self._begin = servers, weights, begin
         self._stop_ids, self._seeded, self._recomputes = stop_ids, seeded, recomputes
         self._open: set[asyncio.Queue[Response | Exception]] = set()
+        self._homes: dict[SampleKey, ServerHandle] = {}  # the instance that a prompt's episodes are on
 
     async def responses(
-        self, prompt_ids: Array, samples: Sequence[int], sampling: Sampling, key: SampleKey
+        self, prompt_ids: Array, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
     ) -> AsyncGenerator[Response, None]:
         """Responses to one prompt, int64 [P], in the order in which they end. Leaving the iteration early has the servers drop the
         others.
+
+        `after`: see `RolloutEngine.generate`. A later turn goes, with all token ids, to the instance of the first one, whose prefix
+        cache has what stands before it.
 
         Raises `RunError` when all servers have been lost too often, or do not generate what is asked for, and `RuntimeError` for
         any other error that ends a sample.
@@ -96,8 +102,15 @@ class Generation:
             asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         if sampling.stop:
             asked |= {"stop": sampling.stop, "include_stop_str_in_output": True}
-        instance, tokens, ids = await self._servers.least_loaded(), len(prompt_ids) + sampling.max_new_tokens, prompt_ids.tolist()
-        seeds = stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)) >> np.uint64(1)
+        ids = [*prompt_ids.tolist(), *after.tolist()]
+        tokens, instance = len(ids) + sampling.max_new_tokens, self._homes.get(key)
+        if instance is None or not instance.is_up:
+            instance = await self._servers.least_loaded()
+        if sampling.keeps:
+            self._homes[key] = instance
+            while len(self._homes) > MAX_HOMES:
+                del self._homes[next(iter(self._homes))]
+        seeds = later_keys(stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)), len(after)) >> np.uint64(1)
         tasks = []
         for number, seed in zip(samples, seeds.tolist(), strict=True):
             sample = _Sample(number, ids, {**asked, "seed": seed} if self._seeded else asked, tokens, instance)

@@ -1,0 +1,177 @@
+"""An episode: the policy's turns, and what the environment says of each, until it ends. A row is an episode.
+
+    begin (reset) --> generate --> observe (step) --> generate --> observe ... --> ended: stop, length or timeout
+                      sampled:     observed:
+                      loss_mask 1  loss_mask 0
+
+consumes: an engine's turns, an environment's answers
+waits for: a slot of the engine; the environment
+is unblocked by: the engine; the environment's process, or its deadline
+
+What the engine sampled is the row, to the token: an observation is appended as tokens, and nothing is ever decoded and encoded
+again. A response without an environment is the episode of one turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
+from asyncflow.environments.base import EnvironmentFailure, Environments, Episode, TurnFormat, seed_of
+from asyncflow.loops.samples import GroupRequest
+from asyncflow.loops.transcript import Ended, Played, Transcript
+from asyncflow.types import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """Limits of an episode, besides the tokens of all of it. `fails`: a row that reaches one fails; else it is scored."""
+
+    max_turns: int = 1
+    max_turn_tokens: int | None = None
+    fails: bool = False
+
+
+class LimitReached(Exception):
+    """An episode that reached a limit in a run in which it is to fail. `ended`: `length` or `timeout`."""
+
+    def __init__(self, ended: Ended, message: str) -> None:
+        super().__init__(message)
+        self.ended = ended
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeRow:
+    """A row's episode under way. `environment` None: its only turn is the end. `failure`: why it could not begin."""
+
+    sample: int
+    prompt_ids: Array
+    environment: Episode | None = None
+    transcript: Transcript | None = None
+    failure: EnvironmentFailure | None = None
+
+
+@dataclass(slots=True)
+class EpisodePlayer:
+    """How a worker plays episodes. Without `environments` each is one turn.
+
+    `on_waiting` is called with +1 when a row begins to wait for its environment, and with -1 when it no longer does.
+    """
+
+    engine: RolloutEngine
+    environments: Environments | None = None
+    format: TurnFormat | None = None
+    limits: EpisodeLimits = EpisodeLimits()
+    on_waiting: Callable[[int], None] = lambda change: None
+
+    async def begin(self, request: GroupRequest, samples: Sequence[int], sampling: Sampling, key: SampleKey) -> list[EpisodeRow]:
+        """The rows of a group, whose environments have been reset, side by side: they are generated together."""
+        if self.environments is None:
+            return [EpisodeRow(sample, request.prompt_ids) for sample in samples]
+        return await asyncio.gather(*(self._begin(request, sample, sampling.max_new_tokens, key) for sample in samples))
+
+    async def _begin(self, request: GroupRequest, sample: int, max_tokens: int, key: SampleKey) -> EpisodeRow:
+        assert self.environments is not None and self.format is not None
+        row = EpisodeRow(sample, request.prompt_ids, transcript=Transcript(sample))
+        assert row.transcript is not None
+        self.on_waiting(1)
+        try:
+            seed = seed_of(key.seed, key.prompt_index)
+            row.environment, opening = await self.environments.begin(request.example, seed)
+            if opening is not None:
+                ids = self.format.opening(request.prompt_ids, opening.words, opening.tools)
+                row.prompt_ids = np.concatenate([request.prompt_ids, ids])
+                row.transcript.opened(ids)
+                if len(ids) >= max_tokens:
+                    row.environment.end()
+                    what = f"the environment's first observation has {len(ids)} tokens"
+                    raise EnvironmentFailure("invalid", f"{what}, and rollout.max_new_tokens is {max_tokens}")
+        except EnvironmentFailure as failure:
+            row.failure = failure
+        finally:
+            self.on_waiting(-1)
+        return row
+
+    def first(self, rows: Sequence[EpisodeRow], sampling: Sampling) -> list[tuple[Sampling, list[EpisodeRow]]]:
+        """Rows that begin with the same tokens, with the settings of their first turn. Those that cannot begin are left out."""
+        if self.environments is None:
+            return [(sampling, list(rows))]
+        alike: dict[bytes, list[EpisodeRow]] = {}
+        for row in rows:
+            if row.failure is None:
+                alike.setdefault(row.prompt_ids.tobytes(), []).append(row)
+        return [(self._turn_sampling(some[0], sampling), some) for some in alike.values()]
+
+    async def play(self, row: EpisodeRow, turn: Response, sampling: Sampling, key: SampleKey) -> Played:
+        """The rest of an episode, from its first turn on. Raises `EnvironmentFailure`, and `LimitReached` where limits fail."""
+        if row.environment is None:
+            return Played(turn, np.ones(len(turn.token_ids), np.uint8), turn.finish_reason)
+        assert self.format is not None and row.transcript is not None
+        transcript, seconds, clock = row.transcript, 0.0, asyncio.get_running_loop().time
+        try:
+            while True:
+                transcript.sampled(turn)
+                is_finished = turn.finish_reason == "stop"
+                action, began = self.format.action(turn.token_ids, is_finished=is_finished), clock()
+                self.on_waiting(1)
+                try:
+                    result = await row.environment.step(action)
+                except EnvironmentFailure as failure:
+                    if failure.kind != "timeout":
+                        raise
+                    return self._ended(transcript, "timeout", clock() - began + seconds, str(failure))
+                finally:
+                    self.on_waiting(-1)
+                seconds += clock() - began
+                transcript.answered(result)
+                if not is_finished:
+                    return self._ended(transcript, "length", seconds, f"turn {transcript.num_turns} was cut off")
+                if result.done:
+                    return self._ended(transcript, "stop", seconds)
+                if transcript.num_turns == self.limits.max_turns:
+                    return self._ended(transcript, "length", seconds, f"it was not done after {transcript.num_turns} turns")
+                observed = self.format.between(turn.token_ids, result.words, is_finished=True)
+                if transcript.num_tokens + len(observed) >= sampling.max_new_tokens:
+                    return self._ended(
+                        transcript, "length", seconds, f"it has no room for an observation of {len(observed)} tokens"
+                    )
+                transcript.observed(observed)
+                turn = await self._next_turn(row, sampling, key)
+        finally:
+            self.end(row, key)
+
+    def end(self, row: EpisodeRow, key: SampleKey) -> None:
+        """Let go of what is kept for an episode."""
+        if row.environment is not None:
+            row.environment.end()
+            if (forget := getattr(self.engine, "forget", None)) is not None:
+                forget(key, row.sample)
+
+    async def _next_turn(self, row: EpisodeRow, sampling: Sampling, key: SampleKey) -> Response:
+        assert row.transcript is not None
+        settings = self._turn_sampling(row, sampling)
+        stream = self.engine.generate(
+            row.prompt_ids, samples=[row.sample], sampling=settings, key=key, after=row.transcript.after_opening
+        )
+        (turn,) = [response async for response in stream]
+        return turn
+
+    def _turn_sampling(self, row: EpisodeRow, sampling: Sampling) -> Sampling:
+        assert row.transcript is not None
+        room = self._room(row, sampling)
+        return sampling.of_turn(room, keeps=row.transcript.num_turns + 1 < self.limits.max_turns)
+
+    def _room(self, row: EpisodeRow, sampling: Sampling) -> int:
+        """Tokens that the next turn may have."""
+        assert row.transcript is not None
+        left = sampling.max_new_tokens - row.transcript.num_tokens
+        return left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
+
+    def _ended(self, transcript: Transcript, ended: Ended, seconds: float, why: str = "") -> Played:
+        if self.limits.fails and ended != "stop":
+            raise LimitReached(ended, f"the episode reached a limit: {why}")
+        return transcript.played(ended, seconds)

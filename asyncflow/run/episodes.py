@@ -1,0 +1,48 @@
+"""Environments below a rollout worker: their processes, and how the worker plays episodes with them.
+
+consumes: episodes
+waits for: the processes' start
+is unblocked by: their answers
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.base import RolloutEngine
+from asyncflow.environments.pool import EnvironmentPool
+from asyncflow.loops.episode import EpisodePlayer
+from asyncflow.run.connection import RunConnection
+from asyncflow.run.factories import environment_pool, episode_limits, turn_format
+from asyncflow.types import UserError
+
+
+@asynccontextmanager
+async def environments(run: RunConnection, name: str) -> AsyncIterator[EnvironmentPool | None]:
+    """The environment processes below a worker, which end with it; None where a response is one turn."""
+    pool = environment_pool(run.config, name)
+    if pool is None:
+        yield None
+        return
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def episode_player(
+    run: RunConnection, engine: RolloutEngine, pool: EnvironmentPool, tokenizer: CheckpointTokenizer
+) -> EpisodePlayer:
+    """How the worker plays episodes. Raises `UserError` for an engine that generates single turns only."""
+    if "after" not in inspect.signature(engine.generate).parameters:
+        raise UserError(
+            f"the rollout engine {run.config.rollout.engine.name} generates single turns only: its generate has no `after` "
+            f"(asyncflow/engines/base.py); take another, or leave out the environment"
+        )
+    if not pool.facts.is_deterministic:
+        run.reporter.why_not_deterministic = "the environment says that it is not deterministic"
+    return EpisodePlayer(engine, pool, turn_format(run.config, tokenizer), episode_limits(run.config))

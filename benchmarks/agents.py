@@ -1,0 +1,245 @@
+"""Episodes of several turns: keys that stay between turns, environments that are slow, processes that are killed.
+
+    python benchmarks/agents.py [--parts kept slow killed recipes] [--json FILE]
+
+kept      the embedded engine plays 64 episodes of 8 turns, and generates 64 single turns of the same length
+slow      256 episodes at once on 64 slots, environments that take 0.5 s a turn (lognormal): a sleeping engine, then the real one
+killed    recipes/calculator.yaml, 4 steps, killed at 20 moments (rollout worker, environment process, driver with --resume, in
+          turn): the fingerprints of all steps beside those of a run that nobody disturbs; some minutes, so only by name
+recipes   the two recipes, seeds 0, 1, 2: held-out reward before and after; a quarter of an hour, so only by name
+
+The bound of a slow part is what full decode steps would take for all its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+from figures import Figure, finish, parser, runs_folder
+
+from asyncflow.cluster.clock import VirtualLoop
+from asyncflow.engines.base import NO_TOKENS, SampleKey, Sampling
+from asyncflow.engines.costs import Costs, Lengths
+from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.sleeping import SleepingRolloutEngine
+from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "recipes" / "models" / "tiny-arithmetic"
+SLOTS, TURNS, TURN_TOKENS, OBSERVED = 64, 8, 24, 8
+AT_ONCE, SLOW_TURNS, SLOW_TOKENS, EPISODES = 256, 4, 32, 1024
+PROMPT = np.arange(20, 60)
+
+
+async def turn(engine: Any, key: SampleKey, after: np.ndarray, length: int, *, keeps: bool) -> np.ndarray:
+    """One turn of sample 0. Returns its tokens."""
+    stream = engine.generate(PROMPT, samples=[0], sampling=Sampling(1.0, length, keeps=keeps), key=key, after=after)
+    (made,) = [response async for response in stream]
+    return made.token_ids
+
+
+async def play(engine: Any, number: int, turns: int, length: int, observe: Callable[[int], Awaitable[None]]) -> None:
+    """An episode of so many turns, with an observation between two of them."""
+    key, after = SampleKey(0, number), NO_TOKENS
+    for count in range(turns):
+        made = await turn(engine, key, after, length, keeps=count + 1 < turns)
+        await observe(number)
+        after = np.concatenate([after, made, np.full(OBSERVED, 7)])
+    engine.forget(key, 0)
+
+
+async def kept() -> list[Figure]:
+    """Episodes beside single turns of the same length, in turn, three times each."""
+    length = TURNS * TURN_TOKENS + (TURNS - 1) * OBSERVED
+    engine = SlotEngine(MODEL, num_slots=SLOTS, num_parked=SLOTS, max_context=len(PROMPT) + length + OBSERVED, stop_ids=())
+
+    async def at_once(_: int) -> None:
+        """An environment that answers at once."""
+
+    async def seconds(turns: int, tokens: int, first: int) -> float:
+        began = time.perf_counter()
+        await asyncio.gather(*(play(engine, first + number, turns, tokens, at_once) for number in range(SLOTS)))
+        return time.perf_counter() - began
+
+    await seconds(1, 8, 10_000)
+    ratios, computed, one, many = [], 0, [], []
+    for repeat in range(3):
+        one.append(await seconds(1, length, 1000 * repeat))
+        before = engine.num_computed
+        many.append(await seconds(TURNS, TURN_TOKENS, 1000 * repeat + 500))
+        computed = engine.num_computed - before
+        ratios.append(many[-1] / one[-1])
+    await engine.close()
+    return [
+        Figure("8 turns: tokens computed / tokens in the episodes", computed / (SLOTS * (len(PROMPT) + length)), "", "<= 1.05"),
+        Figure("8 turns: seconds / seconds of one turn of the same length", statistics.median(ratios), "", "<= 1.15"),
+        Figure("one turn of the same length", statistics.median(one), "s"),
+    ]
+
+
+async def slow(engine: Any, num_active: Callable[[], int], what: str, step_seconds: Callable[[], float]) -> list[Figure]:
+    """Play `EPISODES` episodes, `AT_ONCE` at a time. Figures are of the time until the last of them begins: in a run the next
+    step's episodes take the place of those that end."""
+    clock = asyncio.get_running_loop().time
+    environments = SleepingEnvironments(seconds=0.5, sigma=0.5, turns=10**9, deadline_seconds=60.0)
+    action, room = SleepingFormat(OBSERVED).action(np.array([1]), is_finished=True), asyncio.Semaphore(AT_ONCE)
+    seen: list[tuple[float, int, int]] = []  # when, active slots, tokens computed
+    last_begun = 0.0
+
+    async def episode(number: int) -> None:
+        nonlocal last_begun
+        async with room:
+            last_begun = clock()
+            environment, _ = await environments.begin({}, number)
+
+            async def observe(_: int) -> None:
+                await environment.step(action)
+
+            await play(engine, number, SLOW_TURNS, SLOW_TOKENS, observe)
+
+    async def watch() -> None:
+        while True:
+            seen.append((clock(), num_active(), engine.num_computed))
+            await asyncio.sleep(0.005)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*(episode(number) for number in range(EPISODES)))
+    watching.cancel()
+    steady = [each for each in seen if seen[0][0] + 1.0 <= each[0] <= last_begun]
+    seconds, computed = steady[-1][0] - steady[0][0], steady[-1][2] - steady[0][2]
+    bound = computed / SLOTS * step_seconds()
+    return [
+        Figure(f"slow environments, {what}: slots busy", statistics.fmean(n for _, n, _ in steady) / SLOTS, "", ">= 0.85"),
+        Figure(f"slow environments, {what}: seconds / bound", seconds / bound, "", "<= 1.1"),
+        Figure(f"slow environments, {what}: tokens a second", computed / seconds, "1/s"),
+    ]
+
+
+def slow_asleep() -> list[Figure]:
+    """Sleeping engines, in virtual time: a step takes 10 ms, however many slots are active."""
+    costs = Costs(decode_step_seconds=0.01, decode_slot_seconds=0.0, prefill_token_seconds=0.01 / SLOTS)
+    costs = msgspec.structs.replace(costs, lengths=Lengths(response_median=10.0**6))
+
+    async def asleep() -> list[Figure]:
+        engine = SleepingRolloutEngine(costs, num_slots=SLOTS, num_parked=AT_ONCE - SLOTS, max_context=1024)
+        try:
+            return await slow(engine, lambda: len(engine._active), "asleep", lambda: 0.01)
+        finally:
+            await engine.close()
+
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(asleep())
+    finally:
+        loop.close()
+
+
+async def slow_real() -> list[Figure]:
+    """The embedded engine. Its bound is what a full decode step takes, for each `SLOTS` tokens."""
+    length = SLOW_TURNS * (SLOW_TOKENS + OBSERVED)
+    engine = SlotEngine(MODEL, num_slots=SLOTS, num_parked=AT_ONCE - SLOTS, max_context=len(PROMPT) + length, stop_ids=())
+    sampling = Sampling(1.0, length)
+    async for _ in engine.generate(PROMPT, samples=range(SLOTS), sampling=sampling, key=SampleKey(1, 0)):
+        pass
+    full = [timing for timing in engine.timings() if timing.task == "decode_step" and timing.rows == SLOTS * timing.calls]
+    step = statistics.median((timing.end - timing.start) / timing.calls for timing in full)
+    try:
+        return await slow(engine, lambda: engine._slots._num_active, "real", lambda: step)
+    finally:
+        await engine.close()
+
+
+def train(folder: Path, name: str, *overrides: str) -> subprocess.Popen[bytes]:
+    """A run of a recipe, as a user starts it, in a session of its own."""
+    command = [sys.executable, "-m", "asyncflow", "train", *overrides, f"run.dir={folder}", f"run.name={name}"]
+    with (folder / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def prints(folder: Path, name: str) -> dict[int, str]:
+    """The fingerprint of each step; of one that was made again after a resume, the last one."""
+    lines = (folder / name / "fingerprints.jsonl").read_text().splitlines()
+    return {json.loads(line)["step"]: line for line in lines}
+
+
+def killed(folder: Path, moments: int = 20) -> list[Figure]:
+    """Kill one of three kinds of process at each moment of a run of 4 steps."""
+    recipe = ["recipes/calculator.yaml", "run.steps=4", "eval.path=null", "telemetry.fingerprints=true", "checkpoint.every_steps=1"]
+    began = time.monotonic()
+    assert train(folder, "undisturbed", *recipe).wait() == 0, (folder / "undisturbed.log").read_text()[-800:]
+    whole, expected = time.monotonic() - began, prints(folder, "undisturbed")
+    rng, equal, hit = random.Random(0), 0, 0
+    for moment in range(moments):
+        kind, name = ("rollout", "environment", "driver")[moment % 3], f"killed-{moment}"
+        run = train(folder, name, *recipe)
+        time.sleep(rng.uniform(0.4, 0.95) * whole)
+        environments = [
+            p for p in psutil.Process(run.pid).children(recursive=True) if "asyncflow.environments.worker" in p.cmdline()
+        ]
+        victim = run.pid if kind == "driver" else 0
+        if environments and kind != "driver":
+            victim = environments[0].pid if kind == "environment" else environments[0].ppid()
+        if victim:
+            hit += 1
+            os.kill(victim, signal.SIGKILL)
+        run.wait()
+        if kind == "driver":
+            train(folder, name, *recipe, "--resume").wait()
+        equal += prints(folder, name) == expected
+        print(f"moment {moment}: {kind} {'killed' if victim else 'was not there'}", flush=True)
+    return [
+        Figure(f"killed at {moments} moments: runs whose steps have equal bits", equal, "runs", f">= {moments}"),
+        Figure("of these, moments at which there was somebody to kill", hit, "runs"),
+    ]
+
+
+def recipes(folder: Path) -> list[Figure]:
+    """Held-out reward before and after, greedy and sampled."""
+    figures = []
+    for recipe in ("calculator", "guess"):
+        for seed in range(3):
+            name, began = f"{recipe}-{seed}", time.monotonic()
+            code = train(folder, name, f"recipes/{recipe}.yaml", f"run.seed={seed}").wait()
+            assert code == 0, (folder / f"{name}.log").read_text()[-800:]
+            rows = [json.loads(line) for line in (folder / name / "eval.jsonl").read_text().splitlines()]
+            first, last = rows[0]["sampled/reward"], rows[-1]["sampled/reward"]
+            figures += [
+                Figure(f"{recipe}, seed {seed}: held-out reward before", first, "", "<= 0.40"),
+                Figure(f"{recipe}, seed {seed}: held-out reward after", last, "", ">= 0.90"),
+                Figure(f"{recipe}, seed {seed}: whole run", time.monotonic() - began, "s"),
+            ]
+    return figures
+
+
+def main() -> int:
+    arguments = parser(__doc__, has_runs=True)
+    arguments.add_argument("--parts", nargs="+", default=["kept", "slow"], choices=["kept", "slow", "killed", "recipes"])
+    given = arguments.parse_args()
+    figures: list[Figure] = []
+    with runs_folder(given.dir) as folder:
+        for part in given.parts:
+            if part == "kept":
+                figures += asyncio.run(kept())
+            elif part == "slow":
+                figures += [*slow_asleep(), *asyncio.run(slow_real())]
+            else:
+                figures += (killed if part == "killed" else recipes)(folder)
+    return finish(figures, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
