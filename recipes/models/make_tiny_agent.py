@@ -81,8 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny-agent model in Hugging Face format.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-agent", help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clean-steps", type=int, default=400, help="steps of 32 on clean episodes")
-    parser.add_argument("--noisy-steps", type=int, default=60, help="steps of 32 on poor ones")
+    parser.add_argument("--clean-steps", type=int, default=300, help="steps of 32 on clean episodes")
+    parser.add_argument("--noisy-steps", type=int, default=50, help="steps of 32 on poor ones")
+    parser.add_argument("--episodes", type=int, default=100, help="of each environment, that are played at the end")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -93,12 +94,12 @@ def main() -> None:
     model = new_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     train(model, tokenizer, rng, is_poor=False, num_steps=args.clean_steps, lr=CLEAN_LR)
-    report("after the clean phase", model, tokenizer)
     train(model, tokenizer, rng, is_poor=True, num_steps=args.noisy_steps, lr=NOISY_LR)
-    report("after the noisy phase", model, tokenizer)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    print(f"wrote {args.out}")
+    print(f"wrote {args.out}", flush=True)
+    for name, reward in rewards(model, tokenizer, args.episodes).items():
+        print(f"{name}: reward {reward:.3f}, sampled at temperature 1", flush=True)
 
 
 def write_data(folder: Path) -> None:
@@ -146,10 +147,10 @@ def batch(episodes: list[list[Piece]], tokenizer: FastTokenizer) -> tuple[Tensor
 
 
 @torch.no_grad()
-def report(when: str, model: Qwen2ForCausalLM, tokenizer: FastTokenizer, num_episodes: int = 100) -> None:
-    """Play with both environments, sampled at temperature 1."""
+def rewards(model: Qwen2ForCausalLM, tokenizer: FastTokenizer, num_episodes: int) -> dict[str, float]:
+    """Mean reward in each environment."""
     model.eval()
-    rng = Random("report")
+    rng, found = Random("report"), {}
     for name, cls in (("calculator", Calculator), ("guess", Guess)):
         total = 0.0
         for _ in range(num_episodes):
@@ -165,7 +166,8 @@ def report(when: str, model: Qwen2ForCausalLM, tokenizer: FastTokenizer, num_epi
                 if done:
                     break
                 ids = [*made, *tokenizer.encode(words)]
-        print(f"{when}: {name} {total / num_episodes:.3f}", flush=True)
+        found[name] = total / num_episodes
+    return found
 
 
 if __name__ == "__main__":

@@ -554,3 +554,26 @@ def test_truncated_sampling_is_corrected_for_unless_the_ratio_does_it(cut: dict[
 def test_a_task_on_one_device_a_worker_is_not_cut(task: str) -> None:
     with pytest.raises(UserError, match=rf"^plan.{task}: tp cuts a model over devices, .* take num_workers$"):
         parse({**NEEDED, "plan": {task: {"num_workers": 2, "tp": 2}}})
+
+
+def test_an_environment_scores_alone_unless_something_else_is_named() -> None:
+    alone = parse({**NEEDED, "environment": "my_file.py:Game"})
+    assert alone.reward.names == ["environment"] and alone.reward.weights == {"environment": 1.0}
+    assert (alone.episodes_at_once, alone.num_parked) == (2 * alone.rollout.num_slots, alone.rollout.num_slots)
+    both = parse({**NEEDED, "environment": "my_file.py:Game", "reward": {"scorer": "maths", "environment": 0.5}})
+    assert both.reward.weights == {"scorer": 1.0, "environment": 0.5} and both.reward.has_parts
+    assert parse_dumped(dump(both)) == both and parse_dumped(dump(alone)) == alone
+    assert parse(NEEDED).reward.names == ["scorer"] and parse(NEEDED).num_parked == 0
+
+
+@pytest.mark.parametrize("given", [{"reward": {"environment": 1.0}}, {"episodes": {"max_turns": 3}}])
+def test_episodes_without_an_environment_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="are for a run with an environment"):
+        parse({**NEEDED, **given})
+
+
+def test_credit_by_turn_needs_an_environment() -> None:
+    tree = {**NEEDED, "algorithm": {"name": "grpo", "credit": "turn"}}
+    with pytest.raises(UserError, match="there is no environment to give any"):
+        check_choices(parse(tree))
+    check_choices(parse({**tree, "environment": "my_file.py:Game"}))

@@ -304,3 +304,40 @@ def test_a_step_of_equal_rewards_has_next_to_no_advantage(reward: float) -> None
 
 def test_a_step_without_a_token_to_train_on_has_no_advantage() -> None:
     assert dense(step_of(ReinforcePlusPlus(), [scored_group([1.0, 2.0], mask=[[0], [0, 0]])])[0]).tolist() == [0.0, 0.0]
+
+
+def of_turns(*rewards: list[float]) -> ScoredGroup:
+    """Episodes whose turns have these rewards (NaN: none), of two tokens each, with one observed token before each turn."""
+    turns = [[[1 + 3 * turn, 2, 0, 0] for turn in range(len(each))] for each in rewards]
+    masks = [np.array([0, 1, 1] * len(each), np.uint8) for each in rewards]
+    return ScoredGroup(
+        rewards=np.array([np.nansum(each) for each in rewards], np.float32),
+        truncated=np.zeros(len(rewards), np.uint8),
+        loss_mask=Ragged.from_arrays(masks, "uint8"),
+        rollout_logprobs=Ragged.from_arrays([np.zeros(len(mask), np.float32) for mask in masks], "float32"),
+        turns=Ragged.from_arrays([np.array(each, np.int64).reshape(-1) for each in turns], "int64"),
+        turn_rewards=Ragged.from_arrays([np.array(each, np.float32) for each in rewards], "float32"),
+    )
+
+
+def test_credit_by_turn_compares_each_turn_s_return_with_those_of_others() -> None:
+    found = GRPO(credit="turn", advantage_epsilon=1e-9).advantages(of_turns([1.0, math.nan, 3.0], [2.0, 1.0], [0.0]))
+    assert isinstance(found, Ragged)
+    by_turn = [[4.0, 3.0, 3.0], [3.0, 1.0], [0.0]]  # returns
+    for row, returns in enumerate(by_turn):
+        for turn, value in enumerate(returns):
+            others = [each[turn] for each in by_turn if turn < len(each)]
+            expected = (value - statistics.mean(others)) / statistics.stdev(others) if len(others) > 1 else 0.0
+            assert found[row][3 * turn : 3 * turn + 3].tolist() == pytest.approx([0.0, expected, expected], abs=1e-6)
+
+
+def test_a_reward_beyond_the_turns_comes_with_the_last_one() -> None:
+    rewards, turns = np.array([3.0, 0.0], np.float32), Ragged.from_arrays([np.array([1.0, 0.0]), np.array([0.0, 0.0])], "float32")
+    found = functional.turn_advantages(rewards, turns, 1e-9)
+    assert found[0].tolist() == pytest.approx([2**-0.5] * 2) and found[1].tolist() == pytest.approx([-(2**-0.5)] * 2)
+
+
+def test_credit_has_two_kinds() -> None:
+    with pytest.raises(UserError, match="take episode or turn"):
+        GRPO(credit="token")  # type: ignore[arg-type]
+    assert isinstance(GRPO().advantages(of_turns([1.0], [0.0])), np.ndarray)

@@ -323,3 +323,24 @@ def test_costs_by_bytes_scorers_and_critic_replace_the_others_where_they_are_giv
     assert given.slowed(2.0).of_critic().forward_backward(10) == pytest.approx(2 * (0.005 + 5.0))
     assert given.values(10) == given.log_probs(10)
     assert Costs(value_token_seconds=1.0).values(10) == 10.0
+
+
+@pytest.mark.parametrize(("num_parked", "prefilled"), [(4, 3 * 6), (0, 3 * (8 + 20 + 5) + 3 * 1)])
+def test_a_later_turn_costs_what_is_new_where_its_episode_was_kept(num_parked: int, prefilled: int) -> None:
+    """Three episodes on one slot: a turn, an observation of 5 tokens, a turn. A turn's last token is computed with the observation."""
+    costs = msgspec.structs.replace(COSTS, lengths=Lengths(response_median=10.0**6))
+
+    async def main() -> None:
+        engine = SleepingRolloutEngine(costs, num_slots=1, num_parked=num_parked, max_context=200)
+        before = []
+        for length, after in ((20, 0), (10, 25)):
+            before.append(engine.num_computed)
+            for number in range(3):
+                sampling, tokens = Sampling(max_new_tokens=length, keeps=not after), np.zeros(after, np.int64)
+                stream = engine.generate(PROMPT, samples=[0], sampling=sampling, key=SampleKey(1, number), after=tokens)
+                (made,) = [response async for response in stream]
+                assert len(made.token_ids) == length
+        assert engine.num_computed - before[1] == prefilled + 3 * 9 - (3 if not num_parked else 0)
+        await engine.close()
+
+    run(main())
