@@ -14,6 +14,7 @@
 | turn_rewards | row | rollout, evaluate | float32, ragged, the environment's, NaN: none; as the next two only with an environment |
 | environment_seconds | row | rollout, evaluate | float32, spent in the environment |
 | timed_out | row | rollout, evaluate | uint8, 1 where the environment's deadline ended the episode |
+| branches | row | rollout, evaluate | int64, ragged, flat: further sequences of the row (branches.py), with an environment |
 | reward | row | rollout, evaluate, or reward where `reward.place` is `task` | float32 |
 | reward_parts | row | who writes reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
 | ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
@@ -33,6 +34,14 @@ import numpy as np
 
 from asyncflow.control.ledger import Consumed, num_to_admit
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response, Sampling
+from asyncflow.loops.branches import (
+    BRANCHES,
+    PER_TOKEN,
+    branch_micro_batches,
+    check_alone,
+    first_sequences,
+    has_branches,
+)
 from asyncflow.loops.transcript import Played, conversation
 from asyncflow.own_metrics import Sums
 from asyncflow.rewards.base import Sample, Score
@@ -71,6 +80,7 @@ EPISODE_COLUMNS = (
     Column("turn_rewards", "float32", ragged=True),
     Column("environment_seconds", "float32"),
     Column("timed_out", "uint8"),
+    Column(BRANCHES, "int64", ragged=True),
 )
 PARTS_COLUMN = Column("reward_parts", "float32", ragged=True)
 REFERENCE_COLUMN = Column("ref_logprobs", "float32", ragged=True)
@@ -274,6 +284,7 @@ def outputs(group: int, scored: Sequence[ScoredRow], *, has_parts: bool = False,
             "turn_rewards": Ragged.from_arrays([played.rewards for played in episodes], "float32"),
             "environment_seconds": np.array([played.seconds for played in episodes], np.float32),
             "timed_out": np.array([played.ended == "timeout" for played in episodes], np.uint8),
+            BRANCHES: Ragged.from_arrays([played.branches.reshape(-1) for played in episodes], "int64"),
         }
     columns |= _reward_columns([one.reward for one in scored if one.reward is not None], has_parts)
     return Batch(np.array([one.row for one in scored], np.int64), np.array([group], np.int64), columns)
@@ -352,6 +363,9 @@ def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: in
     check_advantages(batch, advantages)
     row_staleness, has_reference = staleness(step, batch), REFERENCE_COLUMN.name in batch.columns
     has_values = VALUES_COLUMN.name in batch.columns
+    if has_branches(batch):
+        yield from _with_branches(batch, advantages, row_staleness, rows_each)
+        return
     for piece in pieces(len(batch), rows_each):
         rows = slice(piece.start, piece.stop)
         yield MicroBatch(
@@ -365,6 +379,29 @@ def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: in
             ref_logprobs=batch.ragged(REFERENCE_COLUMN.name).take(piece) if has_reference else None,
             values=batch.ragged(VALUES_COLUMN.name).take(piece) if has_values else None,
         )
+
+
+def _with_branches(batch: Batch, advantages: Advantages, row_staleness: Array, rows_each: int) -> Iterator[MicroBatch]:
+    """Pieces of a group that has branches: of the sequences behind its prompt, then each branch by itself."""
+    check_alone(batch, (REFERENCE_COLUMN.name, VALUES_COLUMN.name))
+    lengths = batch.ragged("response_ids").lengths
+    if not isinstance(advantages, Ragged):
+        advantages = Ragged.from_arrays(
+            [np.full(n, each, np.float32) for n, each in zip(lengths, advantages, strict=True)], "float32"
+        )
+    columns = {name: first_sequences(batch, batch.ragged(name)) for name in PER_TOKEN}
+    of_tokens = first_sequences(batch, advantages)
+    for piece in pieces(len(batch), rows_each):
+        rows = [row for row in piece if len(columns["response_ids"][row])]
+        if rows:
+            yield MicroBatch(
+                indices=batch.indices[rows],
+                prompt_ids=batch.ragged("prompt_ids")[0],
+                advantages=of_tokens.take(rows).values,
+                staleness=row_staleness[rows],
+                **{name: column.take(rows) for name, column in columns.items()},
+            )
+    yield from branch_micro_batches(batch, advantages, row_staleness)
 
 
 def check_advantages(batch: Batch, advantages: Advantages) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncflow.engines.base import NO_TOKENS, Response
 from asyncflow.environments.base import TOOL_CALLS, TOOL_FAILURES, TurnResult
+from asyncflow.loops.branches import SequenceTokens, joined
 from asyncflow.types import Array
 
 Ended = Literal["stop", "length", "timeout"]
@@ -23,7 +24,7 @@ class Played:
 
     `response`: all its tokens, of which those with loss_mask (uint8 [L]) 1 were sampled; the log-probs of others are 0. `turns`
     int64 [T, 4]: first token of the turn, its number of tokens, tools that it called, those that failed. `rewards` float32 [T]: of
-    the environment, NaN where a turn has none. `seconds`: in the environment.
+    the environment, NaN where a turn has none. `seconds`: in the environment. `branches` int64 [B, 2]: see branches.py.
     """
 
     response: Response
@@ -32,6 +33,7 @@ class Played:
     turns: Array = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     rewards: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     seconds: float = 0.0
+    branches: Array = field(default_factory=lambda: np.zeros((0, 2), np.int64))
 
     @property
     def num_sampled(self) -> int:
@@ -42,6 +44,21 @@ class Played:
     def turn_rewards(self) -> list[float | None]:
         """The environment's rewards, None where a turn has none."""
         return [None if np.isnan(reward) else float(reward) for reward in self.rewards]
+
+
+def played_sequences(
+    sample: int, prompt_ids: Array, sequences: Sequence[SequenceTokens], *, ended: Ended, reward: float | None, seconds: float
+) -> Played:
+    """An episode of several sequences, whose calls somebody else has made. Each piece that was sampled is a turn, and the last one
+    has the reward. `prompt_ids`: of the group."""
+    made = joined(prompt_ids, sequences)
+    edges = np.flatnonzero(np.diff(made.loss_mask, prepend=0, append=0).astype(np.int64) % 2)
+    turns = np.array([(first, end - first, 0, 0) for first, end in edges.reshape(-1, 2)], np.int64).reshape(-1, 4)
+    rewards = np.full(len(turns), np.nan, np.float32)
+    rewards[-1:] = np.nan if reward is None else reward
+    reason: Literal["stop", "length"] = "stop" if ended == "stop" else "length"
+    response = Response(sample, made.token_ids, made.logprobs, made.version_spans, reason)
+    return Played(response, made.loss_mask, ended, turns, rewards, seconds, made.branches)
 
 
 class Transcript:

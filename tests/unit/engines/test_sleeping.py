@@ -327,7 +327,7 @@ def test_costs_by_bytes_scorers_and_critic_replace_the_others_where_they_are_giv
 
 @pytest.mark.parametrize(("num_parked", "prefilled"), [(4, 3 * 6), (0, 3 * (8 + 20 + 5) + 3 * 1)])
 def test_a_later_turn_costs_what_is_new_where_its_episode_was_kept(num_parked: int, prefilled: int) -> None:
-    """Three episodes on one slot: a turn, an observation of 5 tokens, a turn. A turn's last token is computed with the observation."""
+    """Three episodes on one slot: a turn, an observation of 5 tokens, a turn. A turn's last token is computed with what follows."""
     costs = msgspec.structs.replace(COSTS, lengths=Lengths(response_median=10.0**6))
 
     async def main() -> None:

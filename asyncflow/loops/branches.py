@@ -1,0 +1,122 @@
+"""Branches: further sequences of one row, each behind a prompt of its own.
+
+    response_ids of a row    [ the row's sequence | context, sampled, observed, sampled | context, sampled ]
+    branches                                      (first token, context tokens)          (first token, context tokens)
+
+A conversation branches where what came before is told in another way: a chat template drops earlier thoughts, a program sums them
+up, sub-agents work side by side. All sequences of a row have its advantage. The row counts once, and each sampled token once: a
+context is masked. A row whose first branch begins with its first token has no sequence behind the group's prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from asyncflow.engines.base import MicroBatch
+from asyncflow.types import Array, Batch, Ragged, RunError
+
+BRANCHES: Final = "branches"
+"""The column: int64, ragged, flat pairs."""
+PER_TOKEN: Final = ("response_ids", "loss_mask", "rollout_logprobs")
+
+
+class SequenceTokens(Protocol):
+    """A sequence of an episode: prompt_ids int64; behind it token_ids int64 [L], logprobs float32 [L], loss_mask uint8 [L],
+    version_spans int64 [spans, 2] of the sampled tokens."""
+
+    @property
+    def prompt_ids(self) -> Array: ...
+
+    @property
+    def token_ids(self) -> Array: ...
+
+    @property
+    def logprobs(self) -> Array: ...
+
+    @property
+    def loss_mask(self) -> Array: ...
+
+    @property
+    def version_spans(self) -> Array: ...
+
+
+class JoinedSequences(NamedTuple):
+    """Sequences of one row, end to end: token_ids int64 [L], logprobs float32 [L], loss_mask uint8 [L], version_spans int64 [n, 2],
+    branches int64 [B, 2]."""
+
+    token_ids: Array
+    logprobs: Array
+    loss_mask: Array
+    version_spans: Array
+    branches: Array
+
+
+def joined(prompt_ids: Array, sequences: Sequence[SequenceTokens]) -> JoinedSequences:
+    """Sequences as columns of a row. The first one continues the group's prompt (int64) if its own begins with that; all others are
+    branches."""
+    tokens, logprobs, masks, branches = [], [], [], []
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for number, sequence in enumerate(sequences):
+        context = sequence.prompt_ids
+        if number == 0 and len(context) >= len(prompt_ids) and np.array_equal(context[: len(prompt_ids)], prompt_ids):
+            context = context[len(prompt_ids) :]
+        else:
+            branches.append((end, len(context)))
+        tokens += [context, sequence.token_ids]
+        logprobs += [np.zeros(len(context), np.float32), sequence.logprobs]
+        masks += [np.zeros(len(context), np.uint8), sequence.loss_mask]
+        for first, version in sequence.version_spans.tolist():
+            if not spans or spans[-1][1] != version:
+                spans.append((end + len(context) + first if spans else 0, version))
+        end += len(context) + len(sequence.token_ids)
+    return JoinedSequences(
+        token_ids=np.concatenate(tokens),
+        logprobs=np.concatenate(logprobs),
+        loss_mask=np.concatenate(masks),
+        version_spans=np.array(spans, np.int64).reshape(-1, 2),
+        branches=np.array(branches, np.int64).reshape(-1, 2),
+    )
+
+
+def has_branches(batch: Batch) -> bool:
+    """Whether a row of a leased group has any."""
+    return BRANCHES in batch.columns and len(batch.ragged(BRANCHES).values) > 0
+
+
+def first_sequences(batch: Batch, of_tokens: Ragged) -> Ragged:
+    """Of a number per response token: those of each row's sequence behind the group's prompt."""
+    ends = [pairs[0] if len(pairs) else None for pairs in batch.ragged(BRANCHES)]
+    rows = [row[:end] for row, end in zip(of_tokens, ends, strict=True)]
+    return Ragged.from_arrays(rows, str(of_tokens.values.dtype))
+
+
+def branch_micro_batches(batch: Batch, token_advantages: Ragged, row_staleness: Array) -> Iterator[MicroBatch]:
+    """A micro-batch for each branch of a leased group, with its own prompt, in the order of rows."""
+    columns = {name: batch.ragged(name) for name in PER_TOKEN}
+    for row, pairs in enumerate(batch.ragged(BRANCHES)):
+        length = len(columns["response_ids"][row])
+        begun = [(int(first), int(context)) for first, context in pairs.reshape(-1, 2)]
+        for (first, context), (end, _) in pairwise([*begun, (length, 0)]):
+            own = slice(first + context, end)
+            found = {name: Ragged.from_arrays([each[row][own]], str(each.values.dtype)) for name, each in columns.items()}
+            yield MicroBatch(
+                indices=batch.indices[row : row + 1],
+                prompt_ids=columns["response_ids"][row][first : first + context],
+                advantages=token_advantages[row][own],
+                staleness=row_staleness[row : row + 1],
+                **found,
+            )
+
+
+def check_alone(batch: Batch, others: Sequence[str]) -> None:
+    """Check that no other model has numbers for the tokens: it would have read branches as one sequence. Raises `RunError`."""
+    if found := [name for name in others if name in batch.columns]:
+        raise RunError(
+            f"group {batch.groups[0]} has episodes of several sequences, and {found[0]} was computed for one each: set "
+            f"train.reference=fused, and take an algorithm without a critic"
+        )

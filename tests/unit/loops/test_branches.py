@@ -1,0 +1,114 @@
+"""Rows of several sequences: each is trained behind its own prompt, under the row's advantage, and counts once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.loops import samples
+from asyncflow.loops.samples import ScoredRow
+from asyncflow.loops.transcript import Played, played_sequences
+from asyncflow.rewards.base import Sample, Score
+from asyncflow.types import Batch, Ragged, RunError
+from tests.builders import scored
+
+BITS = 2
+PROMPT = np.array([5, 6])
+
+
+@dataclass
+class Sequence:
+    """Tokens behind a prompt; those above 100 were sampled, by version 3."""
+
+    prompt_ids: Any
+    token_ids: Any
+
+    def __post_init__(self) -> None:
+        self.prompt_ids, self.token_ids = np.array(self.prompt_ids, np.int64), np.array(self.token_ids, np.int64)
+        self.loss_mask = (self.token_ids > 100).astype(np.uint8)
+        self.logprobs = np.where(self.loss_mask, -self.token_ids / 100, 0).astype(np.float32)
+        self.version_spans = np.array([(int(np.argmax(self.loss_mask)), 3)], np.int64)
+
+
+def played(*sequences: Sequence, sample: int = 0) -> Played:
+    return played_sequences(sample, PROMPT, list(sequences), ended="stop", reward=1.0, seconds=0.5)
+
+
+def batch_of(*rows: Played) -> Batch:
+    """Group 1, as it is leased for training."""
+    given = [ScoredRow((1 << BITS) + row.response.sample, row, Sample("", "", {}, True), Score(1.0, (1.0,))) for row in rows]
+    made = samples.outputs(1, given, has_episodes=True)
+    samples.schema(BITS, 1.0, 1, has_episodes=True).check_outputs("rollout", made)
+    return Batch(made.indices, made.groups, {**made.columns, "prompt_ids": Ragged.from_arrays([PROMPT], "int64")})
+
+
+def test_the_first_sequence_continues_the_prompt_and_others_are_branches() -> None:
+    row = played(Sequence([5, 6, 7], [101, 8, 102]), Sequence([5, 9], [103, 104]))
+    assert row.response.token_ids.tolist() == [7, 101, 8, 102, 5, 9, 103, 104]
+    assert row.loss_mask.tolist() == [0, 1, 0, 1, 0, 0, 1, 1] and row.branches.tolist() == [[4, 2]]
+    assert row.turns[:, :2].tolist() == [[1, 1], [3, 1], [6, 2]] and row.turn_rewards == [None, None, 1.0]
+    assert row.response.version_spans.tolist() == [[0, 3]]
+
+
+def test_every_sequence_is_a_sequence_of_its_own_for_the_engine() -> None:
+    rows = played(Sequence([5, 6, 7], [101, 8, 102]), Sequence([5, 9], [103, 104]), Sequence([4], [105])), scored_plain(1)
+    found = list(samples.micro_batches(3, batch_of(*rows), np.array([2.0, -1.0], np.float32), 2))
+    told = [
+        (
+            piece.indices.tolist(),
+            piece.prompt_ids.tolist(),
+            [row.tolist() for row in piece.response_ids],
+            [row.tolist() for row in piece.loss_mask],
+            piece.token_advantages.tolist(),
+        )
+        for piece in found
+    ]
+    assert told == [
+        ([4, 5], [5, 6], [[7, 101, 8, 102], [110, 111]], [[0, 1, 0, 1], [1, 1]], [2.0] * 4 + [-1.0] * 2),
+        ([4], [5, 9], [[103, 104]], [[1, 1]], [2.0, 2.0]),
+        ([4], [4], [[105]], [[1]], [2.0]),
+    ]
+    assert [piece.staleness.tolist() for piece in found] == [[0, 3], [0], [0]]
+
+
+def test_each_sampled_token_is_trained_once_with_its_log_prob() -> None:
+    batch = batch_of(played(Sequence([5, 6], [101, 9, 102]), Sequence([5, 6, 101, 8], [103])))
+    found = list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
+    trained = {
+        int(t): p
+        for piece in found
+        for t, m, p in zip(piece.response_ids.values, piece.loss_mask.values, piece.rollout_logprobs.values, strict=True)
+        if m
+    }
+    assert trained == {t: pytest.approx(-t / 100) for t in (101, 102, 103)}
+    assert sum(int(piece.loss_mask.values.sum()) for piece in found) == 3
+
+
+def test_a_row_without_a_sequence_behind_the_prompt_has_branches_alone() -> None:
+    batch = batch_of(played(Sequence([9], [101])), scored_plain(1))
+    found = list(samples.micro_batches(3, batch, np.array([1.0, 0.0], np.float32), 1))
+    assert [(piece.indices.tolist(), piece.prompt_ids.tolist()) for piece in found] == [([5], [5, 6]), ([4], [9])]
+
+
+def test_advantages_of_tokens_go_with_them() -> None:
+    batch = batch_of(played(Sequence([5, 6], [101, 102]), Sequence([9], [103])))
+    advantages = Ragged.from_arrays([np.array([1, 2, 0, 3], np.float32)], "float32")
+    assert [piece.token_advantages.tolist() for piece in samples.micro_batches(3, batch, advantages, 1)] == [[1, 2], [3]]
+
+
+def test_numbers_that_another_model_has_made_of_branches_are_refused() -> None:
+    batch = batch_of(played(Sequence([5, 6], [101]), Sequence([9], [103])))
+    batch.columns[samples.REFERENCE_COLUMN.name] = batch.columns["rollout_logprobs"]  # type: ignore[index]
+    with pytest.raises(RunError, match="set train.reference=fused"):
+        list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
+
+
+def scored_plain(sample: int) -> Played:
+    """A row of one sequence, of two sampled tokens, by version 0."""
+    from asyncflow.engines.base import Response
+
+    response = Response(sample, np.array([110, 111]), -np.ones(2, np.float32), np.array([(0, 0)]), "stop")
+    return scored(4 + sample, response, 1.0).played
