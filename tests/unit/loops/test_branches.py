@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.engines.base import Response
 from asyncflow.loops import samples
 from asyncflow.loops.samples import ScoredRow
 from asyncflow.loops.transcript import Played, played_sequences
@@ -77,12 +78,12 @@ def test_every_sequence_is_a_sequence_of_its_own_for_the_engine() -> None:
 def test_each_sampled_token_is_trained_once_with_its_log_prob() -> None:
     batch = batch_of(played(Sequence([5, 6], [101, 9, 102]), Sequence([5, 6, 101, 8], [103])))
     found = list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
-    trained = {
-        int(t): p
-        for piece in found
-        for t, m, p in zip(piece.response_ids.values, piece.loss_mask.values, piece.rollout_logprobs.values, strict=True)
-        if m
-    }
+    trained = {}
+    for piece in found:
+        columns = (piece.response_ids, piece.loss_mask, piece.rollout_logprobs)
+        for token, mask, logprob in zip(*(each.values for each in columns), strict=True):
+            if mask:
+                trained[int(token)] = logprob
     assert trained == {t: pytest.approx(-t / 100) for t in (101, 102, 103)}
     assert sum(int(piece.loss_mask.values.sum()) for piece in found) == 3
 
@@ -102,13 +103,11 @@ def test_advantages_of_tokens_go_with_them() -> None:
 def test_numbers_that_another_model_has_made_of_branches_are_refused() -> None:
     batch = batch_of(played(Sequence([5, 6], [101]), Sequence([9], [103])))
     batch.columns[samples.REFERENCE_COLUMN.name] = batch.columns["rollout_logprobs"]  # type: ignore[index]
-    with pytest.raises(RunError, match="set train.reference=fused"):
+    with pytest.raises(RunError, match="episodes of several sequences"):
         list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
 
 
 def scored_plain(sample: int) -> Played:
     """A row of one sequence, of two sampled tokens, by version 0."""
-    from asyncflow.engines.base import Response
-
     response = Response(sample, np.array([110, 111]), -np.ones(2, np.float32), np.array([(0, 0)]), "stop")
     return scored(4 + sample, response, 1.0).played
