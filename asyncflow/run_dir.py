@@ -37,6 +37,7 @@ CRITIC_DIR: Final = "critic"
 """In the run's folder, and in a checkpoint."""
 
 _MARKER_FILE: Final = ".asyncflow-run"
+_ASIDE: Final = "set-aside-"
 _VERSION_FILE: Final = ".asyncflow-version"  # in a final model: how many steps it has been trained
 _SOCKET_FILE: Final = "control.sock"
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -118,12 +119,25 @@ class RunDir:
         if not self.is_run():
             raise UserError(f"{self.path} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
 
-    def claim(self, config: str) -> None:
-        """Make the folder for a run of this configuration (YAML), empty."""
+    def set_aside(self) -> Path | None:
+        """Move the models that there are to a folder of their own, `set-aside-1` or the next. Returns it; None: there are none."""
+        models = [model for model in (self.model, self.critic) if model.exists()]
+        if not models:
+            return None
+        number = 1 + sum(entry.name.startswith(_ASIDE) for entry in self.path.iterdir())
+        aside = self.path / f"{_ASIDE}{number}"
+        aside.mkdir()
+        for model in models:
+            model.rename(aside / model.name)
+        sync_folder(self.path)
+        return aside
+
+    def claim(self, config: str, *, keeps_aside: bool = False) -> None:
+        """Make the folder for a run of this configuration (YAML), empty, but with `keeps_aside` for what was set aside in it."""
         if self.path.exists():
             # What says whose the rest is goes last: killed in between, the folder is still known for this run's.
             for entry in self.path.iterdir():
-                if entry.name not in (_MARKER_FILE, CONFIG_FILE):
+                if entry.name not in (_MARKER_FILE, CONFIG_FILE) and (not keeps_aside or not entry.name.startswith(_ASIDE)):
                     _remove(entry)
             (self.path / CONFIG_FILE).unlink(missing_ok=True)
             self.path.chmod(0o700)

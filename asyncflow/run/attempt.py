@@ -83,6 +83,9 @@ class Attempt:
             if resumed is None:
                 self._check_free()
             prepared = await prepare(scratch, resumed)
+            if resumed is None and self._resume and not config.run.overwrite and self._has_results_of(config.run.steps):
+                self._tell_of_the_end(prepared, None)  # which wrote no checkpoints
+                return None
             if resumed is None:
                 prepared = self._begin_anew(prepared, scratch)
             else:
@@ -200,7 +203,10 @@ class Attempt:
 
     def _begin_anew(self, prepared: Prepared, scratch: Path) -> Prepared:
         """Make the run's folder; a model made in `scratch` moves into it."""
-        self._folder.claim(dump(self._config))
+        goes_on = self._resume and not self._config.run.overwrite
+        if goes_on and (aside := self._folder.set_aside()) is not None:
+            self._log(f"what an attempt before the first checkpoint has saved is in {aside} now")
+        self._folder.claim(dump(self._config), keeps_aside=goes_on)
         if prepared.model.is_relative_to(scratch):
             model = Path(shutil.move(prepared.model, self._folder.initial_model))
             return dataclasses.replace(prepared, model=model)
@@ -214,7 +220,7 @@ class Attempt:
         """Whether the final model, and the critic where there is one, have been trained for so many steps."""
         return self._folder.model_version == steps and (not self._has_critic or self._folder.critic_version == steps)
 
-    def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed) -> None:
+    def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed | None) -> None:
         """The run is finished, with its model: nothing is to be done."""
         run_dir, steps = self._config.run_dir, self._config.run.steps
         self._log(

@@ -271,20 +271,21 @@ def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_be_kept(config: Config) -> str:
-    """Description of what the run's folder holds without a checkpoint that somebody may miss; "" if there is nothing.
+    """Description of what the run's folder holds of another run, without a checkpoint, that somebody may miss; "" if there is
+    nothing.
 
-    What an attempt of this very run has left that was killed before its first checkpoint is made again, and is missed by nobody.
+    What an attempt of this very run has left that was killed before its first checkpoint is made again; its models are set aside.
     """
     folder = RunDir(config.run_dir)
-    if folder.model.exists() or folder.critic.exists():
-        return "the model of an earlier run"
-    if next(metrics_of(folder.path), None) is None:
+    has_model = folder.model.exists() or folder.critic.exists()
+    if not has_model and next(metrics_of(folder.path), None) is None:
         return ""
+    what = "the model" if has_model else "the metrics"
     try:
         changed = _changed(load(folder.path / CONFIG_FILE), config)
     except UserError as error:
-        return f"the metrics of an earlier run, which cannot be told from another one ({error})"
-    return f"the metrics of an earlier run, and {changed}" if changed else ""
+        return f"{what} of an earlier run, which cannot be told from another one ({error})"
+    return f"{what} of an earlier run, and {changed}" if changed else ""
 
 
 def evaluated_versions(run_dir: Path) -> set[int]:

@@ -569,14 +569,39 @@ def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -
 
     shutil.rmtree(run_dir / "checkpoints")
     before = contents(run_dir)
-    life = Life(config)
+    life = Life(config)  # as one that writes none
+    assert life.end() == 0 and "is finished already" in life.said(), life.said()
+    assert contents(run_dir) == before
+    life = Life(merged(config, {"train": {"learning_rate": 1e-4}}))
     assert life.end() == 2 and "has no checkpoint to go on from" in life.said() and "run.overwrite=true" in life.said()
     assert contents(run_dir) == before
 
 
+def test_a_model_that_was_saved_before_the_first_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    """Its trainer was killed after the first step, so the published weights became the run's model; a script that resumes again and
+    again gets past it."""
+    config = tree(tmp_path, {"run": {"steps": 3}, "cluster": "inline", "eval": {"path": None, "every_steps": None}})
+    with Trainer.from_config(merged(config, {"checkpoint": {"every_steps": None, "keep": 0}})) as trainer:
+        assert trainer.step() is not None
+    run_dir = tmp_path / "test"
+    saved = contents(run_dir / "model")
+    for _ in range(2):
+        with Trainer.from_config(merged(config, {"checkpoint": {"every_steps": None, "keep": 0}}), resume=True) as trainer:
+            assert trainer.step() is not None
+    assert contents(run_dir / "set-aside-1" / "model") == saved and (run_dir / "set-aside-2" / "model").is_dir()
+    with Trainer.from_config(merged(config, {"checkpoint": {"every_steps": None}}), resume=True) as trainer:
+        assert [trainer.step() is not None for _ in range(4)] == [True, True, True, False]
+    assert (run_dir / "set-aside-3" / "model").is_dir() and (run_dir / "model").is_dir()
+
+
 def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_path: Path) -> None:
     """Where that step has no checkpoint yet, which is written at the stop, and where it has one already."""
-    change = {"run": {"steps": 4}, "cluster": "inline", "eval": {"path": None}, "telemetry": {"samples_per_step": PROMPTS}}
+    change = {
+        "run": {"steps": 4},
+        "cluster": "inline",
+        "eval": {"path": None, "every_steps": None},
+        "telemetry": {"samples_per_step": PROMPTS},
+    }
     for step, (name, every_steps) in enumerate((("Quintus", None), ("Sextus", 1)), 1):
         with Trainer.from_config(tree(tmp_path, change, {"checkpoint": {"every_steps": every_steps}}), resume=True) as trainer:
             trainer.step()
