@@ -14,7 +14,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from transformers import AutoModelForCausalLM
 
 
-def main(name, batch_size, learning_rate, out):
+def main(name, batch_size, learning_rate):
     torch.set_num_threads(1)
     tokenizer = get_tokenizer(name)
     renderer = renderers.get_renderer(model_info.get_recommended_renderer_name(name), tokenizer)
@@ -28,7 +28,7 @@ def main(name, batch_size, learning_rate, out):
             group["lr"] = learning_rate * (1 - step / steps)
         total = weight = 0.0
         for row in rows.select(range(step * batch_size, (step + 1) * batch_size)):
-            datum = conversation_to_datum(row["messages"], renderer, 32768, renderers.TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+            datum = conversation_to_datum(row["messages"], renderer, 32768, renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE)
             logits = model(torch.tensor(datum.model_input.to_ints())[None]).logits[0].log_softmax(-1)
             targets = datum.loss_fn_inputs["target_tokens"].to_torch()
             weights = datum.loss_fn_inputs["weights"].to_torch()
@@ -38,10 +38,8 @@ def main(name, batch_size, learning_rate, out):
         adamw.step()
         adamw.zero_grad()
         curve.append(total / weight)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
     print(json.dumps(curve))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
