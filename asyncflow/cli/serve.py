@@ -98,7 +98,7 @@ async def _serve_tinker(
     from asyncflow.service.limits import Limits
     from asyncflow.service.server import HttpServer, Listen, make_self_signed
     from asyncflow.service.tickets import Tickets
-    from asyncflow.service.tinker.routes import routes
+    from asyncflow.service.tinker.routes import LOOKS, routes
     from asyncflow.service.tinker.serving import KEY_PREFIX, base_model, config_of_model, sessions_of
     from asyncflow.service.tinker.sessions import Bounds
 
@@ -115,7 +115,15 @@ async def _serve_tinker(
         async with sessions_of(config, base, folder, num_samplers=samplers, bounds=bounds) as sessions:
             description = f"The model {base.name}, by the API of the tinker SDK."
             tickets = Tickets(time.monotonic)
-            app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, tickets=tickets)
+            app = make_app(
+                title="AsyncFlow",
+                description=description,
+                keys=keys,
+                limits=limits,
+                audit=audit,
+                tickets=tickets,
+                looks=LOOKS,
+            )
             app.include_router(routes(sessions, tickets))
             server = HttpServer(app, place, limits, certificate)
             address = await server.start()

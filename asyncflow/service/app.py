@@ -78,7 +78,7 @@ class Gate:
     """ASGI application before another one: nothing of a request without a valid key reaches that.
 
     `streamed`: beginnings of paths whose requests have bodies that are read as they come, by routes that put them into files.
-    `tickets`: links that need no key, if there are any.
+    `tickets`: links that need no key, if there are any. `looks`: paths whose POST requests change nothing.
     """
 
     def __init__(
@@ -90,9 +90,10 @@ class Gate:
         audit: AuditLog,
         streamed: Iterable[str],
         tickets: Tickets | None,
+        looks: Iterable[str],
     ) -> None:
         self._app, self._keys, self._limits, self._audit = app, keys, limits, audit
-        self._streamed, self._tickets = tuple(streamed), tickets
+        self._streamed, self._tickets, self._looks = tuple(streamed), tickets, frozenset(looks)
         self._room, self._callers = Room(limits.buffered_bytes), Callers(limits, time.monotonic)
         self._repeats = Repeats(REPEATS_BYTES)
 
@@ -126,7 +127,7 @@ class Gate:
         if (connection := scope["state"].get("connection")) is not None:
             connection.proven()
         scope["state"]["key"] = key
-        is_change = scope["method"] not in LOOKS
+        is_change = scope["method"] not in LOOKS and scope["path"] not in self._looks
         if not key.may("drive" if is_change else "read"):
             raise Denied(403, f"the key {key.name!r} may {key.scope} and nothing else")
         self._callers.enter(key.name)
@@ -307,14 +308,15 @@ def make_app(
     audit: AuditLog,
     streamed: Iterable[str] = (),
     tickets: Tickets | None = None,
+    looks: Iterable[str] = (),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """Web application with a gate, `/health`, and the API's description under `/docs` (a browser is asked for a key as password).
 
-    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`, `tickets`: see `Gate`.
+    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`, `tickets`, `looks`: see `Gate`.
     """
     app = FastAPI(title=title, description=description, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed, tickets=tickets)
+    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed, tickets=tickets, looks=looks)
 
     @app.get(HEALTH, summary="Whether the service answers")
     async def health() -> dict[str, str]:

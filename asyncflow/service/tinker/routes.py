@@ -28,6 +28,19 @@ MESSAGE: Final = (
     "This server trains all weights of the model, not an adapter: lora_config has no effect, and learning rates are those of full "
     "fine-tuning."
 )
+LOOKS: Final = tuple(
+    f"/api/v1/{path}"
+    for path in (
+        "retrieve_future",
+        "session_heartbeat",
+        "get_info",
+        "weights_info",
+        "telemetry",
+        "client/config",
+        "client/dynamic_config",
+    )
+)
+"""Paths whose POST requests change nothing, so that they leave no line in the audit log: results are asked for all the time."""
 CLIENT_CONFIG: Final = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_max_concurrent_requests": 256}
 CAPABILITIES: Final = {"training": "full_weights", "losses": ["cross_entropy", "importance_sampling", "ppo", "cispo", "custom"]}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import tarfile
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -143,10 +145,11 @@ class World:
             results=Results(kept_bytes=1 << 20, largest_number=100),
             bounds=Bounds(**bounds),
         )
-        keys, audit = KeyRing.open(folder / "keys.json", time.time, "tml-"), AuditLog(None)
+        self.audit_file = folder / "audit.jsonl"
+        keys, audit = KeyRing.open(folder / "keys.json", time.time, "tml-"), AuditLog(self.audit_file)
         self.now = 0.0
         tickets = Tickets(lambda: self.now)
-        self.app = make_app(title="t", description="", keys=keys, limits=Limits(), audit=audit, tickets=tickets)
+        self.app = make_app(title="t", description="", keys=keys, limits=Limits(), audit=audit, tickets=tickets, looks=routes.LOOKS)
         self.app.include_router(routes.routes(self.sessions, tickets))
         self.key = keys.all[0].secret
         transport = httpx2.ASGITransport(app=self.app)
@@ -242,6 +245,9 @@ async def test_requests_are_applied_once_and_in_their_order(tmp_path: Path) -> N
         assert "number 1 belongs to another request" in refused["error"]["message"]
         assert (await world.done("/forward", {**passed(model, 3, [0.0, 1.0])}))["metrics"]["loss:sum"] == pytest.approx(0.3)
         assert len(world.engines[0].calls) == 5
+        audited = Counter(json.loads(line)["path"].rpartition("/")[2] for line in world.audit_file.read_text().splitlines())
+        changes = {"create_session": 1, "create_model": 1, "forward_backward": 5, "optim_step": 2, "forward": 1}
+        assert audited == changes, "what is looked at leaves no line"
 
 
 async def test_a_result_that_is_not_there_yet_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
