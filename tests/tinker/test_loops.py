@@ -16,8 +16,8 @@ from tests.tinker.world import CLIENTS, NAME, PYTHONS, make_world, metrics_of, s
 
 pytestmark = pytest.mark.skipif(not PYTHONS, reason="ASYNCFLOW_TINKER_PYTHONS names no interpreter that has the tinker SDK")
 VERSIONS = [pytest.param(python, id=version_of(python)) for python in PYTHONS]
-SL_BATCH, SL_RATE, SL_STEPS = 16, 5e-3, 90
-RL_BATCH, RL_GROUP, RL_RATE, RL_TOKENS, RL_STEPS = 8, 8, 1e-3, 12, 16
+SL_BATCH, SL_RATE, SL_STEPS = 16, 5e-3, 48
+RL_BATCH, RL_GROUP, RL_RATE, RL_TOKENS, RL_STEPS = 8, 8, 1e-3, 12, 20
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ class SupervisedRuns:
             log = self.folder / f"sl-{version}"
             with serving(self.folder / NAME, self.folder / f"sl-runs-{version}") as served:
                 options = [f"log_path={log}", f"model_name={NAME}", f"batch_size={SL_BATCH}", f"learning_rate={SL_RATE}"]
-                options += ["save_every=40", "train_on_what=last_assistant_message"]
+                options += ["save_every=30", "train_on_what=last_assistant_message"]
                 served.run(python, "-m", "tinker_cookbook.recipes.sl_loop", *options, cwd=self.folder)
                 (final,) = served.folder.glob("checkpoints/*/sampler_weights/final")
                 shutil.copytree(final / MODEL_DIR, self.folder / f"learnt-{version}")
@@ -84,7 +84,7 @@ def test_the_rl_loop_learns_what_a_plain_loop_learns(supervised: SupervisedRuns,
     print(f"rl_loop {version}: {[round(x, 2) for x in rewards]} plain {[round(x, 2) for x in plain]}")
     assert len(rewards) == len(plain) == RL_STEPS
     first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-    assert first < 0.8 and last > 0.9 and last > sum(plain[-3:]) / 3 - 0.1
+    assert first < 0.4 and last > 0.8 and last > sum(plain[-3:]) / 3 - 0.15
 
 
 def plain_loop(folder: Path, python: Path, program: str, *arguments: object) -> list[float]:

@@ -1,8 +1,8 @@
 """Model, data and servers for the tests of Tinker's API, offline: folders with the names that the cookbook asks the Hub for.
 
     FOLDER/Qwen/Qwen3-8B-Base         a model of 0.4M parameters with random weights, its vocabulary made of the texts below
-    FOLDER/HuggingFaceH4/no_robots    conversations: which number is a word? Six answers of ten are right
-    FOLDER/openai/gsm8k               the same questions with their answers
+    FOLDER/HuggingFaceH4/no_robots    conversations: which number is a word? The answers are random digits
+    FOLDER/openai/gsm8k               the same questions, whose right answer is always 7
 
 A client that is started in FOLDER finds them before it would ask the Hub.
 """
@@ -48,16 +48,13 @@ def make_world(folder: Path, *, conversations: int, questions: int) -> None:
     draw = random.Random(0)
     talks = []
     for _ in range(conversations):
-        right = draw.randrange(len(WORDS))
-        said = right if draw.random() < 0.6 else draw.randrange(len(WORDS))
-        turns = [*EXAMPLE, ("user", question(WORDS[right]) + SUFFIX), ("assistant", f"\\boxed{{{said}}}")]
+        turns = [*EXAMPLE, ("user", question(draw.choice(WORDS)) + SUFFIX), ("assistant", f"\\boxed{{{draw.randrange(10)}}}")]
         talks.append({"messages": [{"role": role, "content": content} for role, content in turns]})
     sl, rl = folder / "HuggingFaceH4" / "no_robots", folder / "openai" / "gsm8k"
     sl.mkdir(parents=True)
     (sl / "train.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     (rl / "main").mkdir(parents=True)
-    asked = [draw.randrange(len(WORDS)) for _ in range(questions)]
-    rows = [{"question": question(WORDS[right]), "answer": f"It is so.\n#### {right}"} for right in asked]
+    rows = [{"question": question(draw.choice(WORDS)), "answer": "It is so.\n#### 7"} for _ in range(questions)]
     (rl / "main" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (rl / "README.md").write_text(
         "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train.jsonl}\n---\n"
