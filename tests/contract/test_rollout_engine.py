@@ -109,6 +109,31 @@ def reference(model: Path, response: Response, temperature: float = 1.0) -> np.n
     return log_probs
 
 
+async def turn(engine: RolloutEngine, after: np.ndarray, length: int, *, keeps: bool, temperature: float = 1.0) -> Response:
+    sampling = Sampling(temperature, length, keeps=keeps)
+    (made,) = [each async for each in engine.generate(PROMPT, samples=[2], sampling=sampling, key=KEY, after=after)]
+    return made
+
+
+async def test_a_later_turn_stands_behind_all_that_was_said(opened: Opened, is_model: None) -> None:
+    async with opened() as engine:
+        first = await turn(engine, np.empty(0, np.int64), 12, keeps=True)
+        said = np.concatenate([first.token_ids, np.arange(30, 50)])
+        second = await turn(engine, said, 12, keeps=False)
+        engine.forget(KEY, 2)
+    whole = Response(2, np.concatenate([said, second.token_ids]), second.logprobs, second.version_spans, "length")
+    assert np.abs(second.logprobs - reference(MODEL, whole)[len(said) :]).max() < 1e-3
+    assert len(second.token_ids) == 12 and second.version_spans.tolist() == [[0, 0]]
+
+
+async def test_a_turn_has_noise_of_its_own_and_the_same_again(opened: Opened) -> None:
+    async with opened() as engine:
+        first, *again = [await turn(engine, np.arange(count), 12, keeps=False) for count in (10, 10, 11)]
+    if engine.is_deterministic:
+        assert first.token_ids.tolist() == again[0].token_ids.tolist() and first.logprobs.tobytes() == again[0].logprobs.tobytes()
+    assert first.token_ids.tolist() != again[1].token_ids.tolist()
+
+
 async def installed_midway(
     engine: RolloutEngine, shift: float, *, version: int, samples: Sequence[int] = (0,), pauses: bool = True
 ) -> dict[int, Response]:
