@@ -173,7 +173,7 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
     is_cut = chosen.name == "vllm"
     tp = int(chosen.options.get("tensor_parallel", 1)) if is_cut else 1
     instances = int(chosen.options.get("instances", 1)) if is_cut else 1
-    b, slots = _BYTES[rollout.dtype], -(-rollout.num_slots // instances)
+    b, slots = _BYTES[rollout.dtype], -(-(rollout.num_slots + config.num_parked) // instances)
     kv = shapes.kv_bytes_per_token(b) / min(tp, shapes.kv_heads)
     how = f"{kv:,.0f} B a token x {slots:,} slots x {context:,} tokens"
     return [
