@@ -287,7 +287,8 @@ class EpisodesConfig(Section):
     """Slots' worth of memory, beyond `rollout.num_slots`, in which keys and values of episodes stay between two turns. What finds
     no room is computed again. None: enough for `at_once`."""
     num_workers: PositiveInt = 1
-    """Environment processes beside each rollout worker; each has one episode at a time, or as many as the environment says."""
+    """Environment processes beside each rollout worker; each has one episode at a time, or as many as the environment says.
+    Episodes beyond that wait for one."""
     deadline_seconds: PositiveFloat = 30.0
     """An environment that has not answered by then is killed, and its episode ends as `timeout`."""
     memory_bytes: PositiveInt = 1 << 30

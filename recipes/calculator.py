@@ -19,6 +19,8 @@ CALL = re.compile(r"(\d{1,6})([*+])(\d{1,6})")
 class Calculator:
     """An episode of one problem. A call that it cannot read is answered, too, and counted as one that failed."""
 
+    episodes_per_process = 64
+
     def reset(self, example: Mapping[str, Any], seed: int) -> None:
         """The prompt of the data says it all."""
         self._answer = str(example["answer"])

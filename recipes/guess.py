@@ -17,6 +17,8 @@ GUESSES = 4  # enough for whoever halves what is left each time
 class Guess:
     """A game of `GUESSES` guesses; the reward is 1.0 for a number that is found, and 0.0 at the end of one that is not."""
 
+    episodes_per_process = 64
+
     def reset(self, example: Mapping[str, Any], seed: int) -> str:
         """Choose a range and a number in it."""
         rng = Random(seed)

@@ -134,12 +134,12 @@ async def produce(by: Producer, leased: Leased, request: GroupRequest, on_genera
         prompt, scored = by.scoring.decode(request.prompt_ids), ScoredRows(len(samples))
         group = ProducedGroup(by, leased, request, sampling, key, prompt, scored, scoring)
         async with asyncio.TaskGroup() as playing:
-            rows = await by.episodes.begin(request, samples, sampling, key)
-            for row in rows:
-                if row.failure is not None:
-                    group.fail(row.sample, row.failure)
-            for of_turn, alike in by.episodes.first(rows, sampling):
-                playing.create_task(_generate(group, of_turn, alike, playing))
+            async for rows in by.episodes.begin(request, samples, sampling, key):
+                for row in rows:
+                    if row.failure is not None:
+                        group.fail(row.sample, row.failure)
+                for of_turn, alike in by.episodes.first(rows, sampling):
+                    playing.create_task(_generate(group, of_turn, alike, playing))
         on_generated()
 
 

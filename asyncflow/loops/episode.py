@@ -15,7 +15,7 @@ again. A response without an environment is the episode of one turn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,11 +68,26 @@ class EpisodePlayer:
     limits: EpisodeLimits = EpisodeLimits()
     on_waiting: Callable[[int], None] = lambda change: None
 
-    async def begin(self, request: GroupRequest, samples: Sequence[int], sampling: Sampling, key: SampleKey) -> list[EpisodeRow]:
-        """The rows of a group, whose environments have been reset, side by side: they are generated together."""
+    async def begin(
+        self, request: GroupRequest, samples: Sequence[int], sampling: Sampling, key: SampleKey
+    ) -> AsyncIterator[list[EpisodeRow]]:
+        """The rows of a group, as their environments have been reset: those that are ready at one time are generated together. A
+        row whose environment has to wait for a process holds no other one up."""
         if self.environments is None:
-            return [EpisodeRow(sample, request.prompt_ids) for sample in samples]
-        return await asyncio.gather(*(self._begin(request, sample, sampling.max_new_tokens, key) for sample in samples))
+            yield [EpisodeRow(sample, request.prompt_ids) for sample in samples]
+            return
+        known: dict[bytes, Array] = {}  # what rows begin with, so that those that begin alike have one array
+        resets = {asyncio.ensure_future(self._begin(request, sample, sampling.max_new_tokens, key)) for sample in samples}
+        try:
+            while resets:
+                done, resets = await asyncio.wait(resets, return_when=asyncio.FIRST_COMPLETED)
+                rows = sorted((reset.result() for reset in done), key=lambda row: row.sample)
+                for row in rows:
+                    row.prompt_ids = known.setdefault(row.prompt_ids.tobytes(), row.prompt_ids)
+                yield rows
+        finally:
+            for reset in resets:
+                reset.cancel()
 
     async def _begin(self, request: GroupRequest, sample: int, max_tokens: int, key: SampleKey) -> EpisodeRow:
         assert self.environments is not None and self.format is not None

@@ -72,9 +72,9 @@ class _Admitted:
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """Prompt that an admission computes, and the slots that get its keys."""
+    """Prompt that an admission computes, for whom, and the slots that get its keys."""
 
-    request: SlotRequest
+    requests: list[SlotRequest]
     slots: list[int]
 
 
@@ -248,7 +248,7 @@ class Slots:
             if (parked := self._parked.get(key)) is not None and not parked.is_before(request):
                 parked = None
             sibling = self._sibling(request, start) if parked is None else None
-            joined = next((each for each in prefills if len(request.after) and each.request.prompt_ids is request.prompt_ids), None)
+            joined = next((each for each in prefills if each.requests[0].prompt_ids is request.prompt_ids), None)
             num_cached = num_prompt if parked is None else num_prompt + len(parked.tokens) - 1
             is_prefilled = parked is None and sibling is None and joined is None
             cost = num_prompt + len(request.after) - (0 if is_prefilled else num_cached)
@@ -263,17 +263,19 @@ class Slots:
             if sibling is not None:
                 self._decoder.cache.copy(sibling, slots, num_prompt)
             elif is_prefilled:
-                prefills.append(_Prefill(request, slots))
+                prefills.append(_Prefill([request], slots))
             elif joined is not None and parked is None:
+                joined.requests.append(request)
                 joined.slots += slots
             self._occupy(request, slots, is_current=parked is None or parked.is_current)
             admitted.append(_Admitted(request, range(first, self._num_active), num_cached))
             if not request.pending:
                 self._waiting.popleft()
         if prefills:
-            logits_PV = self._decoder.prefill([each.request.prompt_ids for each in prefills], [each.slots for each in prefills])
-            for each, logits_V in zip(prefills, logits_PV, strict=True):
-                each.request.first_logits_V = logits_V
+            prompts = [each.requests[0].prompt_ids for each in prefills]
+            for each, logits_V in zip(prefills, self._decoder.prefill(prompts, [each.slots for each in prefills]), strict=True):
+                for request in each.requests:
+                    request.first_logits_V = logits_V
         fed = self._feed([each for each in admitted if len(each.request.after)])
         logits = [fed.get(row, each.request.first_logits_V) for each in admitted for row in each.rows]
         self._append(start, torch.stack([logits_V for logits_V in logits if logits_V is not None]))
@@ -283,7 +285,11 @@ class Slots:
     def _sibling(self, request: SlotRequest, num_rows: int) -> int | None:
         """A slot of the first `num_rows` rows that has the keys of the request's prompt under the installed weights."""
         for row, other in enumerate(self._requests[:num_rows]):
-            if other.prompt_ids is request.prompt_ids and self._is_current[row] and (other is request or len(request.after)):
+            if other.prompt_ids is request.prompt_ids and self._is_current[row]:
+                if other is not request and not len(request.after):
+                    if other.first_logits_V is None:  # of a later turn, which was not computed behind its prompt
+                        continue
+                    request.first_logits_V = other.first_logits_V
                 return int(self._slots[row])
         return None
 

@@ -151,7 +151,7 @@ async def test_the_first_turns_of_a_group_are_asked_for_together_and_later_ones_
     engine = Engine()
     await made(engine, Environments(turns=2, opening=Opening("xy")), EpisodeLimits(max_turns=2, max_turn_tokens=9))
     begun = [*PROMPT.tolist(), ord("x"), ord("y")]
-    assert engine.asked[0] == (begun, [0, 1], [], 9, True)
+    assert engine.asked[0] == (begun, [0, 1], [], 9, True), "their environments were ready at one time"
     assert sorted(engine.asked[1:]) == [(begun, [sample], [sample, 0, END, 97, 98, 99], 9, False) for sample in (0, 1)]
 
 
@@ -229,3 +229,20 @@ async def test_a_response_without_an_environment_is_the_episode_of_one_turn() ->
     assert engine.asked == [(PROMPT.tolist(), [0, 1], [], 40, False)]
     assert result.stored is not None and "turns" not in result.stored.columns
     assert result.stored.ragged("loss_mask")[0].tolist() == [1, 1, 1] and "turns" not in result.kept[0]
+
+
+async def test_rows_whose_environments_wait_for_room_hold_nobody_up() -> None:
+    """A pool with one process: the second row's environment begins when the first row's episode has ended."""
+    environments = Environments(turns=2)
+    begin, end, room = environments.begin, environments._end, asyncio.Semaphore(1)
+
+    async def begins(example: Mapping[str, Any], seed: int) -> tuple[Any, Opening | None]:
+        await room.acquire()
+        episode, opening = await begin(example, seed)
+        return SimpleNamespace(step=episode.step, end=lambda: (end(), room.release())), opening
+
+    environments.begin = begins  # type: ignore[method-assign]
+    engine = Engine()
+    result = await made(engine, environments)
+    assert result.stored is not None and sorted(result.stored.indices.tolist()) == [4, 5] and environments.ended == 2
+    assert [asked[1] for asked in engine.asked] == [[0], [0], [1], [1]]

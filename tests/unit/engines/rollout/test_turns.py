@@ -137,3 +137,16 @@ async def test_tokens_that_are_none_of_the_model_are_refused(path: Path) -> None
     with pytest.raises(ValueError, match="outside 0"):
         await turn(made, 0, np.array([64]))
     await made.close()
+
+
+async def test_requests_that_begin_alike_share_their_prompt_and_have_the_bits_of_their_own(path: Path) -> None:
+    made = engine(path, num_slots=8)
+    apart = await asyncio.gather(*(turn(made, sample, NO_TOKENS, keeps=False) for sample in range(6)))
+    computed = made.num_computed
+    await made.close()
+    assert computed < 2 * len(PROMPT) + 6 * 10 + 1, "once, or twice where the first one was quicker than the others"
+    other = engine(path, num_slots=8)
+    stream = other.generate(PROMPT, samples=range(6), sampling=Sampling(max_new_tokens=10), key=KEY)
+    together = {response.sample: response async for response in stream}
+    await other.close()
+    assert bits(apart) == bits([together[sample] for sample in range(6)])
