@@ -1,0 +1,221 @@
+"""Low-rank adapters beside whole weights, at 135M parameters on the CPU: memory, time, bytes, log-probs, and what attesting costs.
+
+    OMP_NUM_THREADS=1 python benchmarks/lora.py [--json FILE] [--repeats N]
+
+A random Llama of SmolLM2-135M's shapes, rank 16 on all linear layers, groups of 8 responses of 12 tokens to a prompt of 26. Each
+trainer has a process of its own, whose largest resident memory is taken while it trains, not while it loads. A step has 8 groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from figures import Figure, finish, parser
+
+from asyncflow.algorithms.grpo import GRPO
+from asyncflow.config import parse
+from asyncflow.engines.base import MicroBatch, SampleKey, Sampling
+from asyncflow.types import HeldWeights, LoraSpec, Ragged
+
+PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES, GROUPS, VOCABULARY = 26, 12, 8, 8, 49152
+SPEC = LoraSpec(rank=16, alpha=32.0)
+
+
+def make_model(folder: Path) -> None:
+    """A random model of SmolLM2-135M's shapes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=2048, rms_norm_eps=1e-5, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def micro_batch(rows: Ragged | None = None, logprobs: Ragged | None = None) -> MicroBatch:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, VOCABULARY, PROMPT_TOKENS)
+    rows = rows or Ragged.from_arrays([rng.integers(0, VOCABULARY, RESPONSE_TOKENS) for _ in range(RESPONSES)], "int64")
+    size = len(rows.values)
+    return MicroBatch(
+        indices=np.arange(RESPONSES),
+        prompt_ids=prompt,
+        response_ids=rows,
+        loss_mask=Ragged(np.ones(size, np.uint8), rows.offsets),
+        rollout_logprobs=logprobs or Ragged(np.full(size, -10.0, np.float32), rows.offsets),
+        advantages=rng.normal(size=RESPONSES).astype(np.float32),
+        staleness=np.zeros(RESPONSES, np.int64),
+    )
+
+
+def trainer(model: Path, lora: LoraSpec | None) -> Any:
+    from asyncflow.engines.train.torch_engine import TorchEngine
+    from asyncflow.run.factories import train_engine_options
+
+    config = parse({"model": {"path": str(model)}, "data": {"path": ""}, "train": {"check_shared_prompt": False}})
+    return TorchEngine(model, replace(train_engine_options(config), lora=lora, learning_rate=1e-4))
+
+
+async def train(model: Path, kind: str, repeats: int) -> dict[str, float]:
+    """Seconds of a group, of an update, and the largest resident bytes of this process while it trains."""
+    engine, batch, groups, updates = trainer(model, SPEC if kind == "adapter" else None), micro_batch(), [], []
+    for number in range(repeats + 1):
+        if number == 1:
+            Path("/proc/self/clear_refs").write_text("5")  # the largest resident size counts from here on
+        start = time.perf_counter()
+        await engine.forward_backward([batch], GRPO())
+        middle = time.perf_counter()
+        await engine.optim_step(RESPONSES * RESPONSE_TOKENS)
+        groups.append(middle - start)
+        updates.append(time.perf_counter() - middle)
+    largest = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return {
+        "group": statistics.median(groups[1:]),
+        "update": statistics.median(updates[1:]),
+        "bytes": 1024.0 * int(largest.split()[1]),
+    }
+
+
+def train_apart(model: Path, kind: str, repeats: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--part", kind, "--model", str(model), "--repeats", str(repeats)]
+    seen: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return seen
+
+
+async def sync(model: Path, folder: Path, step_seconds: float) -> list[Figure]:
+    """A version's way from the trainer to the embedded engine, of whole weights and of an adapter."""
+    import torch
+
+    from asyncflow.attestation import fault_of
+    from asyncflow.engines.lora import initial_lora, sum_of_base
+    from asyncflow.engines.rollout.decoder import load_tensors
+    from asyncflow.engines.rollout.engine import SlotEngine
+    from asyncflow.weight_sync.base import WeightSyncOptions
+    from asyncflow.weight_sync.shared_memory import SharedMemory
+
+    engine = SlotEngine(model, num_slots=64, max_context=64, lora=SPEC, stop_ids=[])
+    shapes: Mapping[str, Any] = {name: tuple(piece.shape) for name, piece in engine._decoder.lora.slices.items()}
+    adapter = {name: t + 0.02 * torch.randn(t.shape) for name, t in initial_lora(shapes, SPEC, 0).items()}
+    figures, num_bytes, attesting = [], {}, {}
+    for kind, tensors in (("whole", load_tensors(model)), ("adapter", adapter)):
+        seconds: dict[str, list[float]] = {}
+        for attested in ("float32", None):
+            options = WeightSyncOptions(directory=folder / f"{kind}-{attested}", attested_dtype=attested, base=None)
+            sender, receiver = SharedMemory(options).sender("one"), SharedMemory(options).receiver("one")
+            for version in range(1, 5):
+                start = time.perf_counter()
+                manifest = await sender.publish(version, HeldWeights(tensors))
+                published = time.perf_counter()
+                arrived = await receiver.fetch(manifest)
+                fetched = time.perf_counter()
+                await engine.install(version, arrived)
+                installed = time.perf_counter()
+                engine._decoder.lora.sums() if kind == "adapter" else engine._decoder.sums()
+                ended = time.perf_counter()
+                if version > 1:  # the first one makes the file
+                    times = (published - start, fetched - published, installed - fetched, ended - installed)
+                    for name, value in zip(("publish", "fetch", "install", "sums"), times, strict=True):
+                        seconds.setdefault(f"{name} {attested}", []).append(value)
+            num_bytes[kind] = manifest.num_bytes
+            await receiver.close()
+            await sender.close()
+        median = {name: statistics.median(values) for name, values in seconds.items()}
+        exposed = median["install None"] + median["fetch None"]
+        figures.append(Figure(f"a version of {kind}: publish, beside training", 1e3 * median["publish None"], "ms"))
+        figures.append(Figure("  fetch and install, during which the worker waits without staleness", 1e3 * exposed, "ms"))
+        attesting[kind] = median["publish float32"] - median["publish None"] + median["sums float32"]
+        target = "<= 0.01"
+        figures.append(Figure("  attesting it, sender and engine / a step", attesting[kind] / step_seconds, "", target))
+    figures.append(Figure("bytes a version, adapter / whole", num_bytes["adapter"] / num_bytes["whole"], "", "<= 0.03"))
+    figures += await alike(model, folder, engine, adapter)
+    assert fault_of(await engine.attest(), 1, {}) != "" and sum_of_base(model, "float32") == engine._base
+    figures.append(await decoding(engine, adapter))
+    await engine.close()
+    return figures
+
+
+async def alike(model: Path, folder: Path, engine: Any, adapter: Mapping[str, Any]) -> list[Figure]:
+    """Largest difference of a sampled token's log-prob, trainer against embedded engine, without an adapter and with one."""
+    from asyncflow.engines.lora_files import write_lora
+
+    write_lora(folder / "adapter", SPEC, model, {name: tensor.numpy() for name, tensor in adapter.items()})
+    seen = []
+    for name, tensors, lora in (("without", {}, None), ("with", adapter, replace(SPEC, path=str(folder / "adapter")))):
+        await engine.install(1, tensors)
+        sampling, prompt = Sampling(max_new_tokens=RESPONSE_TOKENS), micro_batch().prompt_ids
+        made = [r async for r in engine.generate(prompt, samples=range(RESPONSES), sampling=sampling, key=SampleKey(0, 0))]
+        made.sort(key=lambda response: response.sample)
+        train_engine = trainer(model, lora)
+        ids = Ragged.from_arrays([response.token_ids for response in made], "int64")
+        theirs = (await train_engine.log_probs(prompt, ids)).values
+        ours = np.concatenate([response.logprobs for response in made])
+        seen.append(
+            Figure(f"largest difference of a log-prob {name} an adapter", float(abs(ours - theirs).max()), "nats", "<= 1e-5")
+        )
+        await train_engine.close()
+    return seen
+
+
+async def decoding(engine: Any, adapter: Mapping[str, Any]) -> Figure:
+    """Seconds of a decode step of 64 slots with an adapter / without, in turn."""
+    import torch
+
+    decoder, ratios = engine._decoder, []
+    tokens, positions = np.arange(64) % VOCABULARY, np.full(64, 20)
+    decoder.lora.install(adapter)
+
+    def seconds(is_used: bool) -> float:
+        decoder.lora.use(is_used)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            decoder.decode(tokens, positions)
+        return time.perf_counter() - start
+
+    for number in range(22):
+        first, second = (seconds(is_used) for is_used in ((True, False) if number % 2 else (False, True)))
+        ratios.append(first / second if number % 2 else second / first)
+    return Figure("decode step of 64 slots, with an adapter / without", statistics.median(ratios[2:]), "times")
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--part", choices=["whole", "adapter"])
+    arguments.add_argument("--model", type=Path)
+    options = arguments.parse_args()
+    if options.part is not None:
+        print(json.dumps(asyncio.run(train(options.model, options.part, options.repeats))))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="asyncflow-lora-", dir="/dev/shm") as scratch:
+        model = Path(scratch) / "model"
+        make_model(model)
+        whole, adapter = (train_apart(model, kind, options.repeats) for kind in ("whole", "adapter"))
+        steps = [GROUPS * each["group"] + each["update"] for each in (whole, adapter)]
+        figures = [
+            Figure("resident memory of the trainer, whole", whole["bytes"] / 2**20, "MiB"),
+            Figure("  adapter / whole", adapter["bytes"] / whole["bytes"], "", "<= 0.45"),
+            Figure("step of the trainer, whole: 8 groups and an update", steps[0], "s"),
+            Figure("  adapter / whole", steps[1] / steps[0], "", "<= 1.0"),
+            *asyncio.run(sync(model, Path(scratch), steps[0])),
+        ]
+        return finish(figures, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
