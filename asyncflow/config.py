@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from asyncflow.devices import ONE_OF_KINDS, PATTERN
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
-from asyncflow.types import MAX_CANDIDATES, Layout, Old, UserError
+from asyncflow.types import MAX_CANDIDATES, Layout, LoraSpec, Old, UserError
 
 
 def _device(text: str) -> str:
@@ -77,12 +77,32 @@ class RunConfig(Section):
     """How long workers may take to end by themselves before they are killed."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapter, which is trained in the place of the model's own weights (docs/lora.md)."""
+
+    rank: PositiveInt = 16
+    """Rank of each pair of matrices."""
+    alpha: Finite = 32.0
+    """The adapter's product is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by the last part of their names (`q_proj`); by default all but the output layer."""
+    path: str | None = None
+    """Folder of PEFT's files that the adapter starts from; by default A is random and B 0, so that the model is its base."""
+
+    @property
+    def spec(self) -> LoraSpec:
+        """What engines are told of it."""
+        return LoraSpec(self.rank, self.alpha, self.targets, self.path)
+
+
 class ModelConfig(Section):
     path: str
     """A folder in Hugging Face format, `random:qwen2-tiny` for a small randomly initialised model, or, for `--dry-run` alone,
     `shapes:FILE`, a model's config.json without the rest."""
     max_context_tokens: PositiveInt | None = None
     """Prompt and response together; by default the longest prompt of the data and `rollout.max_new_tokens`."""
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter instead of the weights; the model at `path` is its base."""
 
 
 class DataConfig(Section):
@@ -701,6 +721,11 @@ class Config(Section):
     def layout(self) -> Layout:
         """Layout of training over devices."""
         return Layout(**self.plan.train.model_dump())
+
+    @property
+    def lora(self) -> LoraSpec | None:
+        """Low-rank adapter that is trained; None: the model's own weights are."""
+        return None if self.model.lora is None else self.model.lora.spec
 
     @property
     def run_dir(self) -> Path:

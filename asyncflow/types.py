@@ -195,6 +195,30 @@ class Layout:
         return self.dp * self.tp * self.pp
 
 
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Low-rank adapter (LoRA): what is trained in the place of a model's own weights.
+
+    y = x W^T + (alpha / rank) (x A^T) B^T for each linear layer that a name in `targets` ends, `()`: for all but the output layer.
+    A [rank, inputs] and B [outputs, rank] are trained, float32; W stays as it is. `path`: folder of PEFT's files that the adapter
+    starts from; None: A is random and B 0, so that the model is the base.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    path: str | None = None
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the adapter's product."""
+        return self.alpha / self.rank
+
+    def has_target(self, linear: str) -> bool:
+        """Whether the linear layer of this name is one of the targets, by the last parts of its name, as PEFT takes them."""
+        return not self.targets or any(linear == target or linear.endswith(f".{target}") for target in self.targets)
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Shape and dtype of a tensor. `dtype` is torch's name without `torch.`, such as `bfloat16`."""
 

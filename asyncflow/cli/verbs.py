@@ -12,6 +12,7 @@ from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.display import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.init import init
+from asyncflow.cli.merge import merge
 from asyncflow.cli.output import keep_going
 from asyncflow.cli.plan import plan
 from asyncflow.cli.queue import app as queue
@@ -39,6 +40,7 @@ app.command()(train)
 app.command()(serve)
 app.command(name="eval")(evaluate)
 app.command()(replay)
+app.command()(merge)
 app.command()(verify)
 app.command()(simulate)
 app.command()(plan)

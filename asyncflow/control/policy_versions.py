@@ -15,6 +15,7 @@ from itertools import chain
 
 import msgspec
 
+from asyncflow.attestation import Attestation, fault_of
 from asyncflow.control.schedule import Progress, Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
@@ -54,6 +55,7 @@ class PolicyVersions:
         self.stale_since: dict[str, float] = {}  # by `PolicyVersions`'s clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
+        self.attested: dict[str, bool] = {}  # whether the engine of a worker that serves has shown that it has the version
         self.called_for = -1
         self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
@@ -141,9 +143,19 @@ class PolicyVersions:
         return True
 
     @remote
-    async def installed(self, version: int) -> None:
-        """The calling worker serves this version from now on."""
+    async def installed(self, version: int, attested: Attestation | None = None) -> str:
+        """The calling worker serves this version from now on, unless what its engine has `attested` is not the version's.
+
+        Returns what is wrong then: the worker is stale, and takes no prompts. "": it serves.
+        """
         worker = client_name.get()
+        promised = self._kept.get(version)
+        self.attested[worker] = promised is not None and bool(promised.sums) and attested is not None
+        if promised is not None and promised.sums and attested is not None:
+            fault = fault_of(attested, version, promised.sums, promised.base)
+            if fault:
+                self._refuse(worker, fault)
+                return fault
         self._serving[worker], self.has_been_served = version, True
         self.stale.pop(worker, None)
         self.stale_since.pop(worker, None)
@@ -152,11 +164,15 @@ class PolicyVersions:
             self.install_seconds = self._clock() - granted_at
         self.on_installed(version)
         self._signal.notify()
+        return ""
 
     @remote
     async def failed(self, why: str) -> None:
         """The calling worker could not get the weights that it is to serve: it takes no prompts until it has."""
-        worker = client_name.get()
+        self._refuse(client_name.get(), why)
+
+    def _refuse(self, worker: str, why: str) -> None:
+        self._granted_at.pop(worker, None)
         self._installing.pop(worker, None)
         self.stale[worker] = why
         self.stale_since.setdefault(worker, self._clock())
@@ -194,7 +210,7 @@ class PolicyVersions:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        for book in (self._serving, self._installing, self.stale, self.stale_since, self._granted_at):
+        for book in (self._serving, self._installing, self.stale, self.stale_since, self._granted_at, self.attested):
             book.pop(worker, None)
         self._signal.notify()
 
@@ -217,6 +233,13 @@ class PolicyVersions:
         """The version that each living worker serves. One that says nothing any more is left out until it does, and who is to
         leave; so they are from `installing`."""
         return {worker: version for worker, version in self._serving.items() if self._is_counted_on(worker)}
+
+    @property
+    def share_attested(self) -> float | None:
+        """Share of the workers that serve whose engine has shown that it has the version; None where none is promised."""
+        if self.newest is None or not self.newest.sums or not self.serving:
+            return None
+        return sum(self.attested.get(worker, False) for worker in self.serving) / len(self.serving)
 
     @property
     def generating(self) -> dict[str, int]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from asyncflow.types import Array, Layout, Objective, Old, Ragged, ValueObjective, WeightSource
+from asyncflow.attestation import Attestation
+from asyncflow.types import Array, Layout, LoraSpec, Objective, Old, Ragged, ValueObjective, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +142,13 @@ class RolloutEngine(Protocol):
         Raises `ValueError`, and changes nothing, when a name, shape or dtype is not the model's.
         """
         ...
+
+    async def attest(self) -> Attestation | None:
+        """Sums over the bits of the weights that tokens are now generated with. Optional; None: the engine cannot tell.
+
+        Taken from the buffers that the engine's kernels read, and from nothing that an install was given.
+        """
+        return None
 
     async def export_weights(self) -> WeightSource | None:
         """Installed weights by Hugging Face names, in the engine's own dtype; None if the engine cannot export them.
@@ -300,6 +308,9 @@ class TrainEngineOptions:
     `layout`: how the model is sharded over processes. In a pipeline the micro-batches of a call are filled up to one length, if
     the fill is at most the fraction `pipeline_fill` of all their tokens. `activation_checkpointing`: compute each layer's
     activations again in the backward pass. `offload_optimizer`: keep the optimiser's state in host memory.
+
+    `lora`: train a low-rank adapter, and leave the model's own weights as they are; None: train these. The adapter is then what is
+    exported, saved and restored; the weights are kept in `dtype`, and old policy and reference share them.
     """
 
     layout: Layout
@@ -329,6 +340,7 @@ class TrainEngineOptions:
     check_shared_prompt: bool
     activation_checkpointing: bool
     offload_optimizer: bool
+    lora: LoraSpec | None = None
 
 
 class ClassifierEngine(Protocol):

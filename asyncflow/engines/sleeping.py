@@ -155,6 +155,9 @@ class SleepingRolloutEngine:
         """See `RolloutEngine`. The install happens between two decode steps."""
         await self._hand_in(partial(self._install, version))
 
+    async def attest(self) -> None:
+        """See `RolloutEngine.attest`: there are no weights."""
+
     async def export_weights(self) -> None:
         """See `RolloutEngine`: there are no weights to export."""
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncflow.attestation import Attestation
 from asyncflow.control.policy_versions import Target
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import RolloutEngine, Timing
@@ -92,11 +93,13 @@ class Rollout:
         """Generate until the worker is to leave, or the run is stopping; unfinished groups are then abandoned."""
         while (target := await self._versions.join()) is not None:
             if target.manifest is None:  # what the engine was built with
-                await self._serve(target)
+                await self._versions.installed(target.version)
+                self._serve(target)
                 break
             if (tensors := await self._fetched(target)) is not None:
                 await self._install(target, tensors)
-                break
+                if not self._is_stale:
+                    break
         async with asyncio.TaskGroup() as tasks:
             taking = tasks.create_task(self._take_groups())
             await self._follow_weights()
@@ -183,7 +186,8 @@ class Rollout:
     async def _follow_weights(self) -> None:
         while (target := await self._versions.next_target(self._installed)) is not None:
             if target.version == self._installed:  # what could not be fetched is not needed any more
-                await self._serve(target)
+                await self._versions.installed(target.version)
+                self._serve(target)
                 continue
             if (tensors := await self._fetched(target)) is None:
                 continue
@@ -242,15 +246,30 @@ class Rollout:
         with self._spans.busy("install", version=target.version):
             await self._engine.install(target.version, tensors)
         await self._receiver.release()
+        attested = None if target.manifest is None else await self._attested(target)
+        if fault := await self._versions.installed(target.version, attested):
+            log.warning("version %d is not what the engine generates with: %s", target.version, fault)
+            self._is_stale = True
+            await asyncio.sleep(self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
+            return
         if is_in_flight:
             await self._engine.resume()
-        await self._serve(target)
+        self._serve(target)
 
-    async def _serve(self, target: Target) -> None:
+    async def _attested(self, target: Target) -> Attestation | None:
+        """What the engine says that it generates with, if it can."""
+        if (attest := getattr(self._engine, "attest", None)) is None:
+            return None
+        start = self._spans.clock()
+        attested: Attestation | None = await attest()
+        self._spans.beside("attest", start, version=target.version)
+        return attested
+
+    def _serve(self, target: Target) -> None:
         self._installed, self._is_installing, self._is_stale, self._has_served = target.version, False, False, False
         prompts = share_of(self._shape.prompts_at_first, target.place, target.num_workers, target.version)
         self._share = prompts * self._shape.group_size
-        await self._versions.installed(target.version)
         self._changed.notify()
 
     def _show_lane(self) -> None:

@@ -24,6 +24,7 @@ import msgspec
 
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
+from asyncflow.engines.lora_files import write_published_lora
 from asyncflow.run.connection import JobFile
 from asyncflow.run.factories import make_algorithm, queue_schema
 from asyncflow.run.model_files import copy_tokenizer
@@ -139,8 +140,11 @@ class Attempt:
         with folder.saving_model() as partial:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            shutil.copyfile(published.address, partial / "model.safetensors")
-            shutil.copyfile(model / "config.json", partial / "config.json")
+            if (lora := self._config.lora) is not None:
+                write_published_lora(partial, lora, model, Path(published.address))
+            else:
+                shutil.copyfile(published.address, partial / "model.safetensors")
+                shutil.copyfile(model / "config.json", partial / "config.json")
             copy_tokenizer(model, partial)
         self._model_version = published.version
         self._log(f"the trainer could not save in time: {folder.model} holds the last published weights")

@@ -16,7 +16,7 @@ from asyncflow.registry import load as load_named
 from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import critic_options, make_schedule, max_retained, train_engine_options, weights_need_key
 from asyncflow.run_dir import CRITIC_DIR, KEY_FILE
-from asyncflow.types import UserError
+from asyncflow.types import LoraSpec, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightSync, WeightSyncOptions
 
@@ -36,6 +36,7 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
         "num_threads": rollout.num_threads,
         "kv_on_install": rollout.kv_on_install,
         **({} if config.environment is None else {"num_parked": config.num_parked}),
+        **({} if config.lora is None else {"lora": config.lora}),
     }
     try:
         return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
@@ -70,8 +71,8 @@ def critic_engine(config: Config, model: Path) -> CriticEngine:
     return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
 
 
-def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> WeightSync:
-    """The way of the weights, for who sends them or receives them on `device`."""
+def weight_sync(run: RunConnection, device: str, *, receives: bool = False, base: int | None = None) -> WeightSync:
+    """The way of the weights, for who sends them or receives them on `device`. `base`: see `WeightSyncOptions`."""
     config = run.config
     # A sender keeps one version more than is needed: the newest is whole while the next one is written. A receiver's machine has
     # one more where there are evaluators: they fetch older versions.
@@ -83,6 +84,8 @@ def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> W
         keep=make_schedule(config).max_staleness + 1 + one_more,
         max_retained=max_retained(config),
         dtype=config.weight_sync.dtype,
+        attested_dtype=config.rollout.dtype,
+        base=base,
         num_receivers=config.rollout.num_workers,
         listen=config.weight_sync.listen,
         device=device if len(kinds) == 1 else "cpu",
@@ -108,6 +111,24 @@ def _weight_sync(config: Config, **options: Any) -> WeightSync:
     key = config.run_dir / KEY_FILE if weights_need_key(config) else None
     of_run = WeightSyncOptions(deadline_seconds=chosen.deadline_seconds, key=key, **options)
     return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": of_run}, WEIGHT_SYNCS))
+
+
+def first_tensors(config: Config, model: Path) -> Mapping[str, Tensor]:
+    """Tensors of version 0, which every rollout worker has from its own files: the model's, or the adapter's over it; none if that
+    begins as the base."""
+    lora = config.lora
+    if lora is None:
+        return tensors_of(model)
+    read: Callable[[Path, LoraSpec], Mapping[str, Tensor]] = load_named("function", "asyncflow.engines.lora:read_lora")
+    return {} if lora.path is None else read(Path(lora.path), lora)
+
+
+def base_sum(config: Config, model: Path) -> int | None:
+    """Sum over the weights that adapters are for (asyncflow/attestation.py); None for a run without adapters."""
+    if config.lora is None:
+        return None
+    add_up: Callable[[Path, str], int] = load_named("function", "asyncflow.engines.lora:sum_of_base")
+    return add_up(model, config.rollout.dtype)
 
 
 def tensors_of(model: Path) -> Mapping[str, Tensor]:

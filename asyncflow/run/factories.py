@@ -173,6 +173,7 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
         check_shared_prompt=train.check_shared_prompt,
         activation_checkpointing=train.activation_checkpointing,
         offload_optimizer=train.offload_optimizer,
+        lora=config.lora,
     )
 
 
@@ -190,6 +191,7 @@ def critic_options(config: Config) -> TrainEngineOptions:
         old="current",
         is_corrected=False,
         has_reference=False,
+        lora=None,
     )
 
 

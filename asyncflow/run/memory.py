@@ -15,7 +15,7 @@ from typing import Any, Final
 from asyncflow.config import Config
 from asyncflow.engines.families import FAMILIES, Family, head_dim
 from asyncflow.run.factories import make_algorithm, max_retained, tasks_before_training
-from asyncflow.types import UserError
+from asyncflow.types import LoraSpec, UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 _LOGIT_COPIES: Final = 3
@@ -78,6 +78,21 @@ class Shapes:
         """Number of parameters; a tied head counts once."""
         return self.layers * self.of_layer + self.of_vocabulary * (1 if self.is_tied else 2) + self.hidden
 
+    def of_adapter(self, lora: LoraSpec) -> int:
+        """Parameters of a low-rank adapter: rank x (inputs + outputs) of each target."""
+        queries, others = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = {
+            "q_proj": self.hidden + queries,
+            "k_proj": self.hidden + others,
+            "v_proj": self.hidden + others,
+            "o_proj": queries + self.hidden,
+            "gate_proj": self.hidden + self.wide,
+            "up_proj": self.hidden + self.wide,
+            "down_proj": self.wide + self.hidden,
+        }
+        names = {name.rpartition(".")[2] for name in lora.targets} or set(sides)
+        return self.layers * lora.rank * sum(size for name, size in sides.items() if name in names)
+
     def of_stage(self, num_stages: int) -> int:
         """Parameters of the largest stage of a pipeline: ceil(L / stages) layers, and the embedding or the head."""
         if num_stages == 1:
@@ -105,8 +120,15 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
     mine = stage / (layout.tp * layout.dp)
     share = f"{stage:,} / (tp {layout.tp} x dp {layout.dp}) = {mine:,.0f} parameters"
     sum_bytes = 8 if train.accumulate == "exact" else 4
-    parts = [
-        MemoryUse("weights", 4 * mine, f"4 B x {share}"),
+    parts = []
+    if (lora := config.lora) is None:
+        parts.append(MemoryUse("weights", 4 * mine, f"4 B x {share}"))
+    else:
+        b, of_stage = _BYTES[train.dtype], shapes.of_adapter(lora) * -(-shapes.layers // layout.pp) / shapes.layers
+        parts.append(MemoryUse("base", b * mine, f"{b} B x {share}, which old policy and reference share"))
+        mine = of_stage / (layout.tp * layout.dp)
+        parts.append(MemoryUse("weights", 4 * mine, f"4 B x {mine:,.0f} parameters of the adapter"))
+    parts += [
         MemoryUse("gradient sums", sum_bytes * mine, f"{sum_bytes} B each (train.accumulate: {train.accumulate})"),
     ]
     if train.offload_optimizer:
@@ -116,7 +138,7 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
     frozen_bytes = _BYTES[train.frozen_dtype or train.dtype]
     names = ["old policy"] * (train.old in ("step_start", "previous"))
     names += ["reference"] * (algorithm.needs_reference and train.reference == "fused")
-    for name in names:
+    for name in names if lora is None else ():
         at = 0.0 if train.offload else frozen_bytes * mine
         parts.append(MemoryUse(name, at, "in host memory (train.offload)" if train.offload else f"{frozen_bytes} B each"))
     parts.append(_computed_weights(config, shapes, stage))
@@ -204,7 +226,8 @@ def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[Memor
     """Parts of the memory of the first trainer's machine, and of each machine that generates."""
     b = _BYTES[config.weight_sync.dtype or "float32"]
     kept = max_staleness + 2 + max_retained(config)
-    return [MemoryUse("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
+    size = shapes.parameters if config.lora is None else shapes.of_adapter(config.lora)
+    return [MemoryUse("published weights", b * size * kept, f"{b} B x {size:,} x {kept} versions")]
 
 
 def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, max_staleness: int) -> list[str]:

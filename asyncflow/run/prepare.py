@@ -19,6 +19,7 @@ from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.families import check_family, check_layout
+from asyncflow.engines.lora_files import check_lora_files
 from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_CHECKS,
     ROLLOUT_ENGINES,
@@ -103,6 +104,7 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     _check_weight_sync(config)
     check_rollout_engine(config, config.rollout.num_workers)
     algorithm, train = make_algorithm(config), config.train
+    _check_lora(config)
     if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
         raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
     if algorithm.critic is not None:
@@ -151,6 +153,24 @@ def _check_weight_sync(config: Config) -> None:
             f"weight_sync.name={chosen.name} broadcasts each version to all who have once asked for one, and eval.num_workers="
             f"{evaluators} take only some, later: take {others}, or eval.num_workers=0"
         )
+
+
+def _check_lora(config: Config) -> None:
+    """Check that a low-rank adapter can be trained with these settings. Raises `UserError`."""
+    if (lora := config.lora) is None:
+        return
+    train = config.train
+    if train.offload or train.frozen_dtype:
+        raise UserError(
+            "train.offload and train.frozen_dtype are for old policy and reference, which share the policy's base with model.lora: "
+            "leave them out"
+        )
+    if config.weight_sync.dtype is not None:
+        raise UserError(
+            f"weight_sync.dtype={config.weight_sync.dtype} would round what little of a low-rank adapter travels: leave it out"
+        )
+    if lora.path is not None:
+        check_lora_files(Path(lora.path), lora)
 
 
 def _check_critic(config: Config) -> None:
@@ -217,6 +237,7 @@ def check_rollout_engine(config: Config, num_workers: int) -> None:
         "num_evaluators": config.eval.num_workers,
         "evaluators_device": config.evaluators_device,
         "installs_in_flight": schedule.installs_in_flight,
+        "has_lora": config.lora is not None,
     }
     build("rollout engine", chosen.name, {**asked, **chosen.options}, ROLLOUT_ENGINE_CHECKS)
 

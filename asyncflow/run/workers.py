@@ -29,8 +29,10 @@ from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected
 from asyncflow.run.engines import (
+    base_sum,
     critic_engine,
     critic_weight_sync,
+    first_tensors,
     reference_engine,
     rollout_engine,
     tensors_of,
@@ -72,7 +74,7 @@ async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(rollout_engine, run.config, Path(run.job.model), run.job.max_context, device(run.config))
         receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
-        original = partial(tensors_of, Path(run.job.model))
+        original = partial(first_tensors, run.config, Path(run.job.model))
         tokenizer = CheckpointTokenizer(Path(run.job.model))
         async with environments(run, name) as pool:
             episodes = None if pool is None else episode_player(run, engine, pool, tokenizer)
@@ -158,7 +160,10 @@ async def train_worker(name: str, run_dir: Path) -> None:
             spans.waiting("leader")
             await engine.follow(make_algorithm(run.config), partial(_led, spans))
             return
-        sender = weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex) if rank == 0 else None
+        sender = None
+        if rank == 0:
+            base = await asyncio.to_thread(base_sum, run.config, Path(run.job.model))
+            sender = weight_sync(run, run.config.train.device, base=base).sender(uuid.uuid4().hex)
         saving = await train_steps(run, engine, sender)
         with spans.busy("save"), RunDir(run_dir).saving_model(is_first=rank == 0) as folder:
             await engine.save(folder)

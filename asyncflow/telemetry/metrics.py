@@ -124,6 +124,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "queue/rows": "Rows on all storage units, at that moment.",
     "queue/stored_bytes": "Bytes of their values.",
     "queue/admission_wait_seconds": "Seconds that admissions have waited for room since the run began, over all of them.",
+    "weights/attested": "Share of the rollout workers that serve when the row is written whose engine has shown, after its last "
+    "install, that it generates with the version that it was given (0 to 1). Only once a version is published, by a trainer that "
+    "promises what engines will have.",
     "run/num_resumes": "How often the run has been resumed from a checkpoint; only where it has been.",
     "own/<name>": "Metric of the user's own: mean over what `log_metric` was given, in `advantages` for the step's groups, by "
     "scorers since the commit before the step's, whichever step the responses are of.",

@@ -30,6 +30,9 @@ class Manifest(msgspec.Struct, frozen=True):
     `address` is the safetensors file on the trainer's machine, `num_bytes` its size and `hash` its xxh3_128 in hexadecimal;
     `tensors` is keyed by Hugging Face names, with the dtypes that travel. `served_at` is the door of a sender that is asked for
     the bytes (see `transport`); empty where the file itself is read.
+
+    `sums`: of the tensors as engines generate with them (asyncflow/attestation.py); empty where nothing is promised. `base`: None
+    where the version is a whole model; where it is an adapter, the sum over the weights that it is for.
     """
 
     incarnation: str
@@ -39,6 +42,8 @@ class Manifest(msgspec.Struct, frozen=True):
     num_bytes: int
     tensors: dict[str, TensorSpec]
     served_at: str = ""
+    sums: dict[str, int] = {}
+    base: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,10 @@ class WeightSyncOptions:
     """Where the sender listens, `tls:HOST:PORT` (port 0: any). None: where only this machine can reach it."""
     key: Path | None = None
     """The run's key, for an address by TLS: the file that `Credentials.create` writes."""
+    attested_dtype: str | None = None
+    """Dtype (torch's name) that engines generate in, for the sender to promise what they will have; None: it promises nothing."""
+    base: int | None = None
+    """Of a sender of adapters: the sum over the weights that they are for."""
     device: str = "cpu"
     """What broadcasts go through, and so by which library: gloo for the CPU, NCCL for CUDA."""
 

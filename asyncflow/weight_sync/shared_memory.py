@@ -46,7 +46,7 @@ class SharedMemorySender:
         """Raises `UserError` when the directory is not this user's alone."""
         self.incarnation = incarnation
         self._files = VersionFiles(options.directory, options.keep, options.deadline_seconds, options.max_retained)
-        self._dtype = options.dtype
+        self._dtype, self._attested_dtype, self._base = options.dtype, options.attested_dtype, options.base
         self._layout: FileLayout | None = None
         self._one_by_one = asyncio.Lock()
         self._thread = ComputeThread("weight-sender")
@@ -63,7 +63,10 @@ class SharedMemorySender:
                     await self._thread.run(filling.write, arrived)
             digest = await self._thread.run(filling.finish, arrived)  # lasting ones in one call: one for each would cost time
             path = await self._thread.run(self._files.commit, version)
-        return Manifest(self.incarnation, version, str(path), digest, filling.layout.num_bytes, filling.layout.specs)
+        layout = filling.layout
+        return Manifest(
+            self.incarnation, version, str(path), digest, layout.num_bytes, layout.specs, sums=filling.sums, base=self._base
+        )
 
     def retain(self, versions: Collection[int]) -> None:
         """See `WeightSender.retain`."""
@@ -91,7 +94,7 @@ class SharedMemorySender:
             self._layout = FileLayout(specs)
         elif specs != self._layout.specs:
             raise WeightSyncError(f"version {version} has other tensors than those published before it")
-        return Filling(self._files.begin(version, self._layout.num_bytes), self._layout, source)
+        return Filling(self._files.begin(version, self._layout.num_bytes), self._layout, source, self._attested_dtype)
 
 
 class SharedMemoryReceiver:

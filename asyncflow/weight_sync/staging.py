@@ -14,6 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from asyncflow.attestation import MODULUS
+from asyncflow.bit_sums import sum_of_bits
 from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.layout import FileLayout
@@ -40,9 +42,17 @@ class Filling:
     A tensor whose turn it is in the file is hashed as it is copied, one that comes too early when its turn has come.
     """
 
-    def __init__(self, file: Array, layout: FileLayout, source: Mapping[str, TensorSpec]) -> None:
-        """`file`: uint8 [num_bytes]. `source`: what the tensors are before they are cast to the layout's dtypes."""
+    def __init__(
+        self, file: Array, layout: FileLayout, source: Mapping[str, TensorSpec], attested_dtype: str | None = None
+    ) -> None:
+        """`file`: uint8 [num_bytes]. `source`: what the tensors are before they are cast to the layout's dtypes.
+
+        `attested_dtype`: dtype that sums are taken of them in; None: none are taken.
+        """
         self.layout = layout
+        self.sums: dict[str, int] = {}
+        """Of the tensors that have come, in `attested_dtype`; see attestation.py."""
+        self._attested = None if attested_dtype is None else _torch_dtype(attested_dtype)
         self._file, self._source = file, source
         self._digest = xxhash.xxh3_128()
         self._waiting = deque(layout.spans)  # names that are not hashed, in the file's order
@@ -72,9 +82,15 @@ class Filling:
             raise WeightSyncError(f"the weights brought {name!r} as {TensorSpec.of(tensor)}, and had said {self._source[name]}")
         self._missing.remove(name)
         digest = self._digest if name == self._waiting[0] else None
-        for chunk in _copied(self._bytes_of(name), tensor.reshape(-1), _torch_dtype(self.layout.specs[name].dtype)):
+        dtype, total = _torch_dtype(self.layout.specs[name].dtype), 0
+        for chunk in _copied(self._bytes_of(name), tensor.reshape(-1), dtype):
             if digest is not None:
                 digest.update(chunk.data)
+            if self._attested is not None:
+                sent = torch.from_numpy(chunk).view(dtype)
+                total += sum_of_bits(sent.to(self._attested) if dtype.is_floating_point else sent)
+        if self._attested is not None:
+            self.sums[name] = total % MODULUS
         if digest is not None:
             self._waiting.popleft()
             while self._waiting and self._waiting[0] not in self._missing:

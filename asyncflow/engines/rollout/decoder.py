@@ -17,6 +17,7 @@ L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.checks import check_tensors
+from asyncflow.engines.rollout.low_rank import LoraLayers, LowRank
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
 from asyncflow.model_folder import weight_files
-from asyncflow.types import Array
+from asyncflow.types import Array, LoraSpec
 
 MIN_ROWS = 4
 SCORED_ROWS = 256  # tokens whose logits are made together where a sequence is scored
@@ -43,10 +46,12 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
+        self.lora: LowRank | None = None  # before an adapter is installed
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
-        return F.linear(x, self.weight, self.bias)
+        output = F.linear(x, self.weight, self.bias)
+        return output if self.lora is None else self.lora.add_to(output, x)
 
 
 class PackedLinear:
@@ -60,6 +65,7 @@ class PackedLinear:
         """`names`: the checkpoint's tensors that the weight's rows are, in order."""
         self.names, self.bias = names, bias
         self.weight: Tensor | None = None  # before the first install
+        self.lora: LowRank | None = None
         self._dtype = dtype
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -81,9 +87,15 @@ class PackedLinear:
         assert self.weight is not None, "`install` first"
         return self.weight.to_dense()
 
+    def bits(self) -> Tensor:
+        """The packed memory, in an order of its own, and with zeros where it is filled up: a view [elements]."""
+        address, num_bytes = torch.ops.mkldnn.data_ptr(self.weight), torch.ops.mkldnn._nbytes(self.weight)
+        return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=self._dtype)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return output if self.lora is None else self.lora.add_to(output, x)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -116,16 +128,27 @@ class Decoder:
     """Weights, key/value cache and the two passes. Not thread-safe; call the passes under `torch.inference_mode`."""
 
     def __init__(
-        self, config: DecoderConfig, *, num_slots: int, max_context: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        *,
+        num_slots: int,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lora: LoraSpec | None = None,
     ) -> None:
         """Uninitialised weights and an empty cache of `num_slots` times `max_context` tokens (prompt and response). One slot more
-        is for inert rows."""
+        is for inert rows.
+
+        `lora`: installs may bring a low-rank adapter; until the first one the model is its base.
+        """
         if max_context > config.max_position_embeddings:
             raise ValueError(f"max_context {max_context} exceeds the model's {config.max_position_embeddings} positions")
         self.config, self.dtype, self.device = config, dtype, device
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the tensors in a checkpoint, by name
         self.slices: dict[str, Tensor] = {}  # of buffers: what a tensor is copied to, of a shape that its own broadcasts to
         self.packed: list[PackedLinear] = []
+        self.lora = LoraLayers(lora)
         self._packs = can_pack(dtype, device)
         self.embedding = self._buffer(config.vocab_size, config.hidden_size)
         self._name(self.embedding, "model.embed_tokens.weight")
@@ -190,7 +213,9 @@ class Decoder:
             bias = self._buffer(sum(sizes)) if has_bias else None
             if bias is not None:
                 self._name(bias, *(f"{prefix}.{name}.bias" for name in names.split()), sizes=sizes)
-            return self._linear([f"{prefix}.{name}.weight" for name in names.split()], sizes, inputs, bias)
+            linear = self._linear([f"{prefix}.{name}.weight" for name in names.split()], sizes, inputs, bias)
+            self.lora.add(linear, [f"{prefix}.{name}" for name in names.split()], sizes, inputs, like=self.embedding)
+            return linear
 
         qkv = linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", (q, kv, kv), c.hidden_size, c.qkv_bias)
         qk_norm = self._buffer(sum(heads), c.head_dim) if c.qk_norm else None
@@ -203,7 +228,13 @@ class Decoder:
         return DecoderLayer(norm("input_layernorm"), qkv, qk_norm, output, norm("post_attention_layernorm"), gate_up, down)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit."""
+        """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit.
+
+        Of a low-rank adapter nothing is slow.
+        """
+        if self.lora.takes(tensors):
+            self.lora.check(tensors)
+            return []
         tensors = check_tensors(tensors, self.shapes, ties_head=self.config.tie_word_embeddings)
         with torch.inference_mode():
             return [linear.pack(tensors) for linear in self.packed]
@@ -211,8 +242,12 @@ class Decoder:
     def install(self, tensors: Mapping[str, Tensor], prepared: Sequence[Tensor] | None = None) -> None:
         """Copy every weight into its buffer, converting its dtype. `ValueError`, changing nothing, when one does not fit.
 
+        A decoder with low-rank adapters takes one alone, too, over the weights that are there, or nothing at all, for these alone.
         `prepared`: what `prepare` made of the same tensors; else weights are packed one at a time.
         """
+        if self.lora.takes(tensors):
+            self.lora.install(tensors)
+            return
         tensors = check_tensors(tensors, self.shapes, ties_head=self.config.tie_word_embeddings)
         with torch.inference_mode():
             for name, piece in self.slices.items():
@@ -221,13 +256,20 @@ class Decoder:
                 linear.install(packed)
 
     def installed(self, name: str) -> Tensor:
-        """Tensor of the checkpoint (see `shapes`) as it is installed: a view, or a copy of what is packed."""
+        """Tensor of the checkpoint (see `shapes`), or of the adapter, as it is installed: a view, or a copy of what is packed."""
+        if name in self.lora.slices:
+            return self.lora.slices[name]
         if name in self.slices:
             piece = self.slices[name]
             return piece if tuple(piece.shape) == self.shapes[name] else piece[0]  # which is there for each head
         linear = next(linear for linear in self.packed if name in linear.names)
         sizes = [self.shapes[each][0] for each in linear.names]
         return torch.split(linear.unpacked(), sizes)[linear.names.index(name)]
+
+    def sums(self) -> dict[tuple[str, ...], int]:
+        """Sums of the bits of the weights that the passes read (asyncflow/attestation.py), by the names of those in one buffer."""
+        sums = {(name,): sum_of_bits(self.installed(name)) for name in self.slices}
+        return sums | {tuple(linear.names): sum_of_bits(linear.bits()) for linear in self.packed}
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[Sequence[int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys go to each of its slots."""

@@ -34,9 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncflow.attestation import Attestation, sum_of_all
 from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
+from asyncflow.engines.lora import read_lora
 from asyncflow.engines.rollout.checks import check_request, check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.deliveries import Deliveries
@@ -46,7 +48,7 @@ from asyncflow.engines.rollout.slots import SlotRequest, Slots
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread
-from asyncflow.types import Array, TensorSpec, WeightSource
+from asyncflow.types import Array, LoraSpec, TensorSpec, WeightSource
 
 T = TypeVar("T")
 
@@ -67,10 +69,12 @@ class SlotEngine(RolloutEngine):
         stop_ids: Iterable[int] | None = None,
         kv_on_install: Literal["keep", "recompute"] = "keep",
         num_parked: int = 0,
+        lora: LoraSpec | None = None,
     ) -> None:
         """Load a Hugging Face checkpoint as policy `version`.
 
-        `num_parked`: slots of the cache beyond `num_slots`, for episodes that wait for their environments.
+        `lora`: versions are low-rank adapters over it; `version` has the one in `lora.path`, if there is one. `num_parked`: slots
+        of the cache beyond `num_slots`, for episodes that wait for their environments.
 
         `kv_on_install`: whether responses under way go on with the keys and values that they have when weights are installed, or
         have them computed again.
@@ -88,6 +92,7 @@ class SlotEngine(RolloutEngine):
             max_context=max_context,
             dtype=getattr(torch, dtype),
             device=torch.device(device),
+            lora=lora,
         )
         decoder.install(load_tensors(model_path))
         stop_ids = end_token_ids(model_path) if stop_ids is None else stop_ids
@@ -117,6 +122,9 @@ class SlotEngine(RolloutEngine):
             probe = partial(find_dependence, decoder, num_slots=num_slots, max_context=max_context)
             self.why_not_deterministic = self._hand_in(probe).result()
         self.is_deterministic = not self.why_not_deterministic
+        self._base = None if lora is None else sum_of_all(decoder.sums().values())
+        if lora is not None and lora.path is not None:
+            self._hand_in(partial(decoder.install, read_lora(Path(lora.path), lora))).result()
 
     @property
     def installed_version(self) -> int:
@@ -192,6 +200,14 @@ class SlotEngine(RolloutEngine):
             raise RuntimeError("the rollout engine is closed")
         return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids)))
 
+    async def attest(self) -> Attestation:
+        """Happens between two decode steps, see `RolloutEngine.attest`. Of a base under adapters once, at the start."""
+        return await asyncio.wrap_future(self._hand_in(self._attest))
+
+    def _attest(self) -> Attestation:
+        sums = self._decoder.sums() if self._base is None else self._decoder.lora.sums()
+        return Attestation([(list(names), found) for names, found in sums.items()], self._base)
+
     async def export_weights(self) -> WeightSource:
         return InstalledWeights(self._decoder)
 
@@ -266,14 +282,15 @@ def _keys(key: SampleKey, samples: Sequence[int]) -> Array:
 
 
 class InstalledWeights(WeightSource):
-    """`WeightSource` of what a decoder has installed."""
+    """`WeightSource` of what installs write in a decoder: its weights, or its adapter."""
 
     are_lasting = False
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         dtype = str(decoder.dtype).removeprefix("torch.")
-        self.specs: Mapping[str, TensorSpec] = {name: TensorSpec(shape, dtype) for name, shape in sorted(decoder.shapes.items())}
+        shapes = {name: tuple(piece.shape) for name, piece in decoder.lora.slices.items()} or decoder.shapes
+        self.specs: Mapping[str, TensorSpec] = {name: TensorSpec(shape, dtype) for name, shape in sorted(shapes.items())}
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
         for name in self.specs:

@@ -34,6 +34,22 @@ def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> st
     """
     decoder = copy.copy(decoder)
     decoder.layers = decoder.layers[:1]
+    if decoder.lora:
+        return _with_adapter(decoder, num_slots=num_slots, max_context=max_context)
+    return _find_dependence(decoder, num_slots=num_slots, max_context=max_context)
+
+
+def _with_adapter(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
+    """The same with an adapter whose products are no zeros, which is taken away again."""
+    waves = {name: torch.arange(piece.numel()).sin().view(piece.shape) for name, piece in decoder.lora.slices.items()}
+    decoder.lora.install(waves)
+    try:
+        return _find_dependence(decoder, num_slots=num_slots, max_context=max_context)
+    finally:
+        decoder.lora.install({})
+
+
+def _find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
     lengths = [length for length in LENGTHS if length < max_context]
     prompts = [_tokens(decoder, length) for length in lengths]
     positions = np.array(lengths)

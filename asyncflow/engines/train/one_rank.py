@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
 from asyncflow.engines.train.device_weights import CopyStream, DeviceWeights
 from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions, SharedBaseModel
 from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.engines.train.model.tri_model import TriModel
@@ -29,11 +30,13 @@ from asyncflow.engines.train.state import EngineState, fingerprint_of
 from asyncflow.engines.train.training import PolicyTraining, Training
 from asyncflow.types import Array, HeldWeights, Objective, Ragged, WeightSource
 
+Frozen = FrozenModel | SharedBaseModel
+
 
 class OneModel(Training):
     """`Training` of one model on one device: its gradient sums, its optimiser, and the state of both."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainEngineOptions, old: FrozenModel | None = None) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainEngineOptions, old: Frozen | None = None) -> None:
         """`parameters`: float32, tied ones once. `old`: the old policy, if it is a separate model."""
         self._parameters, self._device = parameters, options.device
         self._sums = make_accumulator(options.accumulate, parameters)
@@ -70,16 +73,24 @@ class OneModel(Training):
 class OneRank(OneModel, PolicyTraining):
     """`PolicyTraining` in plain PyTorch, on one device."""
 
-    models: TriModel[FrozenModel]
+    models: TriModel[Frozen]
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here."""
         self._chunk_tokens = options.log_prob_chunk_tokens
         self._is_to_check = options.check_shared_prompt
-        self.policy = CausalModel(model_path, PassOptions.of(options), device=options.device)
-        passes = PassOptions.of_frozen(options)
-        frozen = partial(FrozenModel, model_path, passes, device=options.device, offload=options.offload)
-        self.models = TriModel(self.policy, options, frozen)
+        self._model_path, self._lora, passes = Path(model_path), options.lora, PassOptions.of(options)
+        if self._lora is None:
+            self.policy = CausalModel(model_path, passes, device=options.device)
+            of_frozen = PassOptions.of_frozen(options)
+            frozen = partial(FrozenModel, model_path, of_frozen, device=options.device, offload=options.offload)
+            self.models = TriModel(self.policy, options, frozen)
+        else:
+            self.policy = CausalModel(
+                model_path, passes, device=options.device, weights_dtype=passes.dtype, lora=self._lora, seed=options.seed
+            )
+            shared = partial(SharedBaseModel, self.policy)
+            self.models = TriModel(self.policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
         super().__init__(self.policy.parameters, options, self.models.old_model)
         self.specs = HeldWeights(self.policy.parameters).specs
 
@@ -94,7 +105,10 @@ class OneRank(OneModel, PolicyTraining):
         return self.policy.parameters[name].detach().cpu().contiguous()
 
     def save(self, path: Path) -> None:
-        self.policy.module.save_pretrained(path)
+        if self._lora is None:
+            self.policy.module.save_pretrained(path)
+        else:
+            write_lora(path, self._lora, self._model_path, {name: self.gather(name).numpy() for name in self.specs})
 
     def _forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
         packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device, micro_batch.target_ids)

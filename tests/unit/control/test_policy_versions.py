@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.attestation import Attestation
 from asyncflow.control import SCHEDULES
 from asyncflow.control.policy_versions import PolicyVersions, Target
 from asyncflow.control.signal import Signal
@@ -611,3 +612,20 @@ async def test_whoever_waits_to_join_a_run_that_is_over_is_told() -> None:
     assert await waits(joining)
     versions.stop()
     assert await joining is None
+
+
+# -- attestation ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_whose_weights_are_not_the_version_is_refused_until_they_are() -> None:
+    books = Books()
+    promised = Manifest("incarnation", 1, "nowhere", "hash", 0, {}, sums={"a": 3, "b": 4})
+    await books.versions.publish(promised)
+    right, wrong = Attestation([(["a", "b"], 7)]), Attestation([(["a", "b"], 8)])
+    fault = await books.asks(A, books.versions.installed(1, wrong))
+    assert fault == "the engine generates with other weights than those of version 1 in 1 of 1 parts, a the first"
+    assert books.versions.stale == {A: fault} and A not in books.versions.serving
+    assert await books.asks(B, books.versions.installed(1, right)) == ""
+    assert books.versions.attested == {A: True, B: True} and books.versions.generating == {B: 1}
+    assert await books.asks(A, books.versions.installed(1, right)) == "" and not books.versions.stale
+    assert await books.asks(A, books.versions.installed(1, None)) == "" and not books.versions.attested[A], "it cannot tell"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.attestation import Attestation
 from asyncflow.control import SCHEDULES
 from asyncflow.control.ledger import Ledger
 from asyncflow.control.policy_versions import PolicyVersions
@@ -592,3 +593,25 @@ async def test_a_worker_that_joins_when_the_run_is_stopping_ends() -> None:
 
     async with a_worker(before=stopping) as world:
         assert world.versions.serving == {}
+
+
+async def test_a_worker_takes_nothing_while_its_engine_has_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first install of version 1 comes to nothing; the second one is right."""
+    monkeypatch.setattr(rollout, "RETRY_SECONDS", (0.01, 0.01))
+    async with a_worker("periodic") as world:
+        installs: list[int] = []
+
+        async def attest() -> Attestation:
+            installs.append(world.engine.version)
+            return Attestation([(["a"], 7 if len(installs) > 1 else 8)])
+
+        world.engine.attest = attest  # type: ignore[attr-defined]
+        await world.versions.publish(Manifest("i", 1, "", "", 0, {}, sums={"a": 7}))
+        await world.admit(meta(1, 1, 1, 1))
+        while len(installs) < 2:
+            assert not world.groups, "it has taken a group with weights that are not the version's"
+            await asyncio.sleep(0.005)
+        await loop_turns()
+        assert world.groups == [1] and installs == [1, 1] and world.versions.attested == {WORKER: True}
+        assert world.engine.done.count("install 1") == 2
+        await world.end(1)

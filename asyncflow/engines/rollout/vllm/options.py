@@ -113,10 +113,16 @@ def check(
     transfer: str = "shared_memory",
     sender_device: str | None = None,
     pause_mode: str = "keep",
+    has_lora: bool = False,
     **_others: object,
 ) -> None:
     """Check that so many workers can have such engines: the first six arguments are the run's, the others `VllmEngine`'s. Raises
     `UserError`."""
+    if has_lora:
+        raise UserError(
+            "rollout.engine=vllm takes whole weights, and model.lora has adapters alone travel: leave rollout.engine out, which "
+            "takes the embedded engine, or model.lora"
+        )
     check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)
     check_arguments(arguments or {}, device)

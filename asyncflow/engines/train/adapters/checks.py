@@ -21,6 +21,7 @@ def check_deepspeed(
     `stage`: ZeRO's. `zero` is taken, as the engine takes it, but not checked. Raises `UserError`, also if DeepSpeed is not
     installed.
     """
+    _check_trains_whole(options, "deepspeed")
     if stage not in ZERO_STAGES:
         raise UserError(f"train.engine.stage is one of {', '.join(map(str, ZERO_STAGES))}, those of ZeRO, but is {stage!r}.")
     if options.layout.tp > 1 or options.layout.pp > 1:
@@ -35,11 +36,17 @@ def check_deepspeed(
     check_family(fields)
 
 
+def _check_trains_whole(options: TrainEngineOptions, engine: str) -> None:
+    if options.lora is not None:
+        raise UserError(f"The {engine} engine trains no low-rank adapters: leave out model.lora, or set train.engine to torch.")
+
+
 def check_megatron(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     """Check that `MegatronEngine` can train this model (`fields`: its config.json) with these options.
 
     Raises `UserError`, also if Megatron-Core is not installed.
     """
+    _check_trains_whole(options, "megatron")
     if options.accumulate != "fp32":
         raise UserError("The megatron engine adds gradients as they come: set train.accumulate to fp32.")
     if options.no_weight_decay is not None:

@@ -27,8 +27,9 @@ from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.lora import SharedBase, add_lora, fill_lora, shapes_for
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
-from asyncflow.types import Array, Ragged, UserError
+from asyncflow.types import Array, LoraSpec, Ragged, UserError
 
 _LOADING = threading.Lock()  # a load changes global state of transformers: two at the same time may lose tied weights
 
@@ -71,6 +72,8 @@ class CausalModel:
         device: str,
         weights_dtype: torch.dtype = torch.float32,
         weights_device: str | None = None,
+        lora: LoraSpec | None = None,
+        seed: int = 0,
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
@@ -78,15 +81,21 @@ class CausalModel:
         `device`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the same numbers as
         a rollout engine of that dtype. Gradients are added to the kept weights.
 
+        `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`.
+
         Raises `UserError` if there is no such model, or it cannot be trained here.
         """
         self.module = load_module(path, weights_dtype).to(weights_device or device).eval()
         self.chunk_tokens = passes.chunk_tokens
         self.device, self.dtype, self._temperature = torch.device(device), passes.dtype, passes.temperature
+        self.lora = None if lora is None else add_lora(self.module, shapes_for(self.module, lora), lora)
         # Each tied weight comes once, under the name that a checkpoint has it by.
-        self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
+        self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
+        self.parameters = self._weights if lora is None else {name: w for name, w in self._weights.items() if w.requires_grad}
+        if lora is not None:
+            fill_lora(self.parameters, lora, seed)
         head_VH = self.module.get_output_embeddings().weight
-        self._head_name = next(name for name, parameter in self.parameters.items() if parameter is head_VH)
+        self._head_name = next(name for name, parameter in self._weights.items() if parameter is head_VH)
         layers = self.module.base_model.layers if passes.recomputes else []
         # Such a layer casts its weights itself, in each of its passes, so that the copies exist no longer than the pass.
         self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -103,7 +112,7 @@ class CausalModel:
 
     def _cast(self) -> dict[str, Tensor]:
         """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""
-        here = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._cast_by_layer}
+        here = {name: parameter for name, parameter in self._weights.items() if id(parameter) not in self._cast_by_layer}
         return {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
 
     def _states(self, packed: Packed, weights: Mapping[str, Tensor], temperature: float = 1.0) -> Tensor:
@@ -148,6 +157,21 @@ class FrozenModel(CausalModel):
         """Copy the policy's present weights into this model."""
         for name, parameter in self.parameters.items():
             parameter.copy_(policy.parameters[name])
+
+
+class SharedBaseModel(SharedBase):
+    """Model that is not trained, over the base of a policy with an adapter: see `SharedBase`."""
+
+    def __init__(self, policy: CausalModel, *, has_adapter: bool) -> None:
+        assert policy.lora is not None, "the policy has an adapter"
+        super().__init__(policy.parameters, policy.lora, has_adapter=has_adapter)
+        self._policy = policy
+
+    @torch.no_grad()
+    def log_probs(self, packed: Packed) -> Tensor:
+        """See `CausalModel.log_probs`. The log-probs carry no gradient."""
+        with self.within():
+            return self._policy.log_probs(packed)
 
 
 def recompute_activations(layer: nn.Module, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:

@@ -94,7 +94,7 @@ def token_local_loss(
     total = hidden_TH.new_zeros((), dtype=dtype)
     metrics: dict[str, Tensor] = {}
     log_probs_T = hidden_TH.new_empty(len(hidden_TH), dtype=dtype)
-    grads = (torch.empty_like(hidden_TH), torch.zeros_like(head_VH, dtype=dtype)) if has_grad else None
+    grads = (torch.empty_like(hidden_TH), _no_gradient(head_VH, dtype, is_trained=head_VH.requires_grad)) if has_grad else None
     for part in _chunks(len(hidden_TH), chunk_tokens):
         with torch.no_grad():
             log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard)
@@ -118,8 +118,13 @@ def token_local_loss(
         if shard is not None:
             dist.all_reduce(grads[0], group=shard.group)
         apply: Any = _KnownGradients.apply
-        total = apply(total, hidden_TH, head_VH, grads[0], grads[1].to(head_VH.dtype))
+        total = apply(total, hidden_TH, head_VH, grads[0], None if grads[1] is None else grads[1].to(head_VH.dtype))
     return total, metrics, log_probs_T
+
+
+def _no_gradient(head_VH: Tensor, dtype: torch.dtype, *, is_trained: bool) -> Tensor | None:
+    """Zeros to add the head's gradient to; None for a head that is not trained."""
+    return torch.zeros_like(head_VH, dtype=dtype) if is_trained else None
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
@@ -157,10 +162,10 @@ def _backward(
     targets_C: Tensor,
     hidden_CH: Tensor,
     head_VH: Tensor,
-    grad_head_VH: Tensor,
+    grad_head_VH: Tensor | None,
     shard: VocabularyShard | None,
 ) -> Tensor:
-    """Gradient [C, H] of the hidden states from that of the log-probs; adds the head's gradient to `grad_head_VH`.
+    """Gradient [C, H] of the hidden states from that of the log-probs; adds the head's to `grad_head_VH`, unless it is None.
 
     d log p[target] / d logits = onehot(target) - p, and dH / d logits = - p (log p + H). `bonus`: the gradient of the entropies
     [C] and the entropies [C], if the loss uses them. With `shard` the result is only the shard's share of the gradient. Overwrites
@@ -179,7 +184,8 @@ def _backward(
     if bonus_CV is not None:
         grad_logits_CV = grad_logits_CV.add_(bonus_CV)
     grad_logits_CV = grad_logits_CV.to(hidden_CH.dtype)
-    grad_head_VH += grad_logits_CV.t() @ hidden_CH
+    if grad_head_VH is not None:
+        grad_head_VH += grad_logits_CV.t() @ hidden_CH
     return grad_logits_CV @ head_VH
 
 
@@ -206,13 +212,13 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """Gradients of hidden states and head; None for both if no loss uses log-probs or entropies."""
+        """Gradients of hidden states and, if it is trained, head; None for both if no loss uses log-probs or entropies."""
         hidden_TH, head_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
         if grad_T is None and grad_entropy_T is None:
             return None, None, None, None, None
         grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_head_VH = torch.zeros_like(head_VH, dtype=lse_T.dtype)
+        grad_head_VH = _no_gradient(head_VH, lse_T.dtype, is_trained=ctx.needs_input_grad[1])
         for part in _chunks(len(hidden_TH), ctx.chunk_tokens):
             p_CV = (hidden_TH[part] @ head_VH.t()).to(lse_T.dtype).sub_(lse_T[part, None]).exp_()
             bonus = None if grad_entropy_T is None else (grad_entropy_T[part], entropy_T[part])
@@ -221,7 +227,7 @@ class _ChosenLogProbs(torch.autograd.Function):
             )
         if ctx.shard is not None:
             dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
-        return grad_hidden_TH, grad_head_VH.to(head_VH.dtype), None, None, None
+        return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None
 
 
 class _KnownGradients(torch.autograd.Function):
@@ -229,7 +235,7 @@ class _KnownGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, total: Tensor, hidden_TH: Tensor, head_VH: Tensor, grad_hidden_TH: Tensor, grad_head_VH: Tensor
+        ctx: Any, total: Tensor, hidden_TH: Tensor, head_VH: Tensor, grad_hidden_TH: Tensor, grad_head_VH: Tensor | None
     ) -> Tensor:
         """Copy of the scalar `total`."""
         ctx.save_for_backward(grad_hidden_TH, grad_head_VH)
@@ -237,8 +243,8 @@ class _KnownGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None, None, None]:
         """Known gradients times `grad`, the scalar's own gradient."""
         # In place, since the head's is as large as the head; torch then refuses a second backward.
         grad_hidden_TH, grad_head_VH = ctx.saved_tensors
-        return None, grad_hidden_TH.mul_(grad), grad_head_VH.mul_(grad), None, None
+        return None, grad_hidden_TH.mul_(grad), None if grad_head_VH is None else grad_head_VH.mul_(grad), None, None

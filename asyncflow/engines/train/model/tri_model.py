@@ -53,11 +53,18 @@ class TriModel(Generic[Model]):
     The engine calls `begin_step` and `before_update`, which copy the policy's weights to the old model when `old` asks for it.
     """
 
-    def __init__(self, policy: object, options: TrainEngineOptions, frozen: Callable[[], Model]) -> None:
-        """`frozen` makes a model with the policy's first weights: the old policy if `options.old` needs one, and the reference."""
+    def __init__(
+        self,
+        policy: object,
+        options: TrainEngineOptions,
+        frozen: Callable[[], Model],
+        reference: Callable[[], Model] | None = None,
+    ) -> None:
+        """`frozen` makes a model with the policy's first weights: the old policy if `options.old` needs one, and the reference,
+        unless `reference` makes that."""
         self.policy, self.old, self.is_corrected = policy, options.old, options.is_corrected
         self.old_model = frozen() if self.old in ("step_start", "previous") else None
-        self.reference = frozen() if options.has_reference else None
+        self.reference = (reference or frozen)() if options.has_reference else None
 
     def begin_step(self) -> None:
         """Note that a step begins: with `step_start`, copy the policy's weights to the old model."""

@@ -64,8 +64,12 @@ class WeightFiles(Mapping[str, Tensor]):
         `begin`: the part's first index in each dimension; its extent is the shape of `part`.
         """
         if part.numel():
-            where = tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))
-            part.copy_(self._files[name].get_slice(name)[where])
+            part.copy_(self._files[name].get_slice(name)[part_at(begin, part.shape)])
+
+
+def part_at(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Place of a part of this shape in a whole tensor, from its first index in each dimension."""
+    return tuple(slice(at, at + size) for at, size in zip(begin, shape, strict=True))
 
 
 def write_model(path: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

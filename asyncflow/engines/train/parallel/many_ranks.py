@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.engines.base import EXCHANGE_SECONDS, MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import PassOptions
@@ -37,7 +38,7 @@ from asyncflow.engines.train.parallel.check_sharing_of_ranks import check_sharin
 from asyncflow.engines.train.parallel.fsdp import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.engines.train.parallel.sharded_model import ShardedModel
+from asyncflow.engines.train.parallel.sharded_model import ShardedModel, SharedBaseShards
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining
@@ -52,7 +53,7 @@ class ManyRanks(PolicyTraining):
     """`PolicyTraining` of one rank."""
 
     ranks: Ranks
-    models: TriModel[ShardedModel]
+    models: TriModel[ShardedModel | SharedBaseShards]
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Join the other ranks, and load this one's part of the model; waits for all of them. Raises `UserError`, `RunError`."""
@@ -150,7 +151,9 @@ class ManyRanks(PolicyTraining):
 
     def save(self, path: Path) -> None:
         tensors = ((name, tensor) for name in self.specs if (tensor := self.gather(name)) is not None)
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and self._lora is not None:
+            write_lora(path, self._lora, self._model_path, {name: tensor.cpu().numpy() for name, tensor in tensors})
+        elif self.ranks.rank == 0:
             write_model(path, self._model_path, tensors)
         else:
             for _ in tensors:
@@ -177,10 +180,16 @@ class ManyRanks(PolicyTraining):
         cut = partial(ShardedModel, model_path, self.ranks)
         is_exact = options.accumulate == "exact"
         reduce_dtype = torch.float64 if is_exact and options.layout.dp > 1 else torch.float32
-        self._policy = policy = cut(PassOptions.of(options), reduce_dtype=reduce_dtype)
-        passes = PassOptions.of_frozen(options)
-        frozen = partial(cut, passes, weights_dtype=passes.dtype, is_offloaded=options.offload)
-        self.models = TriModel(policy, options, frozen)
+        passes, of_frozen, self._lora = PassOptions.of(options), PassOptions.of_frozen(options), options.lora
+        if self._lora is None:
+            self._policy = policy = cut(passes, reduce_dtype=reduce_dtype)
+            frozen = partial(cut, of_frozen, weights_dtype=of_frozen.dtype, is_offloaded=options.offload)
+            self.models = TriModel(policy, options, frozen)
+        else:
+            with_lora = partial(cut, lora=self._lora, seed=options.seed)
+            self._policy = policy = with_lora(passes, weights_dtype=passes.dtype, reduce_dtype=reduce_dtype)
+            shared = partial(SharedBaseShards, policy)
+            self.models = TriModel(policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
         stage = policy.stage
         self._pipeline = Pipeline(
             self.ranks.group("pp"),
@@ -234,6 +243,9 @@ class ManyRanks(PolicyTraining):
 
     def _engine_state(self, names: Mapping[str, str]) -> EngineState:
         """`names`: those of this rank's parameters that are saved, with their names in a checkpoint."""
-        old = None if self.models.old_model is None else self.models.old_model.parameters
+        parameters, old_model = self._policy.parameters, self.models.old_model
+        old: Mapping[str, Tensor] | None = None if old_model is None else old_model.parameters
+        if isinstance(old_model, SharedBaseShards):  # which has this rank's parts alone
+            old = {name: placed_like(part, parameters[name]) for name, part in old_model.parameters.items()}
         place = {"rank": self.ranks.rank, "num_ranks": self.ranks.size}
-        return EngineState(self._policy.parameters, self._optimizer, old, names=names, **place)
+        return EngineState(parameters, self._optimizer, old, names=names, **place)

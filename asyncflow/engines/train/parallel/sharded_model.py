@@ -12,21 +12,24 @@ every pass, at the same time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from asyncflow.engines.lora import initial_lora
 from asyncflow.engines.train.model.causal_model import PassOptions, compute_buffers, empty_module, recompute_activations
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
+from asyncflow.engines.train.model.lora import LoraSwitch, SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.packing import Packed
-from asyncflow.engines.train.model.weight_files import WeightFiles
+from asyncflow.engines.train.model.weight_files import WeightFiles, part_at
 from asyncflow.engines.train.parallel.fsdp import Unit, cut_over_data, local_part
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.stages import cut_stage
-from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, shard_model
-from asyncflow.types import TensorSpec
+from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, place_lora, shard_model
+from asyncflow.types import LoraSpec, TensorSpec
 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
 
@@ -43,25 +46,34 @@ class ShardedModel:
         weights_dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         is_offloaded: bool = False,
+        lora: LoraSpec | None = None,
+        seed: int = 0,
     ) -> None:
         """Load the model at `path` (Hugging Face format), and keep this rank's part, in `weights_dtype`, in host memory if
         `is_offloaded`.
 
-        `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained.
+        `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained. `lora`, `seed`: see
+        `CausalModel`.
 
         Raises `UserError` if there is no such model, or it cannot be trained here, or not under the layout.
         """
         module = empty_module(path, weights_dtype).requires_grad_(reduce_dtype is not None)
-        self.specs = {name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()}
+        whole = {name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()}
         files = WeightFiles(path)
         sources = _sources(module, files)
-        files.check({sources[name]: spec.shape for name, spec in self.specs.items()})
+        files.check({sources[name]: spec.shape for name, spec in whole.items()})
+        shapes = {} if lora is None else shapes_for(module, lora)
+        self.specs = {name: TensorSpec(shape, "float32") for name, shape in shapes.items()} or whole
         self.device, self.dtype = ranks.device, passes.dtype
         self._temperature, self._chunk_tokens = passes.temperature, passes.chunk_tokens
         self.hidden_size: int = module.config.hidden_size
         self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)
         if ranks.layout.tp > 1:
             shard_model(module, ranks.mesh["tp"], sequence_parallel=True)
+        self.lora: LoraSwitch | None = None
+        if lora is not None:
+            self.lora = add_lora(module, shapes, lora, place_lora if ranks.layout.tp > 1 else None)
+            self.stage = replace(self.stage, tied_name=None)  # nothing is to be added up: the matrix is not trained
         layers = [layer for layer in module.base_model.layers if next(layer.parameters(), None) is not None]
         if passes.recomputes:
             for layer in layers:
@@ -73,17 +85,23 @@ class ShardedModel:
             self._root,
             self.units,
             ranks.mesh["dp"],
-            dtype=None if passes.dtype == weights_dtype else passes.dtype,
+            dtype=None if passes.dtype == weights_dtype and lora is None else passes.dtype,
             reduce_dtype=reduce_dtype or weights_dtype,
             is_offloaded=is_offloaded and self.device.type != "cpu",
         )
         self._make_room("cpu" if is_offloaded else self.device)
         # Each tied weight comes once, under the name that a checkpoint has it by.
-        self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        everything: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.parameters = everything if lora is None else {name: p for name, p in everything.items() if name in shapes}
         # The update writes to these, which are FSDP2's own memory: elementwise, and without what a DTensor costs.
         self.parts = {name: nn.Parameter(local_part(p), p.requires_grad) for name, p in self.parameters.items()}
-        for name, part in self.parts.items():
-            files.fill(part, sources[name], begins[name])
+        for name, parameter in everything.items():
+            if name not in shapes:
+                files.fill(local_part(parameter), sources[name], begins[name])
+        if lora is not None:
+            first = initial_lora(shapes, lora, seed)
+            for name, part in self.parts.items():
+                local_part(part).copy_(first[name][part_at(begins[name], part.shape)])
 
     def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
         """See `StageModel.stage_forward`."""
@@ -135,6 +153,28 @@ class ShardedModel:
         compute_buffers(module, self.device)
 
 
+class SharedBaseShards(SharedBase):
+    """Model that is not trained, over the base of a policy with an adapter: see `SharedBase`. Implements `StageModel`."""
+
+    def __init__(self, policy: ShardedModel, *, has_adapter: bool) -> None:
+        assert policy.lora is not None, "the policy has an adapter"
+        super().__init__(policy.parts, policy.lora, has_adapter=has_adapter)
+        self.dtype, self._policy = policy.dtype, policy
+
+    def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
+        """See `StageModel.stage_forward`."""
+        with self.within():
+            return self._policy.stage_forward(packed, hidden_PH)
+
+    def log_probs(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
+        """See `ShardedModel.log_probs`. No adapter is on the output layer."""
+        return self._policy.log_probs(packed, hidden_PH)
+
+    def let_go(self) -> None:
+        """See `ShardedModel.let_go`."""
+        self._policy.let_go()
+
+
 class _Passes(nn.Module):
     """The root that FSDP2 sees: what is called is not transformers' causal model, but its base model, on packed tokens."""
 
@@ -167,9 +207,9 @@ def _begin(parameter: Tensor, ranks: Ranks) -> tuple[int, ...]:
 
 
 def _units(root: _Passes, layers: list[Any]) -> list[Unit]:
-    """Each layer, and the root with what is left, named as a checkpoint names it."""
+    """Each layer, and the root with what is left: what is trained of them, named as a checkpoint names it."""
     names = {id(parameter): name for name, parameter in root.module.named_parameters()}
-    units = [Unit(layer, {names[id(p)]: p for p in layer.parameters()}) for layer in layers]
+    units = [Unit(layer, {names[id(p)]: p for p in layer.parameters() if p.requires_grad}) for layer in layers]
     known = {name for unit in units for name in unit.shapes}
-    left: Mapping[str, Tensor] = {name: p for name, p in root.module.named_parameters() if name not in known}
+    left = {name: p for name, p in root.module.named_parameters() if name not in known and p.requires_grad}
     return [*units, Unit(root, left)]

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from asyncflow.engines.families import check_tensor_parallel
 from asyncflow.engines.train.model.log_probs import VocabularyShard
+from asyncflow.engines.train.model.lora import Combine
 from asyncflow.types import UserError
 
 # P packed tokens, H hidden elements, V tokens of the vocabulary.
@@ -59,6 +60,32 @@ def shard_model(module: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> No
     elif isinstance(head, nn.Linear):
         _distribute(head, mesh, Shard(0))
     base.register_forward_hook(_leave_whole)
+
+
+def place_lora(linear: Any) -> Combine:
+    """Cut the low-rank adapter of a linear layer that `shard_model` has cut, and say how its product is computed.
+
+    A layer that is cut by its outputs has all of A on each rank, and its own rows of B; one that is cut by its inputs has its own
+    columns of A, and all of B, and its product is a part of the sum that the layer's own is. Nothing more is exchanged in a forward
+    pass; the gradient of the matrix that all ranks have is a sum over them.
+    """
+    (placement,), mesh = linear.weight.placements, linear.weight.device_mesh
+    is_by_outputs = placement == Shard(0)
+    _distribute(linear.lora_A, mesh, Replicate() if is_by_outputs else Shard(1))
+    _distribute(linear.lora_B, mesh, Shard(0) if is_by_outputs else Replicate())
+    return _lora_by_outputs if is_by_outputs else _lora_by_inputs
+
+
+def _lora_by_outputs(linear: Any, x: Any, output: Any, scaling: float) -> Any:
+    low = F.linear(x.to_local(grad_placements=[Partial()]), linear.lora_A.weight.to_local(grad_placements=[Partial()]))
+    added = F.linear(low, linear.lora_B.weight.to_local()) * scaling
+    return output + DTensor.from_local(added, output.device_mesh, [Shard(added.ndim - 1)], run_check=False)
+
+
+def _lora_by_inputs(linear: Any, x: Any, output: Any, scaling: float) -> Any:
+    low = F.linear(x.to_local(), linear.lora_A.weight.to_local())
+    added = F.linear(low, linear.lora_B.weight.to_local(grad_placements=[Partial()])) * scaling
+    return output + DTensor.from_local(added, output.device_mesh, [Partial()], run_check=False)
 
 
 def head_shard(head_VH: Tensor) -> tuple[Tensor, VocabularyShard | None]:

@@ -1,0 +1,127 @@
+"""Low-rank adapters in transformers' modules: y = x W^T + (alpha / rank) (x A^T) B^T, to the last digit as PEFT computes it.
+
+    linear layer --forward--> x W^T --hook--> + scaling (x A^T) B^T          A, B: `lora_A`, `lora_B`, children of the layer
+
+A layer keeps its place and its weight's name, so all that reads a model by names stays as it is; what is trained is another set of
+named parameters. With the adapter switched off the model is its base, which is the reference of a KL term; with an older adapter's
+values it is an old policy. Both share the base's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncflow.engines.lora import initial_lora
+from asyncflow.engines.lora_files import linear_of, lora_shapes
+from asyncflow.types import LoraSpec
+
+Combine = Callable[[Any, Any, Any, float], Any]
+"""Output of a linear layer with its adapter, from the layer, its input and its own output, and the scaling."""
+
+
+class LoraSwitch:
+    """Whether a model computes with its adapter."""
+
+    def __init__(self) -> None:
+        self._is_on = True
+
+    def __bool__(self) -> bool:
+        return self._is_on
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Context inside which the model is its base."""
+        self._is_on = False
+        try:
+            yield
+        finally:
+            self._is_on = True
+
+
+def shapes_for(module: Any, spec: LoraSpec) -> dict[str, tuple[int, int]]:
+    """Shapes of an adapter's tensors for transformers' causal language model, by name.
+
+    Raises `UserError` for a target that the model does not have.
+    """
+    head = module.get_output_embeddings()
+    linears = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear) and each is not head}
+    return lora_shapes({name: (each.out_features, each.in_features) for name, each in linears.items()}, spec)
+
+
+def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Callable[[Any], Combine] | None = None) -> LoraSwitch:
+    """Add an adapter to transformers' causal language model, or to a stage of it, in place, without values; freeze all else.
+
+    `shapes`: of the whole adapter. `place` cuts the matrices of a layer that is cut itself, and says how they are computed.
+    """
+    module.requires_grad_(False)
+    switch, targets = LoraSwitch(), {linear_of(name) for name in shapes}
+    for linear in [each for name, each in module.named_modules() if name in targets]:
+        for part, inputs, outputs in (("lora_A", linear.in_features, spec.rank), ("lora_B", spec.rank, linear.out_features)):
+            with torch.device("meta"):  # so that no random number is drawn
+                made = nn.Linear(inputs, outputs, bias=False)
+            made.weight = nn.Parameter(torch.empty(made.weight.shape, device=linear.weight.device))
+            linear.add_module(part, made)
+        # Before other hooks, of tensor parallelism, take the layer's output.
+        linear.register_forward_hook(_hook(switch, spec.scaling, place(linear) if place else plain), prepend=True)
+    return switch
+
+
+def _hook(switch: LoraSwitch, scaling: float, combine: Combine) -> Callable[[Any, Any, Tensor], Tensor]:
+    def with_adapter(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return combine(linear, inputs[0], output, scaling) if switch else output
+
+    return with_adapter
+
+
+def plain(linear: Any, x: Tensor, output: Tensor, scaling: float) -> Tensor:
+    """Output with the adapter, where each process has all of the layer."""
+    added: Tensor = output + linear.lora_B(linear.lora_A(x)) * scaling
+    return added
+
+
+@torch.no_grad()
+def fill_lora(parameters: Mapping[str, Tensor], spec: LoraSpec, seed: int) -> None:
+    """Give the parameters of a whole adapter their first values."""
+    first = initial_lora({name: tuple(parameter.shape) for name, parameter in parameters.items()}, spec, seed)
+    for name, parameter in parameters.items():
+        parameter.copy_(first[name])
+
+
+class SharedBase:
+    """Policy's base with another adapter than the policy's: none, or a copy of its own. It needs no second model."""
+
+    def __init__(self, parts: Mapping[str, Tensor], switch: LoraSwitch, *, has_adapter: bool) -> None:
+        """`parts`: memory of the policy's adapter, or of this process's part of it, by name. `has_adapter`: keep a copy of it."""
+        self._parts, self._switch = parts, switch
+        self.parameters = {name: part.detach().clone() for name, part in parts.items()} if has_adapter else {}
+
+    def within(self) -> AbstractContextManager[None]:
+        """Context inside which the policy computes as this model. No pass of the policy may be between forward and backward."""
+        return self._exchanged() if self.parameters else self._switch.off()
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, own in self.parameters.items():
+            part = self._parts[name].detach()
+            held = part.clone()
+            part.copy_(own)
+            own.copy_(held)
+
+    @torch.no_grad()
+    def move_from(self, policy: object) -> None:
+        """Copy the policy's present adapter."""
+        for name, own in self.parameters.items():
+            own.copy_(self._parts[name].detach())

@@ -1,0 +1,242 @@
+"""Low-rank adapters: to the last digit those of PEFT, in passes and in files; trained alone; the base is the reference."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncflow.engines.lora import merge_lora, read_lora
+from asyncflow.engines.lora_files import write_lora
+from asyncflow.engines.train.model.causal_model import load_module
+from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.types import LoraSpec, LossSums, TokenBatch, UserError
+from tests.unit.engines.train.training import (
+    MakeMicroBatch,
+    ModelPath,
+    Sum,
+    assert_same,
+    frozen_engine,
+    moved_less,
+    one_rank,
+    policy_gradient,
+    reference_log_probs,
+    torch_engine,
+    train_on,
+    weights_of,
+)
+
+SPEC = LoraSpec(rank=4, alpha=8.0)
+MODELS = ("qwen2-tiny", "qwen3-tiny", "llama-tiny")
+
+
+@pytest.fixture
+def adapter(model_path: ModelPath, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Adapter in PEFT's files, written by PEFT, for `qwen2-tiny` unless the test names another: none of its matrices is 0."""
+    return adapter_for(model_path(getattr(request, "param", "qwen2-tiny")), tmp_path / "adapter")
+
+
+def adapter_for(base: Path, folder: Path) -> Path:
+    torch.manual_seed(3)
+    model = peft_model(base)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def peft_model(base: Path) -> Any:
+    config = LoraConfig(r=SPEC.rank, lora_alpha=SPEC.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_log_probs_and_gradients_are_those_of_peft_to_the_bit(
+    name: str, model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path
+) -> None:
+    base = model_path(name)
+    folder = adapter_for(base, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(load_module(base, torch.float32), folder, is_trainable=True).eval()
+    policy = one_rank(torch_engine(base, lora=replace(SPEC, path=str(folder)))).policy
+    batch = make_micro_batch(1, (5, 9, 3))
+    packed = pack_thrifty(batch.prompt_ids, batch.response_ids)
+    inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
+    states_TH = packed.predicting(theirs.get_base_model().model(**inputs, use_cache=False).last_hidden_state[0])
+    hidden_TH, head_VH = policy.hidden(packed)
+    assert torch.equal(hidden_TH @ head_VH.t(), states_TH @ theirs.get_output_embeddings().weight.t())
+    for made_TH in (hidden_TH, states_TH):
+        (made_TH @ head_VH.t()).log_softmax(1).gather(1, packed.targets_T[:, None]).sum().backward()
+    gradients = {as_travels(n): p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    assert gradients.keys() == policy.parameters.keys() and len(gradients) == 2 * 7 * theirs.config.num_hidden_layers
+    assert all(torch.equal(gradients[n], p.grad) for n, p in policy.parameters.items()), "another gradient"
+    assert all(p.grad is None for n, p in policy.module.named_parameters() if n not in policy.parameters), "the base has one, too"
+
+
+def as_travels(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
+
+
+async def test_a_step_is_that_of_peft_with_adamw(model_path: ModelPath, make_micro_batch: MakeMicroBatch, adapter: Path) -> None:
+    """Packed, with a shared prompt and exact sums, beside rows of their own through PEFT's model with plain attention."""
+    base = model_path("qwen2-tiny")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter, is_trainable=True)
+    engine = torch_engine(base, lora=replace(SPEC, path=str(adapter)), accumulate="exact", learning_rate=1e-3)
+    before = await weights_of(engine)
+    batch = make_micro_batch(1, (5, 9, 3))
+    await train_on(engine, batch, Sum(policy_gradient))
+    result = await engine.optim_step(7)
+    loss = torch.zeros(())
+    for k, log_probs in enumerate(reference_log_probs(theirs.eval(), batch)):
+        loss = loss - (torch.tensor(batch.loss_mask[k]) * float(batch.advantages[k]) * log_probs).sum() / 7
+    loss.backward()
+    trained = {as_travels(n): p for n, p in theirs.named_parameters() if p.requires_grad}
+    assert result.grad_norm == pytest.approx(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item(), rel=1e-5)
+    torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0).step()
+    moved_less(await weights_of(engine), {n: p.detach() for n, p in trained.items()}, before, 1e-2)
+
+
+async def test_the_adapter_alone_is_trained_exported_and_restored(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path
+) -> None:
+    base = model_path("qwen2-tiny")
+    engine = torch_engine(base, lora=SPEC, accumulate="exact", learning_rate=1e-2)
+    first = await weights_of(engine)
+    whole = {name: weight.clone() for name, weight in one_rank(engine).policy.module.named_parameters() if "lora_" not in name}
+    assert all(t.any() == name.endswith("lora_A.weight") for name, t in first.items()) and not first.keys() & whole.keys()
+    await train_on(engine, make_micro_batch(0), Sum(policy_gradient))
+    await engine.optim_step(3)
+    await engine.begin_step()
+    await (await engine.save_state(tmp_path / "state"))
+    other = torch_engine(base, lora=SPEC, accumulate="exact", learning_rate=1e-2, seed=5)
+    assert not (await weights_of(other))[next(iter(first))].equal(first[next(iter(first))]), "the seed decides the first values"
+    await other.load_state(tmp_path / "state")
+    for each in (engine, other):
+        await train_on(each, make_micro_batch(1), Sum(policy_gradient))
+        await each.optim_step(3)
+    assert_same(await weights_of(engine), await weights_of(other))
+    assert await engine.fingerprint() == await other.fingerprint()
+    module = one_rank(engine).policy.module
+    assert_same({name: w.detach() for name, w in module.named_parameters() if "lora_" not in name}, whole)
+    saved = sum(file.stat().st_size for file in (tmp_path / "state").iterdir())
+    assert saved < 0.5 * (base / "model.safetensors").stat().st_size, "the base is in no checkpoint"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_the_reference_is_the_base_itself(
+    dtype: str, model_path: ModelPath, make_micro_batch: MakeMicroBatch, adapter: Path
+) -> None:
+    base, seen = model_path("qwen2-tiny"), []
+    engine = torch_engine(base, lora=replace(SPEC, path=str(adapter)), has_reference=True, dtype=dtype)
+
+    def loss(batch: TokenBatch) -> LossSums:
+        assert batch.ref_logprobs_T is not None
+        seen.append((batch.ref_logprobs_T, batch.logprobs_T.detach()))
+        return policy_gradient(batch)
+
+    batch = make_micro_batch(0)
+    await train_on(engine, batch, Sum(loss))
+    apart = await frozen_engine(base, dtype=dtype).log_probs(batch.prompt_ids, batch.response_ids)
+    ((reference_T, policy_T),) = seen
+    np.testing.assert_array_equal(reference_T.numpy(), apart.values)
+    assert not torch.equal(reference_T, policy_T), "the policy has an adapter, and the reference none"
+    kept = one_rank(engine).policy.module.model.embed_tokens.weight
+    assert kept.dtype == getattr(torch, dtype), "the base is kept as passes compute with it"
+
+
+@pytest.mark.parametrize("old", ["step_start", "previous"])
+async def test_an_old_policy_is_an_older_adapter_on_the_same_base(
+    old: str, model_path: ModelPath, make_micro_batch: MakeMicroBatch, adapter: Path
+) -> None:
+    engine = torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, path=str(adapter)), old=old, learning_rate=1e-2)
+    seen: list[Tensor] = []
+
+    def loss(batch: TokenBatch) -> LossSums:
+        seen.append(batch.old_logprobs_T.clone())
+        return policy_gradient(batch)
+
+    batch = make_micro_batch(0)
+    batch = replace(batch, staleness=np.full(len(batch.indices), old == "previous", np.int64))
+    await engine.begin_step()
+    before = await engine.log_probs(batch.prompt_ids, batch.response_ids)
+    weights = await weights_of(engine)
+    await train_on(engine, batch, Sum(loss))
+    assert_same(await weights_of(engine), weights)
+    await engine.optim_step(3)
+    await train_on(engine, batch, Sum(loss))
+    assert not np.array_equal((await engine.log_probs(batch.prompt_ids, batch.response_ids)).values, before.values)
+    for old_T in seen:
+        np.testing.assert_array_equal(old_T.numpy(), before.values)
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+async def test_exact_sums_do_not_know_the_order_of_micro_batches(
+    accumulate: str, model_path: ModelPath, make_micro_batch: MakeMicroBatch, adapter: Path
+) -> None:
+    made = []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        engine = torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, path=str(adapter)), accumulate=accumulate)
+        for number in order:
+            await train_on(engine, make_micro_batch(number), Sum(policy_gradient))
+        await engine.optim_step(9)
+        made.append(await engine.fingerprint())
+    assert (made[0] == made[1]) == (accumulate == "exact")
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_files_go_to_peft_and_come_from_it(
+    name: str, model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path
+) -> None:
+    base = model_path(name)
+    engine = torch_engine(base, lora=SPEC, learning_rate=1e-2)
+    await train_on(engine, make_micro_batch(0), Sum(policy_gradient))
+    await engine.optim_step(3)
+    await engine.save(tmp_path / "ours")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "ours")
+    ours = await weights_of(engine)
+    assert_same({as_travels(n): p.detach() for n, p in theirs.named_parameters() if "lora_" in n}, ours)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = torch_engine(base, lora=replace(SPEC, path=str(tmp_path / "theirs")))
+    assert_same(await weights_of(again), ours)
+    merge_lora(base, tmp_path / "theirs", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    expected = theirs.merge_and_unload().state_dict()
+    assert_same(merged, {name: expected[name] for name in load_file(base / "model.safetensors")})
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "sentence"),
+    [
+        ({"targets": ("q_prj",)}, {}, "the model has no linear layer 'q_prj': its names end in down_proj, gate_proj, k_proj"),
+        ({"rank": 8}, {}, "has rank 4 and alpha 8: set model.lora.rank=4 model.lora.alpha=8"),
+        ({"targets": ("q_proj",)}, {}, "tensors that bind to nothing here"),
+        ({}, {"use_dora": True}, "asks for use_dora = True, which is not computed here"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, "asks for rank_pattern"),
+        ({}, {"bias": "all"}, "is no plain LoRA"),
+        ({"path": "nowhere"}, {}, "There is no adapter in PEFT's format at nowhere"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    changes: dict[str, Any], fields: dict[str, Any], sentence: str, model_path: ModelPath, adapter: Path
+) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, **{"path": str(adapter), **changes}))
+
+
+def test_an_adapter_that_lacks_a_layer_is_refused(model_path: ModelPath, adapter: Path) -> None:
+    tensors = read_lora(adapter, SPEC)
+    tensors.pop("model.layers.1.self_attn.q_proj.lora_A.weight")
+    write_lora(adapter, SPEC, Path("base"), {name: tensor.numpy() for name, tensor in tensors.items()})
+    with pytest.raises(UserError, match=r"lacks 1 of 28 tensors, model.layers.1.self_attn.q_proj.lora_A.weight the first"):
+        torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, path=str(adapter)))

@@ -1,0 +1,159 @@
+"""Attested weights: an engine that generates with anything but the version that it was given is found at the install, by name."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from asyncflow.attestation import Attestation, fault_of
+from asyncflow.bit_sums import sum_of_bits
+from asyncflow.engines.lora import sum_of_base
+from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.types import HeldWeights, LoraSpec
+from asyncflow.weight_sync.base import Manifest, WeightSyncOptions
+from asyncflow.weight_sync.shared_memory import SharedMemory
+from tests.unit.engines.rollout.test_decoder import new_model
+
+SPEC = LoraSpec(rank=4, alpha=8.0)
+Q = "model.layers.1.self_attn.q_proj"
+
+
+def engine_of(path: Path, *, has_lora: bool, dtype: Any = "float32") -> SlotEngine:
+    lora = {"lora": SPEC} if has_lora else {}
+    return SlotEngine(path, num_slots=4, max_context=64, dtype=dtype, stop_ids=[], **lora)
+
+
+def version_of(engine: SlotEngine, path: Path, seed: int, *, has_lora: bool) -> dict[str, Tensor]:
+    """A whole model, or an adapter, that is another one for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    before = engine._decoder.lora.slices if has_lora else load_file(path / "model.safetensors")
+    return {name: torch.randn(tensor.shape, generator=generator) * 0.1 for name, tensor in before.items()}
+
+
+async def published(tmp_path: Path, tensors: Mapping[str, Tensor], version: int, dtype: str, base: int | None) -> Manifest:
+    options = WeightSyncOptions(directory=tmp_path / f"weights-{version}", attested_dtype=dtype, base=base)
+    sender = SharedMemory(options).sender("one")
+    manifest = await sender.publish(version, HeldWeights(tensors))
+    await sender.close()
+    return manifest
+
+
+def fault(manifest: Manifest, attested: Attestation) -> str:
+    return fault_of(attested, manifest.version, manifest.sums, manifest.base)
+
+
+@pytest.fixture(params=["qwen2", "qwen2-untied", "qwen3", "llama"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    new_model(request.param).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_engine_shows_that_it_has_the_version_that_was_published(
+    path: Path, tmp_path: Path, has_lora: bool, dtype: str
+) -> None:
+    engine = engine_of(path, has_lora=has_lora, dtype=dtype)
+    base = sum_of_base(path, dtype) if has_lora else None
+    tensors = [version_of(engine, path, seed, has_lora=has_lora) for seed in (1, 2)]
+    manifests = [await published(tmp_path, each, number, dtype, base) for number, each in enumerate(tensors, 1)]
+    assert not has_lora or manifests[0].num_bytes < 0.5 * (path / "model.safetensors").stat().st_size
+    for own, other in ((0, 1), (1, 0)):
+        await engine.install(own, tensors[own])
+        attested = await engine.attest()
+        assert fault(manifests[own], attested) == ""
+        assert "generates with other weights than those of version" in fault(manifests[other], attested), "a stale version"
+    await engine.close()
+
+
+def nothing(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
+    """An install that installs nothing."""
+
+
+def zero_modules(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
+    engine._decoder.install(tensors)
+    engine._decoder.lora.use(False)
+
+
+def half_bound(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
+    engine._decoder.install(tensors)
+    for linear, _ in engine._decoder.lora._layers[::2]:
+        linear.lora = None
+
+
+def one_tensor_stays(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
+    own = f"{Q}.lora_B.weight" if engine._decoder.lora else f"{Q}.weight"
+    before = engine._decoder.installed(own).clone()
+    engine._decoder.install({**tensors, own: before})
+
+
+def rounded(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
+    engine._decoder.install({name: tensor.bfloat16().float() for name, tensor in tensors.items()})
+
+
+def one_bit(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
+    name = f"{Q}.lora_A.weight" if engine._decoder.lora else "model.norm.weight"
+    flipped = tensors[name].clone()
+    flipped.view(torch.int32).view(-1)[3] ^= 1
+    engine._decoder.install({**tensors, name: flipped})
+
+
+FAULTS: list[tuple[Callable[[SlotEngine, Mapping[str, Tensor]], None], bool, str]] = [
+    (nothing, True, "generates without 42 of the 42 tensors of version 2"),
+    (nothing, False, "other weights than those of version 2"),
+    (zero_modules, True, "generates without 42 of the 42 tensors of version 2"),
+    (half_bound, True, "generates without"),
+    (one_tensor_stays, True, f"in 1 of .* parts, {Q}.lora_B.weight|in 1 of .* parts, model.layers.1.self_attn.q_proj"),
+    (one_tensor_stays, False, f"in 1 of .* parts, {Q}.weight"),
+    (rounded, True, "other weights"),
+    (rounded, False, "other weights"),
+    (one_bit, True, "in 1 of"),
+    (one_bit, False, "in 1 of .* parts, model.norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("install", "has_lora", "sentence"), FAULTS, ids=lambda v: getattr(v, "__name__", str(v)[:8]))
+@pytest.mark.parametrize("path", ["qwen2"], indirect=True)
+async def test_a_planted_fault_is_found_at_the_first_install(
+    install: Callable[[SlotEngine, Mapping[str, Tensor]], None], has_lora: bool, sentence: str, path: Path, tmp_path: Path
+) -> None:
+    engine = engine_of(path, has_lora=has_lora)
+    tensors = version_of(engine, path, 1, has_lora=has_lora)
+    manifest = await published(tmp_path, tensors, 2, "float32", sum_of_base(path, "float32") if has_lora else None)
+    install(engine, tensors)
+    found = fault(manifest, await engine.attest())
+    assert re.search(sentence, found), found
+    engine._decoder.install(tensors)
+    assert fault(manifest, await engine.attest()) == ""
+    await engine.close()
+
+
+@pytest.mark.parametrize("path", ["qwen2"], indirect=True)
+async def test_another_base_is_found_whatever_the_adapter(path: Path, tmp_path: Path) -> None:
+    engine = engine_of(path, has_lora=True)
+    tensors = version_of(engine, path, 1, has_lora=True)
+    whole = load_file(path / "model.safetensors")
+    whole["model.norm.weight"][0] += 1e-3
+    (tmp_path / "other").mkdir()
+    save_file(whole, tmp_path / "other" / "model.safetensors")
+    (tmp_path / "other" / "config.json").write_text((path / "config.json").read_text())
+    manifest = await published(tmp_path, tensors, 1, "float32", sum_of_base(tmp_path / "other", "float32"))
+    await engine.install(1, tensors)
+    assert fault(manifest, await engine.attest()) == (
+        "version 1 is an adapter for another base than the engine's: give every machine the same model"
+    )
+    await engine.close()
+
+
+def test_a_sum_does_not_know_the_order_and_knows_every_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        tensor = torch.randn(3, 50, dtype=torch.float64).to(dtype)
+        assert sum_of_bits(tensor) == sum_of_bits(tensor.flatten()[torch.randperm(150)]) == sum_of_bits(tensor.t())
+        assert 0 <= sum_of_bits(tensor) < 1 << 64 and sum_of_bits(torch.zeros(5, dtype=dtype)) == 0
+        assert sum_of_bits(tensor) != sum_of_bits(tensor * 2)
