@@ -93,7 +93,7 @@ class Rollout:
         """Generate until the worker is to leave, or the run is stopping; unfinished groups are then abandoned."""
         while (target := await self._versions.join()) is not None:
             if target.manifest is None:  # what the engine was built with
-                await self._versions.installed(target.version)
+                await self._versions.installed(target.version, None)
                 self._serve(target)
                 break
             if (tensors := await self._fetched(target)) is not None:
@@ -186,7 +186,7 @@ class Rollout:
     async def _follow_weights(self) -> None:
         while (target := await self._versions.next_target(self._installed)) is not None:
             if target.version == self._installed:  # what could not be fetched is not needed any more
-                await self._versions.installed(target.version)
+                await self._versions.installed(target.version, None)
                 self._serve(target)
                 continue
             if (tensors := await self._fetched(target)) is None:

@@ -69,7 +69,7 @@ def test_an_adapter_is_trained_published_saved_resumed_and_merged(tmp_path: Path
     ("changes", "sentence"),
     [
         ({"train": {"engine": {"name": "deepspeed"}}}, "trains no low-rank adapters"),
-        ({"rollout": {"engine": {"name": "vllm"}}}, "adapters alone travel"),
+        ({"rollout": {"engine": {"name": "vllm", "addresses": ["unix:/tmp/x"]}}}, "started for whole weights"),
         ({"train": {"frozen_dtype": "bfloat16"}}, "share the policy's base"),
         ({"weight_sync": {"dtype": "bfloat16"}}, "would round what little of a low-rank adapter travels"),
         ({"model": {"lora": {"path": "nowhere"}}}, "There is no adapter in PEFT's format at nowhere"),

@@ -68,6 +68,7 @@ class Sequence:
     salt: str
     done: asyncio.Future[str]
     keys: float | None = None
+    lora: float = 0.0  # of its adapter
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -83,6 +84,7 @@ class FakeVllm:
         self.sequences: list[Sequence] = []
         self.cache: dict[tuple[str, tuple[int, ...]], float] = {}
         self.counts = dict.fromkeys(("served", "dropped", "updates", "refused", "cleared"), 0)
+        self.loras: dict[str, float] = {}  # by name, a number of each adapter's tensors
         self.woken = asyncio.Event()
         self.engine: subprocess.Popen[bytes] | None = None
 
@@ -105,12 +107,13 @@ class FakeVllm:
                     self.step(sequence)
 
     def step(self, sequence: Sequence) -> None:
+        weights = self.weights + sequence.lora
         if sequence.keys is None:
-            sequence.keys = self.cache.setdefault((sequence.salt, tuple(sequence.prompt)), self.weights)
+            sequence.keys = self.cache.setdefault((sequence.salt, tuple(sequence.prompt)), weights)
         position = len(sequence.token_ids)
-        token = token_id(self.weights, sequence.prompt, sequence.sampling.get("seed", 0), position)
+        token = token_id(weights, sequence.prompt, sequence.sampling.get("seed", 0), position)
         sequence.token_ids.append(token)
-        sequence.logprobs.append(log_prob(self.weights, sequence.keys, position))
+        sequence.logprobs.append(log_prob(weights, sequence.keys, position))
         if not sequence.spans or sequence.spans[-1]["version"] != self.version:
             sequence.spans.append({"version": self.version, "start": position, "end": position})
         sequence.spans[-1]["end"] = position + 1
@@ -129,6 +132,8 @@ class FakeVllm:
         sequence = Sequence(
             body["token_ids"], body["sampling_params"], body["cache_salt"], asyncio.get_running_loop().create_future()
         )
+        if "model" in body:
+            sequence.lora = self.loras[body["model"]]
         self.sequences.append(sequence)
         self.woken.set()
         try:
@@ -198,7 +203,17 @@ class FakeVllm:
             case "/inference/v1/generate":
                 if len(body["token_ids"]) + body["sampling_params"]["max_tokens"] > int(self.arguments.max_model_len):
                     return 400, {"error": "too long"}
+                if body.get("model", "") not in {"", *self.loras}:
+                    return 404, {"error": "no such adapter"}
                 return 200, await self.generate(body)
+            case "/v1/load_lora_adapter":
+                if body["lora_name"] in self.loras:
+                    return 400, {"error": "it is loaded already"}
+                self.loras[body["lora_name"]] = number_of(tensors_of(Path(body["lora_path"]) / "adapter_model.safetensors"))
+            case "/v1/unload_lora_adapter":
+                if body["lora_name"] not in self.loras:
+                    return 404, {"error": "no such adapter"}
+                del self.loras[body["lora_name"]]
             case "/pause":
                 await self.pause(query["mode"], query["clear_cache"])
             case "/resume":
@@ -230,7 +245,7 @@ class FakeVllm:
                 return 200, {"weight_version": self.version}
             case "/state":  # a test's
                 tokens = min((len(sequence.token_ids) for sequence in self.sequences), default=0)
-                return 200, {**self.counts, "running": len(self.sequences), "least_tokens": tokens}
+                return 200, {**self.counts, "running": len(self.sequences), "least_tokens": tokens, "loras": [*self.loras]}
             case _:
                 return 404, {"error": path}
         return 200, {}

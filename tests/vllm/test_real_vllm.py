@@ -21,11 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.vllm.client import RequestRefused, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.hosts import OwnServer
 from asyncflow.engines.rollout.vllm.process import ServerProcess
 from asyncflow.telemetry.certificate import read_certificate
+from asyncflow.types import LoraSpec
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import command_line, processes_of, rows, write_config
 from tests.patience import patience
@@ -223,3 +225,26 @@ def vllm_processes() -> set[int]:
         if is_vllm and process.info["status"] != psutil.STATUS_ZOMBIE and "pytest" not in process.info["cmdline"]:
             found.add(process.pid)
     return found
+
+
+async def test_an_adapter_is_what_the_merged_model_is(tmp_path: Path) -> None:
+    """Loaded by name, replaced, unloaded; log-probs are those of the embedded engine with the same adapter, but for rounding."""
+    spec = LoraSpec(rank=8, alpha=16.0)
+    async with opened(MODEL, lora=spec) as engine:
+        embedded = SlotEngine(MODEL, num_slots=8, max_context=224, stop_ids=[], lora=spec)
+        shapes = {name: piece.shape for name, piece in embedded._decoder.lora.slices.items()}
+        generator = torch.Generator().manual_seed(1)
+        prompt, sampling, key = np.arange(5, 30), Sampling(0.0, 24), SampleKey(3, 0)
+        for version in (1, 2, 3):
+            tensors = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
+            for each in (engine, embedded):
+                await each.install(version, tensors)
+            ours, theirs = [
+                [r async for r in each.generate(prompt, samples=[0], sampling=sampling, key=key)].pop()
+                for each in (embedded, engine)
+            ]
+            assert theirs.version_spans.tolist() == [[0, version]]
+            assert theirs.token_ids.tolist() == ours.token_ids.tolist()
+            assert np.abs(theirs.logprobs - ours.logprobs).max() < 1e-4
+        assert engine._lora is not None and len([*engine._lora._root.iterdir()]) <= 2
+        await embedded.close()

@@ -185,6 +185,7 @@ def test_every_metric_is_defined():
         "policy/rollout_kl",
         "policy/rollout_logprob_difference",
         "run/num_resumes",
+        "weights/attested",
         "memory/rss_bytes/<worker>",
         "own/<name>",
         "reward/<name>",

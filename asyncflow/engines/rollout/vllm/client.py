@@ -105,12 +105,16 @@ class VllmClient:
             transport=httpx2.AsyncHTTPTransport(uds=uds, limits=limits),
         )
 
-    async def generate(self, sample: int, prompt_ids: Sequence[int], sampling: Mapping[str, Any], cache_salt: str) -> Response:
-        """Response of a sample; NaN for log-probs that are not finite.
+    async def generate(
+        self, sample: int, prompt_ids: Sequence[int], sampling: Mapping[str, Any], cache_salt: str, model: str | None = None
+    ) -> Response:
+        """Response of a sample; NaN for log-probs that are not finite. `model`: name of the adapter that makes it; None: none does.
 
         Raises `RequestRefused` for what exceeds the context, `Aborted`, and `ServerLost`.
         """
         body = {"token_ids": prompt_ids, "sampling_params": sampling, "cache_salt": cache_salt}
+        if model is not None:
+            body["model"] = model
         timeout = httpx2.Timeout(self._generation_seconds, connect=CONNECT_SECONDS)
         content = await self._ask("POST", "/inference/v1/generate", body, timeout)
         try:
@@ -173,6 +177,14 @@ class VllmClient:
     async def set_weight_version(self, version: int) -> None:
         """Name the weights that are there."""
         await self._ask("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def load_lora(self, name: str, folder: str) -> None:
+        """Load a low-rank adapter from PEFT's files, for requests that name it."""
+        await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, headers=ON_ITS_OWN)
+
+    async def unload_lora(self, name: str) -> None:
+        """Unload an adapter. Raises `RequestRefused` if there is none of that name."""
+        await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, headers=ON_ITS_OWN)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, may_wait_seconds: float | None = None) -> None:
         """Make no more tokens. `clear_cache`: responses under way are to have their keys and values computed again."""

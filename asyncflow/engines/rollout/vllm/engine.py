@@ -16,6 +16,7 @@ Not here: responses as they grow (streaming), more than one machine for one inst
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient, check_settings
 from asyncflow.engines.rollout.vllm.generation import Generation
 from asyncflow.engines.rollout.vllm.hosts import given_hosts, own_hosts
+from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
 from asyncflow.engines.rollout.vllm.options import check_addresses, check_arguments, check_numbers, sender
 from asyncflow.engines.rollout.vllm.options import why_not_deterministic as _why
 from asyncflow.engines.rollout.vllm.process import ServerOptions
@@ -38,7 +40,7 @@ from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
-from asyncflow.types import Array, HeldWeights, RunError, WeightSource
+from asyncflow.types import Array, HeldWeights, LoraSpec, RunError, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,6 +80,7 @@ class VllmEngine(RolloutEngine):
         start_seconds: float = 600.0,
         generation_seconds: float = 1800.0,
         deadline_seconds: float = 120.0,
+        lora: LoraSpec | None = None,
     ) -> None:
         """Start the servers, and wait until they are ready (some 40 s). The first arguments are those of `SlotEngine`; vLLM keeps
         what it has memory for, whatever `num_parked` is.
@@ -91,6 +94,8 @@ class VllmEngine(RolloutEngine):
         `pause_mode`: what becomes of responses under way while weights are installed: they are kept and go on, are waited for, or
         begin anew. `seeded`: each request has a seed from its sample's key. A server may be lost `max_restarts` times, and takes at
         most `start_seconds` to come, `generation_seconds` for a response and `deadline_seconds` for anything else.
+
+        `lora`: versions are low-rank adapters, which the servers load beside the model (lora_versions.py).
 
         Raises `UserError` if vLLM is not there, or does not take the model or an argument, `RunError` if a server does not start
         for another reason.
@@ -126,9 +131,12 @@ class VllmEngine(RolloutEngine):
                 transfer=self._transfer.backend,
                 arguments=arguments or {},
                 start_seconds=start_seconds,
+                lora_rank=None if lora is None else lora.rank,
             )
             hosts = own_hosts(options, instances, devices)
         self._weights = ServerWeights(model_path, dtype, version)
+        self._lora = None if lora is None else LoraVersions(model_path, lora, version)
+        self._unloading: set[asyncio.Task[None]] = set()
         if addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(model_path))
         connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)
@@ -136,7 +144,14 @@ class VllmEngine(RolloutEngine):
             hosts, connect, self._bring_up, num_slots=per_instance, max_restarts=max_restarts, start_seconds=start_seconds
         )
         self._generation = Generation(
-            self._servers, self._weights, self._begin, stop_ids=end_ids, seeded=seeded, recomputes=self._recomputes
+            self._servers,
+            self._weights,
+            self._begin,
+            stop_ids=end_ids,
+            seeded=seeded,
+            recomputes=self._recomputes,
+            lora=self._lora,
+            on_unused=self._unload_in_background,
         )
         self._servers.start()
 
@@ -148,7 +163,7 @@ class VllmEngine(RolloutEngine):
     @property
     def installed_version(self) -> int:
         """Version of the weights that the engine generates with."""
-        return self._weights.version
+        return self._weights.version if self._lora is None else self._lora.current.version
 
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
@@ -168,11 +183,15 @@ class VllmEngine(RolloutEngine):
         """See `RolloutEngine`. Copies the tensors to where vLLM's processes can read them, in a thread of its own."""
         async with self._one_by_one:
             self._check_open()
-            await self._weights.prepare(version, tensors)
+            if self._lora is None:  # an adapter's files are made in no time
+                await self._weights.prepare(version, tensors)
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. An instance on which it fails is started again; the others go on."""
         await self._begin()
+        if self._lora is not None:
+            await self._install_lora(self._lora, version, tensors)
+            return
         async with self._one_by_one:
             self._check_open()
             self._servers.close_gates()
@@ -186,6 +205,38 @@ class VllmEngine(RolloutEngine):
             finally:
                 if not self._is_paused:
                     self._servers.open_gates()
+
+    async def _install_lora(self, lora: LoraVersions, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Have every server load an adapter, and requests that begin from now on name it. Those under way go on with their own."""
+        async with self._one_by_one:
+            self._check_open()
+            written = await asyncio.to_thread(lora.write, version, tensors)
+            self._servers.close_gates()
+            try:
+                lora.use(written)  # from here on a server that comes back is given this version
+                await self._servers.everywhere(lambda instance, client: _load(client, written), opens=not self._is_paused)
+            finally:
+                if not self._is_paused:
+                    self._servers.open_gates()
+        self._unload_in_background()
+
+    def _unload_in_background(self) -> None:
+        """Unload adapters that no request names any more."""
+        if self._lora is None or self._is_closed:
+            return
+        for version in self._lora.take_unused():
+            task = asyncio.create_task(self._unload(self._lora, version))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, lora: LoraVersions, version: LoraVersion) -> None:
+        async def unload(_: ServerHandle, client: VllmClient) -> None:
+            assert version.name is not None, "the base stays"
+            with contextlib.suppress(RequestRefused):  # a server that has come back meanwhile has it not
+                await client.unload_lora(version.name)
+
+        await self._servers.everywhere(unload)
+        await asyncio.to_thread(lora.remove, version)
 
     async def export_weights(self) -> WeightSource | None:
         """See `RolloutEngine`: what servers are given that come back; None for the version of the model's own files."""
@@ -218,8 +269,12 @@ class VllmEngine(RolloutEngine):
         self._is_closed = True
         self._weights.close_thread()
         self._generation.end()
+        for task in self._unloading:
+            task.cancel()
         await self._servers.close()
         self._weights.close()
+        if self._lora is not None:
+            self._lora.close()
 
     # -- the servers --------------------------------------------------------------------------------------------------------
 
@@ -245,6 +300,8 @@ class VllmEngine(RolloutEngine):
             await client.resume()
         else:
             await client.set_weight_version(self._weights.version)
+        if self._lora is not None:
+            await _load(client, self._lora.current)
 
     async def _update(self, instance: ServerHandle, client: VllmClient) -> None:
         """Bring a server that generates to the current version."""
@@ -262,3 +319,9 @@ class VllmEngine(RolloutEngine):
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
+
+
+async def _load(client: VllmClient, version: LoraVersion) -> None:
+    """Have a server load an adapter; nothing for the base alone."""
+    if version.name is not None:
+        await client.load_lora(version.name, str(version.folder))

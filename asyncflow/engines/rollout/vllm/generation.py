@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy as np
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling
 from asyncflow.engines.rollout.sampling import later_keys, stream_keys
 from asyncflow.engines.rollout.vllm.client import Aborted, RequestRefused, ServerLost
+from asyncflow.engines.rollout.vllm.lora_versions import LoraVersions
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.types import Array, RunError
@@ -68,9 +69,13 @@ class Generation:
         stop_ids: Sequence[int],
         seeded: bool,
         recomputes: bool,
+        lora: LoraVersions | None = None,
+        on_unused: Callable[[], None] = lambda: None,
     ) -> None:
         """`begin()` connects to the servers, which have `weights` then. `seeded`: each request has a seed from its sample's key.
-        `recomputes`: the keys that a server has of a sequence are computed again when it gets other weights."""
+        `recomputes`: the keys that a server has of a sequence are computed again when it gets other weights. `lora`: versions are
+        adapters, which requests name; `on_unused` is told when a request that named one has ended."""
+        self._lora, self._on_unused = lora, on_unused
         self._servers, self._weights, self._begin = servers, weights, begin
         self._stop_ids, self._seeded, self._recomputes = stop_ids, seeded, recomputes
         self._open: set[asyncio.Queue[Response | Exception]] = set()
@@ -149,6 +154,8 @@ class Generation:
             await instance.gate.wait()
             if not instance.is_up:
                 return None
+            if self._lora is not None:
+                return await self._ask_adapter(sample, self._lora)
             life, version = instance.life, self._weights.version
             try:
                 async with instance.until_lost() as client:
@@ -171,6 +178,26 @@ class Generation:
                 return None
             instance.num_served += 1
         return made
+
+    async def _ask_adapter(self, sample: _Sample, lora: LoraVersions) -> Response | None:
+        """Ask as `_ask` does, for a response that one adapter makes from its first token to its last."""
+        instance, life = sample.instance, sample.instance.life
+        try:
+            with lora.request() as version:
+                salt = version.name or f"version {version.version}"
+                async with instance.until_lost() as client:
+                    made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, salt, version.name)
+        except Aborted:
+            return None
+        except ServerLost as error:
+            instance.lost(life, error)
+            return None
+        except RequestRefused as error:
+            raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
+        finally:
+            self._on_unused()
+        instance.num_served += 1
+        return replace(made, version_spans=np.array([[0, version.version]], np.int64))
 
     def end(self) -> None:
         """Tell those that wait for responses that the engine is closed."""

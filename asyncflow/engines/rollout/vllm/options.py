@@ -118,10 +118,10 @@ def check(
 ) -> None:
     """Check that so many workers can have such engines: the first six arguments are the run's, the others `VllmEngine`'s. Raises
     `UserError`."""
-    if has_lora:
+    if has_lora and addresses:
         raise UserError(
-            "rollout.engine=vllm takes whole weights, and model.lora has adapters alone travel: leave rollout.engine out, which "
-            "takes the embedded engine, or model.lora"
+            "rollout.engine.addresses are servers that were started for whole weights, and model.lora has them load adapters: "
+            "leave addresses out, so that the run starts servers of its own"
         )
     check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)

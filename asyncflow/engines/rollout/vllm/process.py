@@ -41,6 +41,7 @@ IN_VLLM = Path(__file__).parent.parent / "in_vllm"
 POLL_SECONDS = 0.2
 KILL_SECONDS = 5.0  # SIGKILL to the end of the guard; longer only if the kernel is stuck
 LAST_LINES = 400
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for the largest one
 _KV_BLOCK = 128  # tokens, the largest that vLLM's CPU backend takes
 _ERROR = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
 _USERS_ERROR = re.compile(r"\b(ValueError|ValidationError|NotImplementedError): |\.py: error: ")  # vLLM refuses what it was given
@@ -53,6 +54,8 @@ _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\
 class ServerOptions:
     """Options of the servers to start. `arguments`: vLLM's own, by name, over those made here. `devices`: of one instance; None:
     any.
+
+    `lora_rank`: of low-rank adapters that the servers load; None: none.
 
     An argument that is None is left out, also where one is made here; one that is false becomes `--no-NAME`.
     """
@@ -69,6 +72,7 @@ class ServerOptions:
     transfer: str
     arguments: Mapping[str, Any]
     start_seconds: float
+    lora_rank: int | None = None
 
     def command(self, socket: str) -> list[str]:
         """The command line of a server that listens on `socket`."""
@@ -90,6 +94,9 @@ class ServerOptions:
         if is_cpu(self.device):
             # Prompts are computed whole: vLLM 0.32.0 dies of cutting one that has a seed, for a CPU's generators have no offset.
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes(), "enable_chunked_prefill": False}
+        if self.lora_rank is not None:  # two in a batch: responses of the version before may be under way
+            rank = next((rank for rank in _LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2, "max_cpu_loras": 4}
         if self.tensor_parallel == 1:  # its worker in the engine's own process: one process less to start and to talk to
             arguments["distributed_executor_backend"] = "uni"
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
@@ -110,6 +117,8 @@ class ServerOptions:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if self.lora_rank is not None:
+            own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if is_cpu(self.device):
             own |= {"OMP_NUM_THREADS": str(self.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         elif self.devices is not None:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.lora_files import lora_shapes
 from asyncflow.engines.rollout.vllm import client as vllm_client
 from asyncflow.engines.rollout.vllm import engine as vllm
 from asyncflow.engines.rollout.vllm import servers as vllm_servers
@@ -40,7 +41,7 @@ from asyncflow.engines.rollout.vllm.transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm.weights import WeightsFile, shapes_of
 from asyncflow.run.prepare import check_choices, check_rollout_engine
 from asyncflow.run.scaling import Scaling
-from asyncflow.types import RunError, UserError
+from asyncflow.types import LoraSpec, RunError, UserError
 from tests.conftest import MODEL, ROOT
 from tests.depth import in_gate
 from tests.patience import patience
@@ -1180,3 +1181,64 @@ async def test_an_answer_is_read() -> None:
 async def test_an_answer_that_makes_no_sense_is_a_lost_server(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ServerLost, match=words):
         await answer({**GOOD, **change})
+
+
+# -- low-rank adapters ----------------------------------------------------------------------------------------------------------
+
+LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+def adapter(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    linears = {n.removesuffix(".weight"): t.shape for n, t in TENSORS.items() if ".layers." in n and t.ndim == 2}
+    shapes = lora_shapes({name: (shape[0], shape[1]) for name, shape in linears.items()}, LORA)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+async def test_requests_name_their_adapter_and_an_old_one_goes_when_none_does(model: Path, python: str) -> None:
+    async with opened(model, python, lora=LORA, instances=2) as engine:
+        base = await responses(engine)
+        await engine.install(1, adapter(1))
+        first = await responses(engine)
+        assert first[0].version_spans.tolist() == [[0, 1]] and base[0].version_spans.tolist() == [[0, 0]]
+        assert not np.array_equal(first[0].logprobs, base[0].logprobs), "the adapter has not arrived"
+        long = asyncio.create_task(responses(engine, samples=(1, 2), length=300))
+        await under_way(engine, 2)
+        await engine.install(2, adapter(2))
+        second = await responses(engine)
+        assert second[0].version_spans.tolist() == [[0, 2]] and not np.array_equal(second[0].logprobs, first[0].logprobs)
+        loaded = [(await state_of(instance))["loras"] for instance in engine.instances]
+        assert loaded == [["version-1-1", "version-2-2"]] * 2, "one that is still asked for was unloaded"
+        made = await long
+        assert [made[number].version_spans.tolist() for number in (1, 2)] == [[[0, 1]]] * 2
+        assert len({float(made[number].logprobs[-1] - made[number].logprobs[0]) for number in (1, 2)}) == 1, (
+            "no other came in between"
+        )
+        async with asyncio.timeout(patience(20)):
+            while [(await state_of(instance))["loras"] for instance in engine.instances] != [["version-2-2"]] * 2:
+                await asyncio.sleep(0.01)
+        assert engine.installed_version == 2 and [*engine._lora._root.iterdir()] == [engine._lora._root / "version-2-2"]
+        await engine.install(0, {})
+        again = await responses(engine)
+        assert np.array_equal(again[0].logprobs, base[0].logprobs) and again[0].version_spans.tolist() == [[0, 0]]
+        root = engine._lora._root
+    assert not root.exists()
+
+
+async def test_a_killed_server_comes_back_with_the_current_adapter(model: Path, python: str) -> None:
+    async with opened(model, python, lora=LORA) as engine:
+        await engine.install(1, adapter(1))
+        before = await responses(engine)
+        group_of(engine.instances[0])[1].kill()
+        after = await responses(engine)
+        assert engine.instances[0].num_restarts == 1 and np.array_equal(after[0].logprobs, before[0].logprobs)
+
+
+async def test_an_adapter_that_does_not_fit_is_refused_before_any_server_hears_of_it(model: Path, python: str) -> None:
+    async with opened(model, python, lora=LORA) as engine:
+        half = {name: tensor for name, tensor in adapter(1).items() if "q_proj" in name}
+        with pytest.raises(ValueError, match=r"the adapter lacks \d+ of \d+ tensors"):
+            await engine.install(1, half)
+        assert (await state_of(engine.instances[0]))["loras"] == [] and engine.installed_version == 0
+        command = server_of(engine.instances[0])._options.command("socket")
+        assert command[command.index("--max-lora-rank") + 1] == "8" and "--enable-lora" in command
