@@ -77,7 +77,7 @@ class RunConfig(Section):
     """How long workers may take to end by themselves before they are killed."""
 
 
-class LoraConfig(Section):
+class LowRankConfig(Section):
     """Low-rank adapter, which is trained in the place of the model's own weights (docs/lora.md)."""
 
     rank: PositiveInt = 16
@@ -101,7 +101,7 @@ class ModelConfig(Section):
     `shapes:FILE`, a model's config.json without the rest."""
     max_context_tokens: PositiveInt | None = None
     """Prompt and response together; by default the longest prompt of the data and `rollout.max_new_tokens`."""
-    lora: LoraConfig | None = None
+    lora: LowRankConfig | None = None
     """Train a low-rank adapter instead of the weights; the model at `path` is its base."""
 
 
