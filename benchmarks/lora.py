@@ -143,6 +143,8 @@ async def sync(model: Path, folder: Path, step_seconds: float) -> list[Figure]:
         target = "<= 0.01"
         figures.append(Figure("  attesting it, sender and engine / a step", attesting[kind] / step_seconds, "", target))
     figures.append(Figure("bytes a version, adapter / whole", num_bytes["adapter"] / num_bytes["whole"], "", "<= 0.03"))
+    of_attention = sum(4 * tensor.numel() for name, tensor in adapter.items() if ".self_attn." in name)
+    figures.append(Figure("  with targets on attention alone", of_attention / num_bytes["whole"], "", "<= 0.03"))
     figures += await alike(model, folder, engine, adapter)
     assert fault_of(await engine.attest(), 1, {}) != "" and sum_of_base(model, "float32") == engine._base
     figures.append(await decoding(engine, adapter))

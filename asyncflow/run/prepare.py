@@ -165,10 +165,6 @@ def _check_lora(config: Config) -> None:
             "train.offload and train.frozen_dtype are for old policy and reference, which share the policy's base with model.lora: "
             "leave them out"
         )
-    if config.weight_sync.dtype is not None:
-        raise UserError(
-            f"weight_sync.dtype={config.weight_sync.dtype} would round what little of a low-rank adapter travels: leave it out"
-        )
     if lora.path is not None:
         check_lora_files(Path(lora.path), lora)
 

@@ -71,7 +71,6 @@ def test_an_adapter_is_trained_published_saved_resumed_and_merged(tmp_path: Path
         ({"train": {"engine": {"name": "deepspeed"}}}, "trains no low-rank adapters"),
         ({"rollout": {"engine": {"name": "vllm", "addresses": ["unix:/tmp/x"]}}}, "started for whole weights"),
         ({"train": {"frozen_dtype": "bfloat16"}}, "share the policy's base"),
-        ({"weight_sync": {"dtype": "bfloat16"}}, "would round what little of a low-rank adapter travels"),
         ({"model": {"lora": {"path": "nowhere"}}}, "There is no adapter in PEFT's format at nowhere"),
         ({"model": {"lora": {"targets": ["q_prj"]}}}, "the model has no linear layer 'q_prj'"),
     ],
