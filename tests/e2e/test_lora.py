@@ -35,11 +35,10 @@ def tree(folder: Path, name: str, steps: int = STEPS, **changes: Any) -> dict[st
 
 def test_an_adapter_is_trained_published_saved_resumed_and_merged(tmp_path: Path) -> None:
     for name, steps in (("whole", STEPS), ("parts", STEPS - 1)):
-        folder = tmp_path / name
-        folder.mkdir()
-        done = run_command("train", write_config(folder, tree(tmp_path, name, steps)))
+        (tmp_path / f"config-{name}").mkdir()
+        done = run_command("train", write_config(tmp_path / f"config-{name}", tree(tmp_path, name, steps)))
         assert done.returncode == 0, done.stderr
-    done = run_command("train", write_config(tmp_path / "parts", tree(tmp_path, "parts")), "--resume")
+    done = run_command("train", write_config(tmp_path / "config-parts", tree(tmp_path, "parts")), "--resume")
     assert done.returncode == 0, done.stderr
     run, resumed = tmp_path / "whole", tmp_path / "parts"
     saved, again = (load_file(folder / "model" / "adapter_model.safetensors") for folder in (run, resumed))
