@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.service.tinker.checkpoint_store import MODEL_DIR
 from tests.patience import patience
 from tests.tinker.world import CLIENTS, NAME, PYTHONS, make_world, metrics_of, serving, version_of
 
@@ -43,8 +42,8 @@ class SupervisedRuns:
                 options = [f"log_path={log}", f"model_name={NAME}", f"batch_size={SL_BATCH}", f"learning_rate={SL_RATE}"]
                 options += ["save_every=30", "train_on_what=last_assistant_message"]
                 served.run(python, "-m", "tinker_cookbook.recipes.sl_loop", *options, cwd=self.folder)
-                (final,) = served.folder.glob("checkpoints/*/sampler_weights/final")
-                shutil.copytree(final / MODEL_DIR, self.folder / f"learnt-{version}")
+                (final,) = served.folder.glob("checkpoints/*/sampler_weights/final/model-*")
+                shutil.copytree(final, self.folder / f"learnt-{version}")
             self._curves[version] = metrics_of(log, "train_mean_nll")
         return self._curves[version]
 

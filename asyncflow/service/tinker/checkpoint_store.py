@@ -1,7 +1,7 @@
 """Checkpoints of trained models on disk, by the paths that clients know them by: `tinker://MODEL/weights/NAME`.
 
-    checkpoints/MODEL/weights/NAME/           checkpoint.json, model/ (Hugging Face format), state/ (train engine, with optimiser)
-    checkpoints/MODEL/sampler_weights/NAME/   checkpoint.json, model/; external_weights/ likewise
+    checkpoints/MODEL/weights/NAME/           checkpoint.json, model-TIME/ (Hugging Face format), state/ (engine, with optimiser)
+    checkpoints/MODEL/sampler_weights/NAME/   checkpoint.json, model-TIME/; external_weights/ likewise
     downloads/                                archives of checkpoints that a client has asked for
     snapshots/MODEL/NUMBER/                   weights that a sampler was made from without a name: the newest ones stay
 
@@ -54,6 +54,11 @@ class Checkpoint:
     name: str
     folder: Path
     record: Record
+
+    @property
+    def model(self) -> Path:
+        """Folder of the model. Its name is not taken again, though the checkpoint's may be: samplers know weights by it."""
+        return self.folder / f"{MODEL_DIR}-{int(self.record.created * 1e6)}"
 
     @property
     def path(self) -> str:
@@ -120,11 +125,13 @@ class CheckpointStore:
             expires=None if seconds is None else now + seconds,
             user_metadata=None if metadata is None else dict(metadata),
         )
+        made = Checkpoint(model_id, kind, name, folder, record)
+        (partial / MODEL_DIR).rename(partial / made.model.name)
         (partial / RECORD_FILE).write_bytes(msgspec.json.encode(record))
         if folder.exists():
             self._remove(folder)
         partial.rename(folder)
-        return Checkpoint(model_id, kind, name, folder, record)
+        return made
 
     def find(self, path: str) -> Checkpoint:
         """Checkpoint at `tinker://MODEL/KIND/NAME`. Raises `UserError` if there is none."""
@@ -152,7 +159,7 @@ class CheckpointStore:
         made = self._downloads / f"{checkpoint.model_id}.{checkpoint.kind}.{checkpoint.name}.tar.gz"
         partial = made.with_name(made.name + _PARTIAL)
         with tarfile.open(partial, "w:gz", compresslevel=1) as archive:
-            for file in sorted((checkpoint.folder / MODEL_DIR).iterdir()):
+            for file in sorted(checkpoint.model.iterdir()):
                 archive.add(file, file.name)
         partial.rename(made)
         return made

@@ -41,12 +41,15 @@ class Results:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
-    def begin(self, request_id: str, owner: str) -> None:
-        """Accept a request of a session. Raises `Busy` where that has too many results that it has not retrieved."""
-        count = self._open.get(owner, 0)
-        if count >= self._largest_number:
+    def check_room(self, owner: str) -> None:
+        """Raises `Busy` where a session has too many results that it has not retrieved."""
+        if (count := self._open.get(owner, 0)) >= self._largest_number:
             raise Busy(f"{count} results of this session have not been retrieved: retrieve some first", 1.0)
-        self._open[owner] = count + 1
+
+    def begin(self, request_id: str, owner: str) -> None:
+        """Accept a request of a session. Raises `Busy` as `check_room`."""
+        self.check_room(owner)
+        self._open[owner] = self._open.get(owner, 0) + 1
         self._entries[request_id] = _Entry(owner)
 
     def settle(self, request_id: str, answer: Answer) -> None:

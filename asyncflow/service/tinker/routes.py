@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from asyncflow.service.app import Denied
 from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, protobuf
-from asyncflow.service.tinker.checkpoint_store import KINDS, MODEL_DIR, SCHEME, Checkpoint
+from asyncflow.service.tinker.checkpoint_store import KINDS, SCHEME, Checkpoint
 from asyncflow.service.tinker.results import Unknown
 from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.types import UserError
@@ -253,7 +253,7 @@ def _add_download_routes(router: APIRouter, sessions: Sessions, tickets: Tickets
     @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
     async def urls(model_id: str, kind: str, name: str, request: Request) -> dict[str, Any]:
         checkpoint = await _found(sessions, model_id, kind, name)
-        files = sorted((checkpoint.folder / MODEL_DIR).iterdir())
+        files = sorted(checkpoint.model.iterdir())
         expires = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
         return {"urls": {file.name: _link(request, tickets, file) for file in files}, "expires": expires.isoformat()}
 

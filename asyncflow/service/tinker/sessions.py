@@ -25,7 +25,7 @@ from asyncflow.service.app import Denied
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker import messages
 from asyncflow.service.tinker.answers import Answer, Failure, Fields
-from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, Checkpoint, CheckpointStore, Kind
+from asyncflow.service.tinker.checkpoint_store import Checkpoint, CheckpointStore, Kind
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import SampleRequest, Samplers
 from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine, TrainedModel, answered
@@ -211,7 +211,7 @@ class Sessions:
         checkpoint = self.store.find(request.model_path)
         if checkpoint.record.base_model != self.base.name:
             raise UserError(f"{checkpoint.path} is of {checkpoint.record.base_model}, and this server has {self.base.name}")
-        return self._add_sampler(session, request.sampling_session_seq_id, checkpoint.folder / MODEL_DIR, checkpoint.path)
+        return self._add_sampler(session, request.sampling_session_seq_id, checkpoint.model, checkpoint.path)
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Sampler of this id; its session is alive at this moment. Raises `Denied`."""

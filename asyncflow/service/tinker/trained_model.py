@@ -86,7 +86,7 @@ class TrainedModel:
 
     async def open(self, checkpoint: Checkpoint | None = None, *, has_optimizer: bool = False) -> None:
         """Load the base model, or a checkpoint, with the optimiser's state or without. Raises `UserError`."""
-        folder = None if checkpoint is None else checkpoint.folder / MODEL_DIR
+        folder = None if checkpoint is None else checkpoint.model
         state = None if checkpoint is None or not has_optimizer else checkpoint.folder / STATE_DIR
         if checkpoint is not None and checkpoint.record.base_model != self.base.name:
             raise UserError(f"{checkpoint.path} is of {checkpoint.record.base_model}, and this model of {self.base.name}")
@@ -106,10 +106,12 @@ class TrainedModel:
 
         Raises `ValueError` for a number that belongs to another request, and `Busy`.
         """
+        owner = self.model_id.partition(":")[0]
+        self._results.check_room(owner)  # before it has its turn: a turn is not taken back
         number, is_new = self._turns.offer(number, content, work, num_bytes)
         request_id = f"{self.model_id}:{number}"
         if is_new:
-            self._results.begin(request_id, self.model_id.partition(":")[0])
+            self._results.begin(request_id, owner)
             self._has_request.set()
         return request_id
 

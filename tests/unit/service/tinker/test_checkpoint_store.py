@@ -25,7 +25,7 @@ def test_a_checkpoint_is_there_when_it_is_whole_and_outlives_the_server(tmp_path
     again = CheckpointStore(tmp_path, 2)
     assert [one.path for one in again.all()] == [path] and not list(tmp_path.rglob("*.partial"))
     found = again.find(path)
-    assert (found.folder / "model" / "file").read_text() == "a" and found.record.base_model == "m"
+    assert (found.model / "file").read_text() == "a" and found.record.base_model == "m"
     description = found.description()
     assert description["checkpoint_id"] == "weights/first" and description["checkpoint_type"] == "training"
     assert description["size_bytes"] == 1 and description["user_metadata"] == {"renderer": "x"}
@@ -39,8 +39,10 @@ def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
     path = saved(store, "first")
     with pytest.raises(UserError, match="is there already"):
         saved(store, "first", "b")
+    before = store.find(path).model
     saved(store, "first", "b", overwrite=True)
-    assert (store.find(path).folder / "model" / "file").read_text() == "b"
+    assert store.find(path).model != before and not before.exists()
+    assert (store.find(path).model / "file").read_text() == "b"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\x00", ".hidden", "x" * 129, "a.partial"])

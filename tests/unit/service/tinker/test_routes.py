@@ -263,6 +263,34 @@ async def test_a_result_that_is_not_there_yet_is_asked_for_again(tmp_path: Path,
         assert (await world.result(future))["metrics"]["loss:sum"] == pytest.approx(0.3)
 
 
+async def test_a_request_that_finds_no_room_is_none(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        model = await world.model(await world.session())
+        world.sessions.results._largest_number = 1
+        first = await world.post("/forward_backward", passed(model, 1, [0.0, 1.0]))
+        busy = await world.client.post("/optim_step", json=stepped(model, 2))
+        assert busy.status_code == 429 and int(busy.headers["Retry-After"]) >= 1
+        assert (await world.result(first))["metrics"] and world.engines[0].updates == 0
+        assert (await world.done("/optim_step", stepped(model, 2)))["metrics"] and world.engines[0].updates == 1
+
+
+async def test_a_name_that_is_taken_again_has_the_weights_that_were_saved_last(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        model, drawn = await world.model(session), []
+        for number in (1, 2):
+            await world.done("/optim_step", stepped(model, 2 * number - 1))
+            saved = await world.done("/save_weights_for_sampler", {"model_id": model, "seq_id": 2 * number, "path": "a"})
+            body = {"session_id": session, "sampling_session_seq_id": number, "model_path": saved["path"]}
+            sampler = (await world.post("/create_sampling_session", body))["sampling_session_id"]
+            asked = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 2}, "sampling_session_id": sampler}
+            drawn.append((await world.done("/asample", {**asked, "seq_id": 0}))["sequences"][0]["tokens"][0])
+            await world.client.delete(f"/training_runs/{model}/checkpoints/sampler_weights/a")
+        assert drawn == [2, 3]
+        gone = await world.done("/asample", {**asked, "sampling_session_id": f"{session}:sample:1", "seq_id": 1})
+        assert "not there any more" in gone["error"]
+
+
 async def test_two_models_do_not_wait_for_each_other(tmp_path: Path) -> None:
     async with opened(tmp_path) as world:
         models = [await world.model(await world.session()) for _ in range(2)]
