@@ -124,7 +124,8 @@ class Sessions:
         for task in session.tasks:
             task.cancel()
         await asyncio.gather(*session.tasks, return_exceptions=True)
-        for model in session.models.values():
+        for model_id, model in session.models.items():
+            self._last_requests.pop(model_id, None)
             await model.close()
         self.results.forget(session_id)
 
@@ -267,7 +268,7 @@ class Sessions:
             session.seen = asyncio.get_running_loop().time()
 
     def last_request(self, model_id: str) -> float | None:
-        """Unix time of the last request to a model since this server began."""
+        """Unix time of the last request to a model that is in training."""
         return self._last_requests.get(model_id)
 
     def _begin_model(
