@@ -106,9 +106,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    path: str
+    path: str | None = None
     """A file of JSON Lines, JSON, CSV, TSV or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
-    (`openai/gsm8k`), or `generated:arithmetic`."""
+    (`openai/gsm8k`), or `generated:arithmetic`. None: prompts are put by whoever drives the run, and it waits for them."""
     subset: str | None = None
     """Which part of a data set on the Hub, where it has several (`main`)."""
     split: str = "train"
@@ -254,8 +254,8 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     engine: Chosen = Choice(name="slots")
     """The engine that generates."""
-    num_workers: PositiveInt = 1
-    """Workers that generate, each with an engine of its own."""
+    num_workers: Annotated[int, Field(ge=0)] = 1
+    """Workers that generate, each with an engine of its own. 0: only processes from outside generate (`asyncflow serve`)."""
     num_slots: PositiveInt = 128
     """Responses that a worker generates at once."""
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -601,7 +601,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: Chosen = Choice(name="grpo")
     """What is optimised."""
@@ -659,7 +659,7 @@ class Config(Section):
                 f"{group % pieces}; take one of {', '.join(str(d) for d in range(1, group + 1) if group % d == 0)}"
             )
         workers, prompts = self.rollout.num_workers, self.train.prompts_per_step
-        if workers < (healthy := self.weight_sync.min_healthy_workers):
+        if 0 < workers < (healthy := self.weight_sync.min_healthy_workers):
             raise ValueError(
                 f"weight_sync.min_healthy_workers={healthy} is more than rollout.num_workers={workers}: take {workers} or less"
             )

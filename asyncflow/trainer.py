@@ -55,13 +55,13 @@ class Trainer:
             self.start()
         return self._call(self._started.step())
 
-    def push_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows (the columns that make the prompt, and those that the reward reads) before the data set's.
 
         They enter with the next step that is not admitted yet: prompts are admitted as far ahead as the schedule generates.
         Raises `UserError` for a row that lacks a column or is too long.
         """
-        self._call(self._started.push_prompts(rows))
+        self._call(self._started.put_prompts_data(rows))
 
     def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
         """Have every rollout worker serve the weights of the last committed step now; returns their version (AF, section 5).

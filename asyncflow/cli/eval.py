@@ -128,7 +128,7 @@ async def _evaluate(config: Config, out: Path | None) -> bool:
     if not job.responses:
         raise RunError(f"no response was scored ({_count_unscored(job)} could not be): the messages above say why; mend the scorer")
     samples = list(_samples(config, job.held_out, len(job.held_out)))
-    result = result_of(config.model.path, config.data.path, _settings(config), job.evaluations[-1], job.responses, samples)
+    result = result_of(config.model.path, config.data.path or "", _settings(config), job.evaluations[-1], job.responses, samples)
     for line in lines_of(result):
         print(line)
     for path in write_evaluation(out, result, correct_from=config.eval.correct_from) if out is not None else ():

@@ -12,7 +12,7 @@ import typer
 
 from asyncflow.cli.plan import load_planned
 from asyncflow.config import Config, load
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
 
 SERVICE_DIR = "service"
 """Beside the folder of a run, whose start may clear that: keys, certificate and audit lines stay."""
@@ -26,6 +26,7 @@ def serve(
     listen: Annotated[str, typer.Option(help="HOST:PORT (port 0: any), or unix:PATH.")] = "127.0.0.1:8321",
     certificate: Annotated[Path | None, typer.Option(help="PEM file with certificate and key, for TLS.")] = None,
     self_signed: Annotated[bool, typer.Option(help="TLS with a certificate made at the first start.")] = False,
+    weights_from: Annotated[Path | None, typer.Option(help="Folder below which trainers outside may name weights.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if there is none.")] = False,
     tinker: Annotated[bool, typer.Option(help="Serve a model by Tinker's API instead; CONFIG may be its folder.")] = False,
     model_name: Annotated[
@@ -44,17 +45,21 @@ def serve(
     if tinker:
         served = _serve_tinker(config, overrides or [], listen, certificate, self_signed, model_name, max_models, samplers)
         raise typer.Exit(asyncio.run(served))
-    raise typer.Exit(asyncio.run(_serve(load_planned(config, overrides or []), listen, certificate, self_signed, resume)))
+    loaded = load_planned(config, overrides or [])
+    serving = _serve(loaded, listen, certificate, self_signed=self_signed, weights_from=weights_from, resume=resume)
+    raise typer.Exit(asyncio.run(serving))
 
 
-async def _serve(config: Config, listen: str, certificate: Path | None, self_signed: bool, resume: bool) -> int:
+async def _serve(
+    config: Config, listen: str, certificate: Path | None, *, self_signed: bool, weights_from: Path | None, resume: bool
+) -> int:
     """Serve until a client stops the run, or a signal does. Returns the exit status."""
     from asyncflow.run.job import Listener
     from asyncflow.service.app import AuditLog, make_app
     from asyncflow.service.hosted import HostedRun
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
-    from asyncflow.service.routes import routes
+    from asyncflow.service.routes import STREAMED, routes
     from asyncflow.service.server import HttpServer, Listen, make_self_signed
 
     class Printed(Listener):
@@ -67,19 +72,23 @@ async def _serve(config: Config, listen: str, certificate: Path | None, self_sig
     if self_signed and certificate is None:
         certificate = folder / "tls.pem"
         trusted = make_self_signed(certificate, place.host)
-    hosted = HostedRun(config, Printed(), resume=resume)
-    app = make_app(title="AsyncFlow", description=f"The run {config.run.name}.", keys=keys, limits=limits, audit=audit)
+    hosted = HostedRun(config, folder / "journal", Printed(), resume=resume, weights_from=weights_from)
+    description = f"The run {config.run.name}."
+    app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, streamed=STREAMED)
     app.include_router(routes(hosted))
     server = HttpServer(app, place, limits, certificate)
     address = await server.start()
     print(f"serving {config.run_dir} at {address}, with the keys in {keys.path}")
     print(f"try        {_example(address, keys.path, trusted)}", flush=True)
     try:
-        return await _until_told(hosted.over)
+        status = await _until_told(hosted.over)
     finally:
         await hosted.stop()
         await server.stop()
         audit.close()
+    if hosted.failure:
+        raise RunError(hosted.failure)
+    return status
 
 
 async def _serve_tinker(

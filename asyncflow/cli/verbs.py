@@ -12,6 +12,7 @@ from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.display import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.init import init
+from asyncflow.cli.join import join
 from asyncflow.cli.merge import merge
 from asyncflow.cli.output import keep_going
 from asyncflow.cli.plan import plan
@@ -38,6 +39,7 @@ app.command()(quickstart)
 app.command()(init)
 app.command()(train)
 app.command()(serve)
+app.command()(join)
 app.command(name="eval")(evaluate)
 app.command()(replay)
 app.command()(merge)

@@ -202,6 +202,15 @@ class PolicyVersions:
         self.workers.left(worker)
         self.forget(worker)
 
+    def admit(self) -> str:
+        """Have one more worker, which the run has not started. Returns its name."""
+        return self.workers.admit()
+
+    def dismiss(self, guest: str) -> None:
+        """Forget such a worker, which has gone."""
+        self.workers.dismiss(guest)
+        self.forget(guest)
+
     def died(self, worker: str, is_final: bool) -> None:
         """A worker has died, and is started again or not."""
         if is_final:

@@ -1,6 +1,7 @@
 """Workers of a pool (rollout, evaluator) in a run: those that work, those that are not started again, those that are to leave.
 
 resize(3): rollout/0 rollout/1 rollout/2       resize(1): rollout/0, and the other two leave
+admit():   rollout/outside-0, a guest: a process that the run has not started, which comes and goes by itself
 """
 
 from __future__ import annotations
@@ -17,21 +18,39 @@ class WorkerPool:
         self.members = [f"{pool}/{i}" for i in range(size)]
         self.failed: set[str] = set()  # those of them that have died for the last time
         self.leaving: set[str] = set()  # members no longer, but not gone yet
+        self.guests: list[str] = []
 
     @property
     def working(self) -> list[str]:
-        """The members that serve, or will again."""
+        """The members that serve, or will again, and then the guests."""
+        return [*self._own, *self.guests]
+
+    @property
+    def _own(self) -> list[str]:
         return [name for name in self.members if name not in self.failed]
 
     def place(self, name: str) -> int:
-        """Number of working members that joined before this one."""
+        """Number of working members and guests before this one."""
+        if name in self.guests:
+            return len(self._own) + self.guests.index(name)
         earlier = self.members[: self.members.index(name)] if name in self.members else self.members
         return sum(other not in self.failed for other in earlier)
 
+    def admit(self) -> str:
+        """Name of a new guest."""
+        taken = {*self.guests, *self.leaving}
+        name = next(name for i in count() if (name := f"{self.pool}/outside-{i}") not in taken)
+        self.guests.append(name)
+        return name
+
+    def dismiss(self, guest: str) -> None:
+        """Forget a guest that has gone."""
+        self.guests.remove(guest)
+
     def resize(self, size: int) -> tuple[list[str], list[str]]:
-        """Have so many that work. Returns who is to be started, and who is to leave: those that came last, and all that are given
-        up."""
-        working = self.working
+        """Have so many members that work. Returns who is to be started, and who is to leave: those that came last, and all that
+        failed for good."""
+        working = self._own
         going = [name for name in self.members if name in self.failed or name in working[size:]]
         self.leaving |= set(going)
         free = (name for i in count() if (name := f"{self.pool}/{i}") not in self.leaving and name not in working)

@@ -13,12 +13,14 @@ T = TypeVar("T")
 class SeededOrder(Generic[T]):
     """Every epoch is a permutation of the items, a function of (seed, epoch) alone, so a run resumes from its position.
 
-    Items pushed by hand come first, in the order pushed.
+    Items pushed by hand come first, in the order pushed. Without other items they are all there are, and `has` says whether there
+    are enough.
     """
 
     def __init__(self, items: Sequence[T], seed: int, position: int = 0) -> None:
         self.position, self.items = position, items
         self.pushed: list[T] = []
+        self.num_pushed = 0  # ever
         self._seed = seed
         self._epoch = -1
         self._permutation = np.empty(0, np.int64)
@@ -26,13 +28,18 @@ class SeededOrder(Generic[T]):
     def push(self, items: Sequence[T]) -> None:
         """Take these before going on with the order."""
         self.pushed = [*self.pushed, *items]
+        self.num_pushed += len(items)
 
     def put_back(self, items: Sequence[T]) -> None:
         """Take these again, before anything else."""
         self.pushed = [*items, *self.pushed]
 
+    def has(self, count: int) -> bool:
+        """Whether there are so many items at the moment."""
+        return bool(self.items) or len(self.pushed) >= count
+
     def take(self, count: int) -> list[T]:
-        """The next `count` items."""
+        """The next `count` items, which there are (`has`)."""
         taken, self.pushed = self.pushed[:count], self.pushed[count:]
         while len(taken) < count:
             epoch, offset = divmod(self.position, len(self.items))

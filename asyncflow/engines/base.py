@@ -186,7 +186,7 @@ class MicroBatch:
     rollout_logprobs float32. advantages float32: [R], one for each row, or [T], one for each of all T response tokens. staleness
     int64 [R]: of each row's oldest token, in versions. ref_logprobs, ragged float32: only where the reference is a separate task.
     values, ragged float32: only for a critic, and `advantages` are then the returns. target_ids, ragged int64: the tokens whose
-    log-probs the loss is given, one for each response token; None: the response tokens themselves.
+    log-probs the loss is given, one for each response token; None: the response tokens themselves. rewards float32 [R].
     """
 
     indices: Array
@@ -199,6 +199,7 @@ class MicroBatch:
     ref_logprobs: Ragged | None = None
     values: Ragged | None = None
     target_ids: Ragged | None = None
+    rewards: Array | None = None
 
     @property
     def token_advantages(self) -> Array:

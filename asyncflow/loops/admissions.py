@@ -20,12 +20,16 @@ import numpy as np
 
 from asyncflow.control.ledger import Candidates, num_to_admit
 from asyncflow.control.schedule import Schedule
-from asyncflow.loops.samples import Prompt, Shape, admission, priority_of
+from asyncflow.loops.samples import Prompt, Shape, admission, priority_of, prompt_hash
 from asyncflow.transfer_queue.batches import taken
 from asyncflow.types import Batch, GroupMeta, Interval, RunError
 
 
 class PromptSource(Protocol):
+    def has(self, count: int) -> bool:
+        """Whether there are so many prompts at the moment: a source that is filled from outside may have to be waited for."""
+        ...
+
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts of the run's order."""
         ...
@@ -48,9 +52,11 @@ class Admissions:
         steps: Mapping[int, Mapping[int, Prompt]] | None = None,
         rows: Batch | None = None,
         columns: Container[str] | None = None,
+        prompt_hashes: Mapping[int, int] | None = None,
     ) -> None:
         """`steps`: those that were admitted in an earlier attempt, each with the prompts of its groups; `rows`: completed rows of
-        these groups, of which the queue of this attempt has these `columns`, or all."""
+        these groups, or of later ones, of which the queue of this attempt has these `columns`, or all. `prompt_hashes`: by group,
+        of the prompt (`prompt_hash`) that its rows answer: where the group gets another one, they are not used."""
         self.first = first
         self.prompts: dict[int, Prompt] = {}  # by group, of steps that are not committed
         self._source, self._schedule, self._shape = source, schedule, shape
@@ -59,13 +65,19 @@ class Admissions:
         if rows is not None and columns is not None:
             known = {name: values for name, values in rows.columns.items() if name in columns}
             rows = Batch(rows.indices, rows.groups, known)
-        self._rows = rows
+        self._rows, self._prompt_hashes = rows, prompt_hashes or {}
         self._begun = set() if rows is None else set((rows.indices >> shape.group_bits).tolist())
 
     @property
     def waiting(self) -> dict[int, dict[int, Prompt]]:
         """The prompts of steps of an earlier attempt that are not admitted again yet."""
         return dict(self._steps)
+
+    def has_prompts(self, step: int, candidates: Candidates | None = None) -> bool:
+        """Whether the prompts that `step` takes are there, or `more` for these candidates."""
+        if candidates is not None:
+            return self._source.has(self._num_more(step, candidates))
+        return step in self._steps or self._source.has(self._shape.prompts_at_first)
 
     def step(self, step: int, num_newest: int = 0) -> tuple[list[GroupMeta], Batch]:
         """The groups of a step, and the columns that they come with. The last `num_newest`, as far as they have no rows, are for
@@ -76,9 +88,7 @@ class Admissions:
 
     def more(self, step: int, candidates: Candidates) -> tuple[list[GroupMeta], Batch]:
         """More of them for a step that lacks some. Raises `RunError` when it may have no more."""
-        first = step * self._shape.numbers_per_step
-        left = first + (self._shape.max_candidates or 0) - self._next
-        count = min(num_to_admit(candidates.num_missing, self._shape.oversampling), left)
+        first, count = step * self._shape.numbers_per_step, self._num_more(step, candidates)
         if count < candidates.num_missing:
             raise RunError(
                 f"step {step} has gone through {self._next - first} prompts, of which {candidates.num_varied} had responses with "
@@ -88,6 +98,10 @@ class Admissions:
             )
         return self._admitted(step, dict(zip(range(self._next, self._next + count), self._source.take(count), strict=True)))
 
+    def _num_more(self, step: int, candidates: Candidates) -> int:
+        left = step * self._shape.numbers_per_step + (self._shape.max_candidates or 0) - self._next
+        return min(num_to_admit(candidates.num_missing, self._shape.oversampling), left)
+
     def put_back(self, surplus: Sequence[int]) -> None:
         """The prompts of these groups are the next ones to be taken."""
         self._source.put_back([self.prompts.pop(group) for group in sorted(surplus)])
@@ -95,6 +109,8 @@ class Admissions:
     def _admitted(self, step: int, groups: Mapping[int, Prompt], num_newest: int = 0) -> tuple[list[GroupMeta], Batch]:
         self.prompts |= groups
         self._next = max(groups) + 1
+        hashes = self._prompt_hashes
+        self._begun -= {group for group in groups.keys() & hashes.keys() if prompt_hash(groups[group].ids) != hashes[group]}
         allowed = self._schedule.interval(step)
         newest = {*sorted(groups)[max(0, len(groups) - num_newest) :]} - self._begun
         intervals = {group: Interval(step, allowed.high) if group in newest else allowed for group in groups}
@@ -121,6 +137,7 @@ class Admissions:
 
     def _with_rows(self, batch: Batch, rows: Batch) -> Batch:
         """The groups' columns, and those of their rows that are there."""
-        chosen = np.flatnonzero(np.isin(rows.indices >> self._shape.group_bits, batch.groups))
+        begun = [group for group in batch.groups.tolist() if group in self._begun]
+        chosen = np.flatnonzero(np.isin(rows.indices >> self._shape.group_bits, begun))
         columns = {name: taken(values, chosen) for name, values in rows.columns.items()}
         return Batch(rows.indices[chosen], batch.groups, {**batch.columns, **columns} if len(chosen) else batch.columns)

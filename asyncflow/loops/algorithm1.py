@@ -1,6 +1,6 @@
 """Algorithm 1 (PA, section 4): the feed, the producers and the consumer, side by side. The numbers are the algorithm's lines.
 
-    feed      consumes: prompts            waits for: the schedule's leave       is unblocked by: commits
+    feed      consumes: prompts            waits for: the schedule's leave       is unblocked by: commits, whoever puts prompts
     produce   consumes: an admitted group  waits for: slots, rewards             is unblocked by: the engine, the reward processes
     train     consumes: complete groups    waits for: groups of its step         is unblocked by: producers, the end of the step
 
@@ -86,8 +86,8 @@ class Keeper(Protocol):
         """Whether `committed` keeps this version: it is published by then."""
         ...
 
-    async def committed(self, version: int) -> None:
-        """Take note that `version` steps are committed; the engine is between two steps."""
+    async def committed(self, version: int, *, is_asked: bool = False) -> None:
+        """Take note that `version` steps are committed; the engine is between two steps. `is_asked`: keep it in any case."""
         ...
 
 
@@ -109,7 +109,7 @@ async def feed(
             await admit_evaluation(queue, ledger, evaluation, step, shape)
         if step < admissions.first:
             continue
-        if not await ledger.may_admit(step):
+        if not await ledger.may_admit(step) or not await ledger.until(partial(admissions.has_prompts, step)):
             return
         # Not behind an evaluation of the version before: that would hold the step up.
         is_behind = evaluation is not None and evaluation.is_planned(step - 1)
@@ -119,6 +119,8 @@ async def feed(
         ledger.begun(admissions.begun(batch))
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
         while (candidates := await ledger.wanted(step)) is not None:
+            if not await ledger.until(partial(admissions.has_prompts, step, candidates)):
+                return
             metas, batch = admissions.more(step, candidates)
             await ledger.add_candidates(metas)
             await queue.put(metas, batch, row_bytes=shape.row_bytes)
@@ -251,10 +253,10 @@ async def train(
             if sender is not None:
                 await ledger.commit(step, updates, "train")
             await publishing.begin(step, await engine.export_weights())  # 3: the weights of the next step
-            await ledger.released(step)
-            if keeper.is_due(step + 1):  # `PolicyVersions` knows which older versions are still needed once this one is published
+            is_asked = await ledger.released(step)
+            if is_asked or keeper.is_due(step + 1):  # once it is published, `PolicyVersions` knows which older ones are needed
                 await publishing.ended()
-            await keeper.committed(step + 1)
+            await keeper.committed(step + 1, is_asked=is_asked)
     raise AssertionError("steps do not end")
 
 

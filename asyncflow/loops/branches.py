@@ -109,6 +109,7 @@ def branch_micro_batches(batch: Batch, token_advantages: Ragged, row_staleness: 
                 prompt_ids=columns["response_ids"][row][first : first + context],
                 advantages=token_advantages[row][own],
                 staleness=row_staleness[row : row + 1],
+                rewards=batch.dense("reward")[row : row + 1] if "reward" in batch.columns else None,
                 **found,
             )
 

@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+import xxhash
 
 from asyncflow.control.ledger import Consumed, num_to_admit
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response, Sampling
@@ -213,6 +214,11 @@ class Prompt:
     example: Mapping[str, Any]
 
 
+def prompt_hash(prompt_ids: Array) -> int:
+    """Hash of a prompt (int64 [Lp]), as a signed number of 64 bits."""
+    return int(np.uint64(xxhash.xxh3_64_intdigest(np.ascontiguousarray(prompt_ids, np.int64).tobytes())).astype(np.int64))
+
+
 def admission(metas: Sequence[GroupMeta], prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Batch:
     """The group columns that prompts enter the queue with."""
     examples = [np.frombuffer(msgspec.json.encode(p.example), np.uint8) for p in prompts]
@@ -378,6 +384,7 @@ def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: in
             staleness=row_staleness[rows],
             ref_logprobs=batch.ragged(REFERENCE_COLUMN.name).take(piece) if has_reference else None,
             values=batch.ragged(VALUES_COLUMN.name).take(piece) if has_values else None,
+            rewards=batch.dense("reward")[rows] if "reward" in batch.columns else None,
         )
 
 
@@ -399,6 +406,7 @@ def _with_branches(batch: Batch, advantages: Advantages, row_staleness: Array, r
                 prompt_ids=batch.ragged("prompt_ids")[0],
                 advantages=of_tokens.take(rows).values,
                 staleness=row_staleness[rows],
+                rewards=batch.dense("reward")[rows] if "reward" in batch.columns else None,
                 **{name: column.take(rows) for name, column in columns.items()},
             )
     yield from branch_micro_batches(batch, advantages, row_staleness)

@@ -28,6 +28,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.devices import kind_of
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.loops.samples import Shape
+from asyncflow.run.desk import TrainDesk
 from asyncflow.run.factories import shape_of
 from asyncflow.run.model_files import ModelFiles, model_here
 from asyncflow.run.rendezvous import Rendezvous
@@ -77,10 +78,16 @@ class RunConnection:
     saves: CheckpointCoordinator
     reporter: Reporter
     rendezvous: Rendezvous
+    desk: TrainDesk
 
 
 @asynccontextmanager
-async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[RunConnection]:
+async def connected(
+    name: str,
+    run_dir: Path,
+    device: Callable[[Config], str],
+    make_queue: Callable[[Places], TransferQueueClient] = TransferQueueClient,
+) -> AsyncIterator[RunConnection]:
     """Connect to the driver of a run directory."""
     called, clock = called_by(run_dir), asyncio.get_running_loop().time
     peer, job = await Peer.connect(called.hub, name, credentials=called.credentials), called.job
@@ -89,7 +96,8 @@ async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -
         job = msgspec.structs.replace(job, model=str(model))
         clock = await driver_clock(proxy(Hub, peer, "hub"), clock)
     config, credentials = called.config, called.credentials
-    async with joined(peer, name, config, job, device(config), credentials=credentials, clock=clock) as run:
+    joining = joined(peer, name, config, job, device(config), credentials=credentials, clock=clock, make_queue=make_queue)
+    async with joining as run:
         yield run
 
 
@@ -124,19 +132,21 @@ async def joined(
     *,
     credentials: Credentials | None = None,
     clock: Callable[[], float] | None = None,
+    make_queue: Callable[[Places], TransferQueueClient] = TransferQueueClient,
 ) -> AsyncIterator[RunConnection]:
     """A worker's view of the run behind a peer; reports spans and renews leases in the background. `clock`: the driver's."""
     places = Places(remote_directory(peer), name, peer=peer, credentials=credentials)
     await places.learn()
     places.watch()
-    queue, clock = TransferQueueClient(places), clock or asyncio.get_running_loop().time
+    queue, clock = make_queue(places), clock or asyncio.get_running_loop().time
     reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
     try:
         async with background(reporter.run(), queue.renew_held()):
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(CheckpointCoordinator, peer, "saves")
             versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
             of_critic, rendezvous = proxy(CriticVersions, peer, CRITIC_VERSIONS), proxy(Rendezvous, peer, "rendezvous")
-            yield RunConnection(config, job, shape_of(config), queue, ledger, versions, of_critic, saves, reporter, rendezvous)
+            desk, shape = proxy(TrainDesk, peer, "desk"), shape_of(config)
+            yield RunConnection(config, job, shape, queue, ledger, versions, of_critic, saves, reporter, rendezvous, desk)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import ChainMap
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.data.order import SeededOrder
+from asyncflow.engines.train import OUTSIDE
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.algorithm1 import feed
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
@@ -29,6 +30,7 @@ from asyncflow.loops.taking import Taking
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.context import RunContext
+from asyncflow.run.desk import TrainDesk
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_schedule,
@@ -43,6 +45,7 @@ from asyncflow.run.factories import (
     weights_need_key,
 )
 from asyncflow.run.health import Health
+from asyncflow.run.journal import Kept
 from asyncflow.run.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import Observer, RecordState, RunRecord
@@ -64,7 +67,15 @@ UNITS_SECONDS: Final = 60.0
 class Driver:
     """Driver of a run, from the step at which it is `resumed`, or from the start."""
 
-    def __init__(self, config: Config, prepared: Prepared, observer: Observer, resumed: Resumed | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        prepared: Prepared,
+        observer: Observer,
+        resumed: Resumed | None = None,
+        kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None = None,
+    ) -> None:
+        """`kept`: reads what the run's journal has beside a checkpoint, and its prompts as tokens; None where it has none."""
         self.config, self._log = config, observer.log
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
@@ -115,8 +126,9 @@ class Driver:
         evaluators = self.evaluating.evaluators
         self.all_versions = [self.versions, *([evaluators] if evaluators is not None else [])]
         self.health = Health(context, self.all_versions, self.hub)
-        self.source, self._admissions = self._make_order(prepared, resumed)
+        self.source, self._admissions = self._make_order(prepared, resumed, kept)
         self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record)
+        self.desk = TrainDesk(self.progress)
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
             "versions": self.versions,
@@ -125,6 +137,7 @@ class Driver:
             "saves": self.saves,
             "model": ModelFiles(prepared.model, self.progress),
             "rendezvous": Rendezvous(),
+            "desk": self.desk,
         }
         if evaluators is not None:
             self._own_services[EVALUATORS_VERSIONS] = evaluators
@@ -153,16 +166,30 @@ class Driver:
             return replace(events, on_lost=self._lost, on_leased=self._begun, on_change=self._signal.notify)
         return events
 
-    def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
+    def _make_order(
+        self,
+        prepared: Prepared,
+        resumed: Resumed | None,
+        kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None,
+    ) -> tuple[SeededOrder[Prompt], Admissions]:
         """The order of the data, and what enters the queue at each step."""
-        if resumed is None:
-            source = SeededOrder(prepared.prompts, self.config.data_seed, 0)
-            return source, Admissions(source, self.schedule, self.shape)
-        source = SeededOrder(prepared.prompts, self.config.data_seed, resumed.state.position)
-        source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
+        source = SeededOrder(prepared.prompts, self.config.run.seed, resumed.state.position if resumed is not None else 0)
+        if resumed is not None:
+            source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
+            source.num_pushed = resumed.state.num_pushed
+        of_checkpoint = Kept(rows=resumed.rows if resumed is not None else None)
+        journal, prompts = kept(resumed) if kept is not None else (of_checkpoint, ())
+        source.push(prompts)
         columns = {column.name for column in self.queue.schema.columns}
         return source, Admissions(
-            source, self.schedule, self.shape, first=self._first, steps=resumed.steps, rows=resumed.rows, columns=columns
+            source,
+            self.schedule,
+            self.shape,
+            first=self._first,
+            steps=resumed.steps if resumed is not None else None,
+            rows=journal.rows,
+            columns=columns,
+            prompt_hashes=journal.hashes,
         )
 
     def _connect(self) -> None:
@@ -221,6 +248,13 @@ class Driver:
         return Taking(task, self.queue, self.ledger, self.schedule, num_tokens)
 
     @property
+    def waits_outside(self) -> bool:
+        """Whether processes from outside put this run's prompts, generate for it or train for it: nobody knows when they will. What
+        they hold has its deadline (`queue.lease_seconds`)."""
+        config = self.config
+        return config.data.path is None or config.rollout.num_workers == 0 or config.train.engine.name == OUTSIDE
+
+    @property
     def has_begun(self) -> bool:
         """Whether the trainer serves weights: one that goes on has read its checkpoint then."""
         return self.versions.published >= self._first
@@ -235,6 +269,7 @@ class Driver:
         for versions in self.all_versions:
             versions.stop()
         self.critic_versions.stop()
+        self.desk.stop()
         self.transfer_queue.stop()
 
     async def settle(self) -> None:

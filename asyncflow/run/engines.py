@@ -10,7 +10,7 @@ from asyncflow.config import Config
 from asyncflow.devices import kind_of
 from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
-from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, TRAIN_ENGINES
+from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, OUTSIDE, TRAIN_ENGINES
 from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.run.connection import RunConnection
@@ -46,7 +46,10 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
 
 def train_engine(run: RunConnection) -> TrainEngine:
     """Loads the model, in the calling thread."""
-    chosen, arguments = run.config.train.engine, {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
+    chosen = run.config.train.engine
+    arguments: dict[str, Any] = {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
+    if chosen.name == OUTSIDE:
+        arguments["desk"] = run.desk
     return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
 
 

@@ -15,7 +15,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ from asyncflow.registry import build
 from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import advice
+from asyncflow.run.factories import advice, queue_schema, shape_of
 from asyncflow.run.fleet import rollout_worker, workers
+from asyncflow.run.journal import Journal, Kept
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.record import Observer
@@ -76,8 +77,17 @@ class Job:
     """
 
     def __init__(
-        self, config: Config, listener: Listener | None = None, *, evaluate_only: bool = False, resume: bool = False
+        self,
+        config: Config,
+        listener: Listener | None = None,
+        *,
+        evaluate_only: bool = False,
+        resume: bool = False,
+        is_served: bool = False,
+        journal: Path | None = None,
     ) -> None:
+        """`is_served`: processes from outside may put prompts, generate and train for it. `journal`: folder of the files of all
+        that they were told is safe (`journal.py`)."""
         self.config = config
         self.listener = listener or Listener()
         self.rows: dict[int, Mapping[str, float]] = {}
@@ -86,7 +96,8 @@ class Job:
         self.certificate: Certificate | None = None  # at the end
         self.ended_by: int | None = None  # the signal that has interrupted it
         self.driver: Driver | None = None
-        self._evaluate_only, self._resume = evaluate_only, resume
+        self._evaluate_only, self._resume, self._is_served = evaluate_only, resume, is_served
+        self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._attempt = Attempt(config, self.listener.log, resume=resume)
         self._interrupted = asyncio.Event()
         self._changed = Signal()
@@ -108,7 +119,9 @@ class Job:
         for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *advice(config)]:
             listener.log(line)
         observer = Observer(listener.group, self._on_step, self._on_evaluation, listener.log)
-        driver = Driver(config, begun.prepared, observer, begun.resumed)
+        if self.journal is not None and not self._resume:
+            self.journal.clear()
+        driver = Driver(config, begun.prepared, observer, begun.resumed, self._kept if self.journal is not None else None)
         driver.saves.on_settled = self._changed.notify
         self.watch = watch = Watch(driver)
         driver.serve("status", watch)
@@ -195,6 +208,33 @@ class Job:
         return self._prepared.held_out
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        assert self.driver is not None
+        return len(self.driver.ledger.ledger.tasks.trained) > 1
+
+    @cached_property
+    def _tokenizer(self) -> CheckpointTokenizer:
+        return CheckpointTokenizer(self._prepared.model)
+
+    @property
+    def model(self) -> Path:
+        """Folder of the model that the run was started from."""
+        return self._prepared.model
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its response at most."""
+        return self._prepared.max_context
+
+    @property
+    def weights_dir(self) -> Path:
+        """Folder of the weights that travel. Raises `RunError` when the run is over."""
+        if self._attempt.weights_dir is None:
+            raise RunError("this run is over")
+        return self._attempt.weights_dir
+
+    @property
     def first(self) -> int:
         """Step at which this attempt has begun."""
         return self._attempt.job.first
@@ -209,9 +249,8 @@ class Job:
         new = [*as_json(map(dict, rows), name)]
         if not new:
             return
-        tokenizer, source = CheckpointTokenizer(prepared.model), source_of(self.config, new, name)
-        prompts = tokenize(self.config, tokenizer, source, prepared.tools)
-        has_answers = ANSWER in prepared.prompts[0].example
+        prompts = tokenize(self.config, self._tokenizer, source_of(self.config, new, name), prepared.tools)
+        has_answers = bool(prepared.prompts) and ANSWER in prepared.prompts[0].example
         for number, prompt in enumerate(prompts, 1):
             if has_answers and ANSWER not in prompt.example:
                 raise UserError(
@@ -224,6 +263,9 @@ class Job:
                 )
         self.driver.source.push(prompts)
         self.driver.saves.pushed()
+        if self.journal is not None:
+            self.journal.add_prompts(new)
+        self.driver.ledger.changed()  # the feed may wait for them
 
     def held(self) -> dict[str, int]:
         """Rows in the hands of each rollout worker that has any: what would be lost with it."""
@@ -243,7 +285,7 @@ class Job:
         """The run's inputs, checked."""
         import_ahead(self.config, is_training=not self._evaluate_only)
         made = RunDir(self.config.run_dir).initial_model if resumed is not None else None
-        return await prepare(self.config, scratch, evaluate_only=self._evaluate_only, made=made)
+        return await prepare(self.config, scratch, evaluate_only=self._evaluate_only, made=made, is_served=self._is_served)
 
     def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
         """The workers that it starts with."""
@@ -279,6 +321,19 @@ class Job:
             door = await self._server.start(listen)
             self.listener.log(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
             self._attempt.tell_workers(msgspec.structs.replace(self._attempt.job, door=door))
+
+    def _kept(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
+        """What the journal has beside a checkpoint, and its prompts as tokens."""
+        assert self.journal is not None
+        done, shape, config = (0, 0), shape_of(self.config), self.config
+        if resumed is not None:
+            done = resumed.state.num_pushed, resumed.state.version * shape.numbers_per_step
+        outputs = queue_schema(config).task("rollout").outputs
+        kept = self.journal.read(*done, resumed.rows if resumed is not None else None, outputs)
+        if not kept.prompts:
+            return kept, ()
+        source = source_of(config, [dict(row) for row in kept.prompts], "the prompts that were put")
+        return kept, tokenize(config, self._tokenizer, source, self._prepared.tools)
 
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps

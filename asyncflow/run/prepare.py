@@ -24,7 +24,7 @@ from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_CHECKS,
     ROLLOUT_ENGINES,
 )
-from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
+from asyncflow.engines.train import OUTSIDE, TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.environments import ENVIRONMENTS, TURN_FORMATS
 from asyncflow.loops.samples import Prompt
 from asyncflow.model_folder import read_json
@@ -127,6 +127,11 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
         raise UserError(
             "the algorithm has a KL term in the reward, which needs the reference's log-probs ahead of training: set "
             "train.reference=task"
+        )
+    if config.train.engine.name == OUTSIDE and train.epochs * train.mini_batches > 1:
+        raise UserError(
+            "train.engine=outside is given a step as a whole, and makes of it what it likes: leave out train.epochs and "
+            "train.mini_batches"
         )
     if config.train.reference == "task" and not algorithm.needs_reference:
         raise UserError(
@@ -327,12 +332,19 @@ def check_reward_model(config: Config) -> None:
         raise UserError(f"the reward model {model.path} has no weights in safetensors format; write them with save_pretrained")
 
 
-async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False, made: Path | None = None) -> Prepared:
-    """Load and check the data, the model and the reward. A `random:` model is made in `scratch`, unless it was `made` before."""
+async def prepare(
+    config: Config, scratch: Path, *, evaluate_only: bool = False, made: Path | None = None, is_served: bool = False
+) -> Prepared:
+    """Load and check the data, the model and the reward. A `random:` model is made in `scratch`, unless it was `made` before.
+
+    `is_served`: processes from outside may put prompts, generate and train.
+    """
     check_choices(config)
     await check_devices(config)
-    source = read_source(config, "train")
-    if not evaluate_only:
+    if not is_served:
+        _check_needs_nobody(config)
+    source = read_source(config, "train") if config.data.path is not None else None
+    if not evaluate_only and source is not None:
         _check_enough(config, len(source.rows), "rows")
     held_out = read_source(config, "heldout") if config.eval.path is not None else None
     check_reward_model(config)
@@ -356,18 +368,35 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
     if environments is not None:
         turn_format(config, tokenizer)
     sources = [each for each in (source, held_out) if each is not None]
-    tokenized = [tokenize(config, tokenizer, each, tools) for each in sources]
-    prompts = short_enough(config, tokenized[0], source.name)
-    held_out_prompts = [] if held_out is None else short_enough(config, tokenized[1], held_out.name)
-    if not evaluate_only:
+    tokenized = {id(each): tokenize(config, tokenizer, each, tools) for each in sources}
+    prompts = [] if source is None else short_enough(config, tokenized[id(source)], source.name)
+    held_out_prompts = [] if held_out is None else short_enough(config, tokenized[id(held_out)], held_out.name)
+    if not evaluate_only and source is not None:
         _check_enough(config, len(prompts), "short enough prompts")
     everything = [*prompts, *held_out_prompts] if not evaluate_only else held_out_prompts or prompts
-    rows = {id(prompt): (n, of.name) for each, of in zip(tokenized, sources, strict=True) for n, prompt in enumerate(each, 1)}
+    longest = max((len(prompt.ids) for prompt in everything), default=0)
+    if source is None:
+        if config.model.max_context_tokens is None:
+            raise UserError("without data.path no prompts are there to be measured: set model.max_context_tokens")
+        longest = max(longest, config.model.max_context_tokens - config.rollout.max_new_tokens)
+    rows = {id(prompt): (n, of.name) for of in sources for n, prompt in enumerate(tokenized[id(of)], 1)}
     context = _context(config, model, critic, everything, lambda prompt: rows[id(prompt)])
     check_evaluators(config, len(held_out_prompts))
-    check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
-    left_out = len(source.rows) - len(prompts), len(held_out.rows if held_out is not None else ()) - len(held_out_prompts)
+    check_capacity(config, len(held_out_prompts), longest)
+    num_rows = [len(each.rows) if each is not None else 0 for each in (source, held_out)]
+    left_out = num_rows[0] - len(prompts), num_rows[1] - len(held_out_prompts)
     return Prepared(model, prompts, held_out_prompts, context, left_out, tools)
+
+
+def _check_needs_nobody(config: Config) -> None:
+    """Raises `UserError` where a run that no service hosts would wait for processes from outside for ever."""
+    for is_missing, key, what in (
+        (config.data.path is None, "data.path", "puts prompts"),
+        (config.rollout.num_workers == 0, "rollout.num_workers", "generates"),
+        (config.train.engine.name == OUTSIDE, "train.engine", "trains"),
+    ):
+        if is_missing:
+            raise UserError(f"nobody {what} in this run: set {key}, or let processes from outside do it, by asyncflow serve")
 
 
 def _check_enough(config: Config, count: int, what: str) -> None:
@@ -418,8 +447,8 @@ def _context(
 ) -> int:
     """Tokens that the longest prompt and its response take. `row_of`: the number of a prompt's row, and what the data are called.
     Raises `UserError` if a model, or the user, allows fewer."""
-    longest = max(prompts, key=lambda prompt: len(prompt.ids))
-    length, new = len(longest.ids), config.rollout.max_new_tokens
+    longest, new = max(prompts, key=lambda prompt: len(prompt.ids), default=None), config.rollout.max_new_tokens
+    length = len(longest.ids) if longest is not None else max(1, (config.model.max_context_tokens or 0) - new)
     limits = {
         "model.max_context_tokens": config.model.max_context_tokens,
         "the model's max_position_embeddings": read_json(model / "config.json").get("max_position_embeddings"),
@@ -431,6 +460,8 @@ def _context(
             way_out = f"set rollout.max_new_tokens to {limit - length} or less" if length < limit else "shorten the prompts"
             if limit > new:
                 way_out += f", or leave out longer ones by data.max_prompt_tokens={limit - new}"
+            if longest is None:
+                raise UserError(f"rollout.max_new_tokens = {new} and a prompt of {length} tokens do not fit: {name} is {limit}")
             row, name_of_data = row_of(longest)
             raise UserError(
                 f"the prompt of row {row} of {name_of_data} has {length} tokens, with rollout.max_new_tokens = {new} that makes "

@@ -70,7 +70,8 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`driver.msgpack`.
 
     `data`: a hash of the data set's prompts; "": they may be any. `position`: of the data's order, after all that is in `steps`;
-    `pushed`: prompts to come before it. `steps`: those that were admitted and not committed, each with the prompts of its groups.
+    `pushed`: prompts to come before it, the last ones of `num_pushed`. `steps`: those that were admitted and not committed, each
+    with the prompts of its groups.
     """
 
     version: int
@@ -80,6 +81,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pushed: list[SavedPrompt]
     steps: dict[int, dict[int, SavedPrompt]]
     record: RecordState
+    num_pushed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +157,13 @@ class LaterDriverState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pushed: list[SavedPrompt]
     steps: dict[int, dict[int, SavedPrompt]]
     is_whole: bool = False
+    num_pushed: int = 0
 
 
 def write_added(path: Path, state: DriverState, *, is_whole: bool = False) -> None:
     """Write the state that is newer than the checkpoint beside which `path` lies. `is_whole`: the run has ended, and lost no
     row."""
-    replace(path, msgspec.msgpack.encode(LaterDriverState(state.position, state.pushed, state.steps, is_whole)))
+    replace(path, msgspec.msgpack.encode(LaterDriverState(state.position, state.pushed, state.steps, is_whole, state.num_pushed)))
 
 
 def read_driver(folder: Path, added: Path | None = None) -> Resumed:
@@ -170,7 +173,8 @@ def read_driver(folder: Path, added: Path | None = None) -> Resumed:
         is_whole = state.version >= parse_dumped(state.config).run.steps  # after its last step a run has begun nothing more
         if added is not None and added.exists():
             more = msgspec.msgpack.decode(added.read_bytes(), type=LaterDriverState)
-            state = msgspec.structs.replace(state, position=more.position, pushed=more.pushed, steps=more.steps)
+            later = {"position": more.position, "pushed": more.pushed, "steps": more.steps, "num_pushed": more.num_pushed}
+            state = msgspec.structs.replace(state, **later)
             is_whole = more.is_whole
         rows = None
         if (folder / ROWS_FILE).exists():

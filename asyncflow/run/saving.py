@@ -92,14 +92,14 @@ class CheckpointCoordinator:
         open_groups = self._ledger.groups()
         admissions.forget(admissions.prompts.keys() - {group for groups in open_groups.values() for group in groups})
         self._steps = self._admitted()
-        self._version, self._order = committed, (self._source.position, self._source.pushed)
+        self._version, self._order = committed, self._order_now()
         self._state: RecordState = self._record.state()
         self._has_more = False  # than the checkpoint of this version
 
     def pushed(self) -> None:
         """Remember prompts that were pushed since the last commit. What was admitted until now stays before them."""
         self._steps = self._admitted()
-        self._order = self._source.position, self._source.pushed
+        self._order = self._order_now()
         self._has_more = True
 
     async def close(self) -> None:
@@ -208,9 +208,12 @@ class CheckpointCoordinator:
         steps = {step: {group: admissions.prompts[group] for group in groups} for step, groups in open_groups.items()}
         return {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
 
+    def _order_now(self) -> tuple[int, list[Prompt], int]:
+        return self._source.position, self._source.pushed, self._source.num_pushed
+
     def _driver_state(self) -> DriverState:
         """State that was remembered at the last commit."""
-        position, pushed = self._order
+        position, pushed, num_pushed = self._order
         return DriverState(
             version=self._version,
             config=dump(self._config),
@@ -219,6 +222,7 @@ class CheckpointCoordinator:
             pushed=[as_saved(prompt) for prompt in pushed],
             steps={step: {group: as_saved(prompt) for group, prompt in groups.items()} for step, groups in self._steps.items()},
             record=self._state,
+            num_pushed=num_pushed,
         )
 
     def _is_made_again_exactly(self) -> bool:
@@ -272,9 +276,9 @@ class CheckpointWriter:
         every = self._settings.every_steps
         return version == self._last or (every is not None and version % every == 0)
 
-    async def committed(self, version: int) -> None:
+    async def committed(self, version: int, *, is_asked: bool = False) -> None:
         """See `Keeper`."""
-        if self.is_due(version):
+        if is_asked or self.is_due(version):
             await self._engine.begin_step()  # what is saved is the state at the beginning of a step
             await self.save(version)
 

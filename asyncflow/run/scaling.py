@@ -127,7 +127,7 @@ class Scaling:
         async with self._one_by_one:
             if self._versions.is_stopping:
                 raise RunError(_ENDING)
-            before = len(self._versions.workers.working)
+            before = len(self._versions.workers.working) - len(self._versions.workers.guests)
             coming, going = self._versions.resize(size)
             for name in going:
                 self._start(self._end(name, grace_seconds))

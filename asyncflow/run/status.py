@@ -60,8 +60,8 @@ class Watch:
         limit = driver.config.run.stall_timeout_seconds
         while True:
             await asyncio.sleep(max(0.05, driver.last_progress + limit - loop.time()))
-            if driver.ledger.is_held:
-                driver.progress()  # who drives the run by hand may take his time
+            if driver.ledger.is_held or driver.waits_outside:
+                driver.progress()  # who drives the run by hand, or works for it from outside, may take his time
             elif loop.time() - driver.last_progress >= limit:
                 status, lease = await self.status(), driver.config.queue.lease_seconds
                 late = (

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncflow.config import Config
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job, Listener
-from asyncflow.types import RunError
+from asyncflow.types import RunError, UserError
 
 
 class StepwiseRun:
     """A run whose steps are trained when they are asked for. `steps_done`: how many have been asked for and are committed."""
 
-    def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
-        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none."""
-        self.config, self.job = config, Job(config, listener, resume=resume)
+    def __init__(
+        self, config: Config, listener: Listener | None = None, *, resume: bool = False, journal: Path | None = None
+    ) -> None:
+        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none. `journal`: of a run that is
+        served to processes from outside, see `Job`."""
+        self.config = config
+        self.job = Job(config, listener, resume=resume, is_served=journal is not None, journal=journal)
         self.steps_done = 0
 
     async def start(self) -> None:
@@ -35,14 +40,27 @@ class StepwiseRun:
         step = self.steps_done
         if step == self.config.run.steps:
             return None
-        self.driver.ledger.allow(step + 1, self.config.run.steps)
+        self.driver.ledger.allow(max(step + 1, self.driver.ledger.limit), self.config.run.steps)
         if not await self.job.until(lambda: step in self.job.rows):
             raise RunError(f"the run was interrupted in step {step}")
         self.steps_done = step + 1
         return self.job.rows[step]
 
-    async def push_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Train on these rows before those of the data set. See `Trainer.push_prompts`."""
+    def allow(self, steps: int) -> None:
+        """Let so many steps of the run be trained, without anybody who waits for them."""
+        self.driver.ledger.allow(min(max(steps, self.steps_done), self.config.run.steps), self.config.run.steps)
+
+    def checkpoint(self) -> int:
+        """Have a checkpoint written with the next step that is committed. Returns its version. Raises `UserError`."""
+        config = self.config
+        if not config.checkpoint.keep:
+            raise UserError("checkpoint.keep=0: this run keeps no checkpoints")
+        if self.job.has_critic:
+            raise UserError("a run with a critic writes checkpoints by itself: set checkpoint.every_steps")
+        return self.driver.ledger.ask_for_checkpoint()
+
+    async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train on these rows before those of the data set. See `Trainer.put_prompts_data`."""
         self.job.push(rows)
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float) -> str:

@@ -210,7 +210,7 @@ class Gate:
     async def _with_body(self, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
         """Read the request's body, for which there is room, and have the request answered."""
         length = _length(headers)
-        if scope["path"].startswith(self._streamed) and self._streamed:
+        if self._streamed and scope["path"].startswith(self._streamed):
             if length > self._limits.streamed_bytes:
                 raise Denied(413, f"{length} bytes are more than the {self._limits.streamed_bytes} that this service takes")
             await self._app(scope, self._paced(receive, length), send)

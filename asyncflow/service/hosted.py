@@ -8,54 +8,120 @@ is unblocked by: the run, or its end
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from asyncflow.config import Config
+from asyncflow.engines.train import OUTSIDE
+from asyncflow.engines.train.experience import Published
+from asyncflow.loops.samples import EVALUATION_GROUPS
+from asyncflow.model_folder import read_json
 from asyncflow.run.job import Listener
 from asyncflow.run.status import Status
 from asyncflow.run.stepwise import StepwiseRun
-from asyncflow.types import RunError
+from asyncflow.service.workers import OutsideWorkers, TrainerSession
+from asyncflow.settings import Choice
+from asyncflow.types import Array, Batch, RunError, UserError, first_error
+
+Place = Literal["own", "outside"]
+"""Where an engine is: started by the run, or provided by clients."""
 
 
 class HostedRun:
-    """The one run of a service. `over` is set when it has been stopped, by a client or because it failed."""
+    """The one run of a service. `over` is set when it has been stopped, by a client or because it failed: `failure` says why."""
 
-    def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        journal: Path,
+        listener: Listener | None = None,
+        *,
+        resume: bool = False,
+        weights_from: Path | None = None,
+    ) -> None:
+        """`journal`: a folder for what clients were told is safe. `weights_from`: one below which clients may name weights, beside
+        that of all runs."""
+        self.config, self._journal, self._weights_from = config, journal, weights_from
         self.over = asyncio.Event()
         self._listener, self._resume = listener, resume
+        self._places: dict[str, Place] = {}
         self._run: StepwiseRun | None = None
+        self._workers: OutsideWorkers | None = None
+        self.failure = ""
+        self._watching: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of what changes the run as a whole
+        self._uploading = asyncio.Lock()
 
-    async def start(self) -> int:
-        """Check everything and start the workers, unless that is done. Returns the step that the run begins with."""
+    # -- the run as a whole -------------------------------------------------------------------------------------------------
+
+    async def init_engines(self, rollout: Place | None = None, train: Place | None = None) -> int | None:
+        """Say where engines are, and start the run when both are known: in one call or one by one. Without any the configuration
+        says it. Returns the step that the run begins with; None while an engine is still to be named.
+
+        Raises `UserError` for what cannot be, and for an engine that is named anew when the run has begun.
+        """
         async with self._turn:
-            if self._run is None:
-                run = StepwiseRun(self.config, self._listener, resume=self._resume)
-                try:
-                    await run.start()
-                except BaseException:
-                    await run.stop()
-                    raise
-                self._run = run
-            return self._run.steps_done
+            named: dict[str, Place] = {name: place for name, place in (("rollout", rollout), ("train", train)) if place is not None}
+            if self._run is not None:
+                if changed := [name for name, place in named.items() if self._places.get(name, place) != place]:
+                    raise UserError(f"the run has begun with the {changed[0]} engine {self._places[changed[0]]}")
+                return self._run.steps_done
+            self._places |= named
+            if len(self._places) == 1:
+                return None
+            await self._start(_with_engines(self.config, self._places))
+            return self.run.steps_done
+
+    async def _start(self, config: Config) -> None:
+        run = StepwiseRun(config, self._listener, resume=self._resume, journal=self._journal)
+        try:
+            await run.start()
+        except BaseException:
+            await run.stop()
+            raise
+        if run.job.driver is None:
+            self.over.set()
+            raise UserError(f"this run is finished already: raise run.steps to go on, or serve another one ({config.run_dir})")
+        model = run.job.model
+        vocabulary = int(read_json(model / "config.json")["vocab_size"])
+        self.config, self._run = config, run
+        self._workers = OutsideWorkers(run.driver, model, vocabulary, self._kept)
+        if config.train.engine.name == OUTSIDE:
+            run.allow(config.run.steps)  # whoever trains says when
+        self._watching = asyncio.create_task(self._watch(run))
+
+    async def _watch(self, run: StepwiseRun) -> None:
+        """Notice that the run has failed, also while nobody waits for it, and stop then."""
+        try:
+            await run.job.until(lambda: False)
+        except Exception as error:  # whatever it is, the run is over
+            self.failure = str(first_error(error))
+            self._ending = asyncio.create_task(self.stop())
 
     async def step(self) -> Mapping[str, float] | None:
         """Train one step; see `Trainer.step`."""
         async with self._turn:
             return await self.run.step()
 
-    async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Train on these rows before those of the data set; see `Trainer.push_prompts`."""
-        await self.run.push_prompts(rows)
+    def allow(self, steps: int) -> None:
+        """Let the run train up to so many steps by itself."""
+        self.run.allow(steps)
 
     async def weight_sync_notify(self, timeout_seconds: float) -> int:
         """See `Trainer.weight_sync_notify`."""
         return await self.run.weight_sync_notify(timeout_seconds)
 
+    def checkpoint(self) -> int:
+        """See `StepwiseRun.checkpoint`."""
+        return self.run.checkpoint()
+
     async def scale_rollout(self, num_workers: int, grace_seconds: float) -> str:
         """See `Trainer.scale_rollout`."""
+        if not self.run.config.rollout.num_workers:
+            raise UserError("generators of this run come from outside: they join and leave by themselves")
         return await self.run.scale_rollout(num_workers, grace_seconds)
 
     async def status(self) -> Status | None:
@@ -70,12 +136,99 @@ class HostedRun:
         run = self._run
         return "" if run is None or run.job.driver is None else await run.job.driver.transfer_queue.metrics()
 
+    def steps(self, first: int) -> dict[int, Mapping[str, float]]:
+        """Metrics of the committed steps from this one on."""
+        rows = {} if self._run is None else self._run.job.rows
+        return {step: row for step, row in rows.items() if step >= first}
+
     async def stop(self) -> None:
         """Stop the run, if it is under way; model, trace and report are written."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._run is not None:
+            self._run.job.interrupt()  # who waits for a step has the turn, and is told
         async with self._turn:
+            if self._workers is not None:
+                await self._workers.close()
+                self._workers = None
             if self._run is not None:
                 await self._run.stop()
+                if self._run.job.journal is not None:
+                    self._run.job.journal.close()
             self.over.set()
+
+    # -- prompts ------------------------------------------------------------------------------------------------------------
+
+    async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train on these rows before those of the data set; see `Trainer.put_prompts_data`."""
+        await self.run.put_prompts_data(rows)
+
+    # -- training from outside ----------------------------------------------------------------------------------------------
+
+    async def publish(self, step: int, published: Published, timeout_seconds: float) -> int:
+        """Weights that a step has made become the next version. Returns it when the step is committed.
+
+        Where a checkpoint of it is due, that is when the checkpoint is whole: whatever happens then, no acknowledged row is lost.
+        """
+        run = self.run
+        driver = run.driver
+        self._check_trained_outside()
+        if self.is_published(step):
+            return step + 1
+        await driver.desk.publish(step, published)
+        every = run.config.checkpoint.every_steps
+        is_kept = bool(run.config.checkpoint.keep) and every is not None and (step + 1) % every == 0
+
+        def is_safe() -> bool:
+            return step in run.job.rows and (not is_kept or driver.saves.settled > step)
+
+        async with asyncio.timeout(timeout_seconds):
+            if not await run.job.until(is_safe):
+                raise RunError(f"the run was interrupted in step {step}")
+        run.steps_done = max(run.steps_done, step + 1)
+        return step + 1
+
+    def is_published(self, step: int) -> bool:
+        """Whether the step is committed: who publishes it again has not heard the answer."""
+        return step < self.run.driver.ledger.ledger.committed
+
+    def begin_training(self, *, is_fresh: bool) -> TrainerSession:
+        """A client trains from now on; see `OutsideWorkers.begin_training`."""
+        self._check_trained_outside()
+        return self.workers.begin_training(is_fresh=is_fresh)
+
+    def readable(self, path: Path) -> Path:
+        """Path of weights on this machine that a client may name: below the folder of all runs, or below `weights_from`. Raises
+        `UserError` for any other."""
+        found, allowed = path.resolve(), [self.config.run.dir, *([self._weights_from] if self._weights_from else [])]
+        if not any(found.is_relative_to(folder.resolve()) for folder in allowed):
+            raise UserError(f"weights are read from below {' or '.join(map(str, allowed))} alone (asyncflow serve --weights-from)")
+        if not found.exists():
+            raise UserError(f"there is nothing at {path}")
+        return found
+
+    def upload_file(self, step: int) -> Path:
+        """Name for weights that come over the wire, beside those that travel. Raises `RunError` where they are not wanted."""
+        self._check_trained_outside()
+        self.run.driver.desk.check(step)
+        return self.run.job.weights_dir / f"upload-{uuid.uuid4().hex}.safetensors"
+
+    @property
+    def most_weight_bytes(self) -> int:
+        """Bytes that weights may have: those of the model in float32, and a head that is tied, and names."""
+        num_bytes = sum(file.stat().st_size for file in self.run.job.model.glob("*.safetensors"))
+        return 4 * num_bytes + (1 << 20)
+
+    @property
+    def uploading(self) -> asyncio.Lock:
+        """One upload of weights at a time."""
+        return self._uploading
+
+    def _check_trained_outside(self) -> None:
+        if self.run.config.train.engine.name != OUTSIDE:
+            raise UserError("this run trains by itself: set train.engine=outside, or init_engines(train='outside'), to train it")
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> StepwiseRun:
@@ -83,3 +236,32 @@ class HostedRun:
         if self._run is None:
             raise RunError("this run has not begun: call init_engines first")
         return self._run
+
+    @property
+    def workers(self) -> OutsideWorkers:
+        """Clients that work for the run. Raises `RunError` where it is not under way."""
+        if self._workers is None:
+            raise RunError("this run is not under way: call init_engines first, or start the server again")
+        return self._workers
+
+    def _kept(self, rows: Batch, hashes: Array) -> None:
+        """Rows of an outside generator were stored, which answer prompts of these hashes."""
+        job, driver = self.run.job, self.run.driver
+        assert job.journal is not None
+        if rows.indices[0] >> driver.shape.group_bits < EVALUATION_GROUPS:
+            job.journal.add_rows(rows, hashes)
+            job.journal.shorten(max(0, driver.saves.settled) * driver.shape.numbers_per_step)
+
+
+def _with_engines(config: Config, places: Mapping[str, Place]) -> Config:
+    """The configuration with engines where a client has said."""
+    rollout, train = config.rollout, config.train
+    if places.get("rollout") == "outside":
+        rollout = rollout.model_copy(update={"num_workers": 0})
+    elif places.get("rollout") == "own" and not rollout.num_workers:
+        raise UserError("init_engines(rollout='own'), and rollout.num_workers=0: set it to 1 or more")
+    if places.get("train") == "outside":
+        train = train.model_copy(update={"engine": Choice(name=OUTSIDE)})
+    elif places.get("train") == "own" and train.engine.name == OUTSIDE:
+        raise UserError("init_engines(train='own'), and train.engine=outside: name the engine that is to train")
+    return config.model_copy(update={"rollout": rollout, "train": train})

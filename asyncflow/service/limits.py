@@ -150,6 +150,7 @@ def limited(limits: Limits) -> type[HttpToolsProtocol]:
         """Connection of a client. `proven`: it has shown a valid key."""
 
         _deadline: asyncio.TimerHandle | None = None
+        _to_be_read: asyncio.TimerHandle | None = None  # what was written last, by the client
         _head_bytes = 0
         _in_head = True
 
@@ -166,7 +167,17 @@ def limited(limits: Limits) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             unproven.pop(self, None)
             self._end_head()
+            self._is_read()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            seconds = limits.body_seconds(self.transport.get_write_buffer_size())
+            self._to_be_read = self.loop.call_later(seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._is_read()
+            super().resume_writing()
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
@@ -189,6 +200,11 @@ def limited(limits: Limits) -> type[HttpToolsProtocol]:
 
         def proven(self) -> None:
             unproven.pop(self, None)
+
+        def _is_read(self) -> None:
+            if self._to_be_read is not None:
+                self._to_be_read.cancel()
+                self._to_be_read = None
 
         def _begin_head(self) -> None:
             self._in_head = True

@@ -36,9 +36,9 @@ def test_a_trainer_from_python_takes_overrides_and_says_what_is_wrong(small: Cal
     with Trainer.from_config(tree, "run.steps=2") as trainer:
         assert trainer.config.run.steps == 2 and tree["run"]["steps"] == 4
         with pytest.raises(UserError, match="the pushed prompts must be a list of rows, each a mapping of columns"):
-            trainer.push_prompts({"question": "How many?", "answer": "1"})  # type: ignore[arg-type]
+            trainer.put_prompts_data({"question": "How many?", "answer": "1"})  # type: ignore[arg-type]
         with pytest.raises(UserError, match="row 1 of the pushed prompts has no answer, as the rows of generated:arithmetic have"):
-            trainer.push_prompts([{"question": "How many?"}])
+            trainer.put_prompts_data([{"question": "How many?"}])
         metrics = trainer.step()
         assert metrics is not None and metrics["step"] == 0
         assert trainer.step() is not None and trainer.step() is None

@@ -547,7 +547,7 @@ def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -
     with Trainer.from_config(config, resume=True) as trainer:
         assert trainer.step() is None
         with pytest.raises(RunError, match="this run is over"):
-            trainer.push_prompts([{"question": "", "answer": ""}])
+            trainer.put_prompts_data([{"question": "", "answer": ""}])
     assert contents(run_dir) == before
 
     hasty = {"run": {"stop_grace_seconds": 1}}  # less than a load takes
@@ -607,7 +607,7 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
             trainer.step()
             if every_steps:
                 wait_for((tmp_path / "test" / "checkpoints" / f"step-{step:06d}").exists)
-            trainer.push_prompts([{"question": f"{name} has {n} coins. How many?", "answer": str(n)} for n in range(PROMPTS)])
+            trainer.put_prompts_data([{"question": f"{name} has {n} coins. How many?", "answer": str(n)} for n in range(PROMPTS)])
     with Trainer.from_config(tree(tmp_path, change), resume=True) as trainer:
         while trainer.step() is not None:
             pass

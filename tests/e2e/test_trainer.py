@@ -25,11 +25,11 @@ def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Pa
         assert trainer.weight_sync_notify() == 1
         with pytest.raises(RunError, match=r"version 2 is not served by all within 0\.1 s: rollout/0 serves 1"):
             trainer._call(_too_far(trainer, monkeypatch))
-        trainer.push_prompts([{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(4)])
+        trainer.put_prompts_data([{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(4)])
         with pytest.raises(UserError, match="pushed prompts: none of the columns prompt, question, problem, but answer"):
-            trainer.push_prompts([{"answer": "1"}])
+            trainer.put_prompts_data([{"answer": "1"}])
         with pytest.raises(UserError, match="row 1 of the pushed prompts holds what is no JSON value in column 'id'"):
-            trainer.push_prompts([{"question": "a", "answer": "1", "id": 2**64}])
+            trainer.put_prompts_data([{"question": "a", "answer": "1", "id": 2**64}])
         assert [trainer.step() is not None for _ in range(3)] == [True] * 3
         assert trainer.step() is None
     samples = rows(tmp_path / "runs" / "test" / "samples.jsonl")
@@ -101,7 +101,7 @@ def test_mistakes(small: Callable[..., dict[str, Any]]) -> None:
         Trainer.from_config(small(model={"path": "nowhere"}, cluster="inline")).start()
     trainer = Trainer.from_config(small(cluster="inline"))
     with pytest.raises(RunError, match="call start first"):
-        trainer.push_prompts([])
+        trainer.put_prompts_data([])
 
 
 def test_a_failure_that_comes_when_the_run_is_over_is_not_reported_as_forgotten(

@@ -52,6 +52,7 @@ class LedgerService:
         self._may_train: dict[int, bool] = {}
         self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
         self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
+        self._is_checkpoint_asked, self._step_to_keep = False, -1
         self._handed: dict[tuple[str, int], Handed] = {}  # by task and group: those that no rank has been given yet
 
     @remote
@@ -69,7 +70,7 @@ class LedgerService:
 
     async def wanted(self, step: int) -> Candidates | None:
         """Wait until the step has too few candidates, and return them. None: its members are known, or the run is stopping."""
-        await self._until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None)
+        await self.until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None)
         return None if self.is_stopping else self.ledger.lacking(step)
 
     def decide(self, group: int, *, is_varied: bool) -> None:
@@ -85,7 +86,7 @@ class LedgerService:
     @remote
     async def may_admit(self, step: int) -> bool:
         """Wait until the step's prompts may enter the queue. False: the run is stopping."""
-        return await self._until(lambda: step < self._may_be_admitted and self._schedule.may_admit(step, self._progress))
+        return await self.until(lambda: step < self._may_be_admitted and self._schedule.may_admit(step, self._progress))
 
     def num_newest(self, num_groups: int, group_size: int) -> int:
         """Number of groups of the step admitted now that only its own version may generate. See `Schedule.num_newest`."""
@@ -105,8 +106,8 @@ class LedgerService:
             return has_come() and self._schedule.may_start(task, step, self._progress)
 
         if task != self.ledger.tasks.policy:
-            return await self._until(may_begin)
-        answer = await self._until(lambda: step in self._may_train or (step < self.limit and may_begin()))
+            return await self.until(may_begin)
+        answer = await self.until(lambda: step in self._may_train or (step < self.limit and may_begin()))
         if step not in self._may_train:
             self._may_train = {step - 1: True, step: answer}
         return self._may_train[step]
@@ -147,7 +148,7 @@ class LedgerService:
         state = self.ledger.step_state(step)
         state.read.add(task)
         self._signal.notify()
-        await self._until(lambda: number < len(state.taken_by(rank, task)) or state.is_taken(task))
+        await self.until(lambda: number < len(state.taken_by(rank, task)) or state.is_taken(task))
         taken = state.taken_by(rank, task)
         return self._handed.pop((task, taken[number])) if number < len(taken) else None
 
@@ -162,7 +163,7 @@ class LedgerService:
         key, state = (task, step), self.ledger.step_state(step)
         state.statistics.setdefault(task, {}).update(found)
         self._signal.notify()
-        is_there = await self._until(lambda: key in self._has_sums or step in self._is_final or state.has_statistics(task))
+        is_there = await self.until(lambda: key in self._has_sums or step in self._is_final or state.has_statistics(task))
         if key not in self._has_sums:
             before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
             self._has_sums = before | {key: is_there or self._is_final.get(step, False)}
@@ -219,7 +220,7 @@ class LedgerService:
                 self.ledger.step_state(step).is_taken(each) for each in self.ledger.tasks.trained
             )
 
-        may_go_on = await self._until(lambda: step in self._is_final or may_be_made())
+        may_go_on = await self.until(lambda: step in self._is_final or may_be_made())
         if step not in self._is_final:
             before = {s: is_final for s, is_final in self._is_final.items() if s == step - 1}  # another model may still be at it
             self._is_final = before | {step: may_go_on}
@@ -232,13 +233,22 @@ class LedgerService:
     @remote
     async def commit(self, step: int, updates: list[Update], task: str = "train") -> None:
         """The optimiser has stepped: the step is final for the task."""
+        if self._is_checkpoint_asked and task == self.ledger.tasks.policy:
+            self._is_checkpoint_asked, self._step_to_keep = False, step
         self.on_committed(task, self.ledger.commit(step, task), updates)
         self.changed()
 
     @remote
-    async def released(self, step: int) -> None:
-        """Wait until every task that trains has committed the step: nobody needs its rows any more."""
+    async def released(self, step: int) -> bool:
+        """Wait until every task that trains has committed the step: nobody needs its rows any more. Returns whether somebody has
+        asked for a checkpoint of it."""
         await self._signal.until(lambda: not self.ledger.is_open(step))
+        return step == self._step_to_keep
+
+    def ask_for_checkpoint(self) -> int:
+        """Have a checkpoint written with the next commit. Returns its version."""
+        self._is_checkpoint_asked = True
+        return self.ledger.committed + 1
 
     def done(self, task: str, rows: list[int]) -> None:
         """Told by a task's controller."""
@@ -298,6 +308,7 @@ class LedgerService:
                     self.ledger.forget(task, step)
         self._signal.notify()
 
-    async def _until(self, condition: Callable[[], bool]) -> bool:
+    async def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until the condition holds, which changes with what the ledger hears of (`changed`). False: the run is stopping."""
         await self._signal.until(lambda: self.is_stopping or condition())
         return not self.is_stopping

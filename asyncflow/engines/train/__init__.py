@@ -1,11 +1,15 @@
 """Engines that train, by name. `torch` needs no extra package; `deepspeed` and `megatron` need the extras of these names."""
 
+OUTSIDE = "outside"
+"""The engine of a run that a process from outside trains."""
 TRAIN_ENGINES = {
+    OUTSIDE: "asyncflow.engines.train.outside:OutsideTrainEngine",
     "torch": "asyncflow.engines.train.torch_engine:TorchEngine",
     "deepspeed": "asyncflow.engines.train.adapters.deepspeed:DeepSpeedEngine",
     "megatron": "asyncflow.engines.train.adapters.megatron:MegatronEngine",
 }
 TRAIN_ENGINE_CHECKS = {
+    OUTSIDE: "asyncflow.engines.train.checks:check_outside",
     "torch": "asyncflow.engines.train.checks:check_torch",
     "deepspeed": "asyncflow.engines.train.adapters.checks:check_deepspeed",
     "megatron": "asyncflow.engines.train.adapters.checks:check_megatron",

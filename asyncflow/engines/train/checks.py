@@ -25,6 +25,21 @@ def model_fields(model_path: Path | str) -> Mapping[str, Any]:
     return fields
 
 
+def check_outside(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
+    """Check that a process from outside can train with these options. Raises `UserError`."""
+    check_family(fields)
+    if options.layout.size > 1:
+        raise UserError(
+            f"train.engine=outside has no devices of its own to cut a model over: leave out plan.train, which asks for "
+            f"{options.layout.size}; trainers outside share the groups of a step as they like"
+        )
+    if options.has_reference or options.old not in ("current", "rollout"):
+        raise UserError(
+            "train.engine=outside computes no reference and no old policy: set train.old=current or rollout, and leave out KL "
+            "terms, or compute the reference by a worker of its own (train.reference=task)"
+        )
+
+
 def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     """Check that `TorchEngine` can train this model (`fields`: its config.json) with these options. Raises `UserError`."""
     check_family(fields)

@@ -55,3 +55,13 @@ def test_who_could_not_be_started_is_no_member() -> None:
     workers.never_came(coming[1:])
     assert workers.members == names(0, 1)
     assert workers.resize(3) == (names(2), [])
+
+
+def test_guests_work_beside_the_members_and_are_not_resized() -> None:
+    pool = WorkerPool(1)
+    assert [pool.admit(), pool.admit()] == ["rollout/outside-0", "rollout/outside-1"]
+    assert pool.working == ["rollout/0", "rollout/outside-0", "rollout/outside-1"]
+    assert [pool.place(name) for name in pool.working] == [0, 1, 2]
+    assert pool.resize(2) == (["rollout/1"], []) and pool.place("rollout/outside-0") == 2
+    pool.dismiss("rollout/outside-0")
+    assert pool.admit() == "rollout/outside-0" and pool.resize(1) == ([], ["rollout/1"])

@@ -51,3 +51,10 @@ def test_what_is_put_back_comes_before_what_was_pushed() -> None:
     order.put_back(first)
     assert order.take(4) == [*first, 8, 9] and order.position == 2
     assert [*first, *order.take(1)] == SeededOrder([0, 1, 2], seed=1).take(3)
+
+
+def test_without_items_of_its_own_an_order_has_what_was_pushed() -> None:
+    order: SeededOrder[int] = SeededOrder([], 0)
+    order.push([1, 2])
+    assert order.has(2) and not order.has(3) and order.take(2) == [1, 2] and order.num_pushed == 2
+    assert SeededOrder([1], 0).has(100)

@@ -79,7 +79,7 @@ class Run:
     def is_due(self, version: int) -> bool:
         return self._is_kept
 
-    async def committed(self, version: int) -> None:
+    async def committed(self, version: int, *, is_asked: bool = False) -> None:
         self.calls.append(f"keep {version}")
 
 

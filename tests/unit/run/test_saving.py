@@ -62,7 +62,7 @@ def made(tmp_path: Path, said: list[str]) -> Made:
         }
         own: dict[str, Any] = {
             "evaluating": SimpleNamespace(waiting=lambda version: []),
-            "source": SimpleNamespace(position=0, pushed=[], items=[]),
+            "source": SimpleNamespace(num_pushed=0, position=0, pushed=[], items=[]),
             "admissions": SimpleNamespace(prompts={}, waiting={}, forget=lambda groups: None),
             "record": Record(),
         }
@@ -185,7 +185,7 @@ def test_a_checkpoint_holds_every_step_that_is_open_and_the_older_weights_that_t
 
 def test_prompts_that_were_pushed_after_a_checkpoint_was_begun_are_kept_beside_it(made: Made) -> None:
     async def main() -> None:
-        source = SimpleNamespace(position=6, pushed=[], items=[])
+        source = SimpleNamespace(num_pushed=0, position=6, pushed=[], items=[])
         saves = made(
             source=source,
             ledger=SimpleNamespace(tasks=TaskPlan(trained=("train",)), committed=1, groups=dict, groups_begun=list),

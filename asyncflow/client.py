@@ -1,0 +1,612 @@
+"""Client of a service (`asyncflow serve`): the calls of `Trainer` and of AF's section 5, over HTTP. No torch here.
+
+    with Client.connect("http://127.0.0.1:8321", key_file="runs/quickstart.service/keys.json") as client:
+        client.init_engines()
+        while (metrics := client.step()) is not None:
+            print(metrics["reward/mean"])
+
+`AsyncClient` has the same methods as coroutines; `Client` runs them on an event loop in a thread of its own. Every request that
+changes something has an id, so it is repeated where its answer was lost, and has one effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ssl
+import tempfile
+import threading
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import httpx2
+import msgspec
+import numpy as np
+import xxhash
+
+from asyncflow.types import Array, RunError, UserError
+
+T = TypeVar("T")
+Place = Literal["own", "outside"]
+PAUSE_SECONDS = 0.2
+CHUNK_BYTES = 1 << 20
+ANSWER_SECONDS = 3700.0
+"""Longest time that the service takes to answer a request; how long it waits for something is said in the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptToAnswer:
+    """Prompt that a generator has leased: one response is wanted for each of `rows`, sampled as `rollout` of the run's
+    configuration says."""
+
+    rows: list[int]
+    prompt_ids: list[int]
+    prompt: str
+    temperature: float
+    max_new_tokens: int
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts that a generator is told when it joins: `max_context` tokens of a prompt and its response at most; a row is group <<
+    group_bits | sample, and sampling noise of (seed, group, sample, position) alone has a lost row made again as it was."""
+
+    group_size: int
+    max_context: int
+    seed: int
+    group_bits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsData:
+    """Work of a generator: prompts to answer under `version`; or `install`, a version to load first; or, with `is_over`, none any
+    more."""
+
+    version: int
+    prompts: list[PromptToAnswer]
+    install: int | None
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseData:
+    """Response of L tokens for a row: `token_ids` with the end token, `logprobs` under the distribution that was sampled from.
+
+    `versions`: pairs (first token, version) where there are several; None: all tokens are of the version that the generator serves.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: Literal["stop", "length"]
+    versions: Sequence[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupData:
+    """Group of a step: R rows with one prompt. Ragged columns are lists of R arrays.
+
+    indices int64 [R]; prompt_ids int64 [Lp]; response_ids int64; loss_mask uint8; rollout_logprobs float32; advantages float32, of
+    the run's algorithm; rewards float32 [R]; staleness int64 [R].
+    """
+
+    number: int
+    indices: Array
+    prompt_ids: Array
+    response_ids: list[Array]
+    loss_mask: list[Array]
+    rollout_logprobs: list[Array]
+    advantages: list[Array]
+    rewards: Array
+    staleness: Array
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceData:
+    """Groups of the step that is being trained.
+
+    `normaliser`: what the sum over all groups of the step is divided by, once all of them are handed out; None before.
+    """
+
+    step: int
+    groups: list[GroupData]
+    normaliser: int | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step has no more groups."""
+        return self.normaliser is not None
+
+
+class AsyncClient:
+    """Client of one service, for an event loop. A context; `connect` makes it."""
+
+    def __init__(self, http: httpx2.AsyncClient, patience_seconds: float) -> None:
+        """`patience_seconds`: how long a request is repeated while the service cannot be reached, or has no room."""
+        self._http, self._patience_seconds = http, patience_seconds
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        key: str | None = None,
+        key_file: str | Path | None = None,
+        certificate: str | Path | None = None,
+        patience_seconds: float = 30.0,
+    ) -> Self:
+        """Client of the service at an address (`http://HOST:PORT`, `https://HOST:PORT`, `unix:PATH`), with a key, or the first one
+        of a key file. `certificate`: what a server with TLS is trusted by, if not by the system's authorities.
+
+        Raises `UserError` for a key file that has none.
+        """
+        if key is None:
+            if key_file is None:
+                raise UserError("the service asks for a key: give key, or key_file, which the server names when it starts")
+            key = read_key(Path(key_file))
+        path = address.removeprefix("unix:") if address.startswith("unix:") else None
+        trusted = ssl.create_default_context(cafile=str(certificate)) if certificate is not None else True
+        limits = httpx2.Limits(max_connections=256, max_keepalive_connections=256)
+        transport = httpx2.AsyncHTTPTransport(uds=path, verify=trusted, limits=limits)
+        http = httpx2.AsyncClient(
+            base_url="http://run" if path is not None else address,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=httpx2.Timeout(10.0, read=ANSWER_SECONDS),
+            transport=transport,
+        )
+        return cls(http, patience_seconds)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Hang up. The run goes on."""
+        await self._http.aclose()
+
+    # -- the run ------------------------------------------------------------------------------------------------------------
+
+    async def init_engines(self, rollout: Place | None = None, train: Place | None = None) -> int | None:
+        """Say which engines the run starts itself (`own`) and which clients provide (`outside`), in one call or one by one; without
+        any the configuration says it. Returns the step that the run begins with, None while an engine is still to be named."""
+        begun: int | None = (await self._post("/v1/init_engines", {"rollout": rollout, "train": train}))["step"]
+        return begun
+
+    async def step(self) -> dict[str, float] | None:
+        """Train one step and return its metrics; None when `run.steps` are done. See `Trainer.step`."""
+        metrics = (await self._post("/v1/step"))["metrics"]
+        return None if metrics is None else _numbers(metrics)
+
+    async def allow(self, steps: int) -> None:
+        """Let the run train up to so many steps by itself."""
+        await self._post("/v1/allow", {"steps": steps})
+
+    async def steps(self, first: int = 0) -> dict[int, dict[str, float]]:
+        """Metrics of the committed steps from `first` on."""
+        return {int(step): _numbers(row) for step, row in (await self._get(f"/v1/steps?first={first}")).items()}
+
+    async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train on these rows next. See `Trainer.put_prompts_data`."""
+        await self._post("/v1/prompts", {"rows": list(rows)})
+
+    async def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
+        """Have all rollout workers serve the weights of the last committed step; returns their version. See `Trainer`."""
+        version: int = (await self._post("/v1/weight_sync_notify", {"timeout_seconds": timeout_seconds}))["version"]
+        return version
+
+    async def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
+        """Let rollout workers join or leave. See `Trainer.scale_rollout`."""
+        told = await self._post("/v1/scale", {"num_workers": num_workers, "grace_seconds": grace_seconds})
+        return str(told["message"])
+
+    async def checkpoint(self) -> int:
+        """Have a checkpoint written with the next step that is committed; returns its version."""
+        version: int = (await self._post("/v1/checkpoint"))["version"]
+        return version
+
+    async def status(self) -> dict[str, Any]:
+        """State of the run, its workers and its queue."""
+        found: dict[str, Any] = await self._get("/v1/status")
+        return found
+
+    async def metrics(self) -> str:
+        """The queue's metrics in Prometheus' text form."""
+        return (await self._request("GET", "/v1/metrics")).text
+
+    async def stop(self) -> None:
+        """Stop the run: its model, trace and report are written. Needs a key of scope `admin`."""
+        await self._post("/v1/stop")
+
+    async def model(self, folder: str | Path) -> Path:
+        """Fetch the model that the run started from (version 0) into a folder."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in await self._get("/v1/model"):
+            if Path(name).name == name:
+                await self._download(f"/v1/model/{name}", target / name)
+        return target
+
+    # -- working for it -----------------------------------------------------------------------------------------------------
+
+    async def join_generators(self, num_slots: int = 64) -> AsyncGeneratorWorker:
+        """Generate for the run from now on, so many responses at once."""
+        joined = await self._post("/v1/generators", {"num_slots": num_slots})
+        name, version = joined.pop("worker"), joined.pop("version")
+        return AsyncGeneratorWorker(self, name, version, RunFacts(**joined))
+
+    async def join_trainers(self, *, is_fresh: bool = True) -> AsyncTrainerWorker:
+        """Train for the run from now on. `is_fresh`: this process has no gradient of the present step."""
+        joined = await self._post("/v1/trainers", {"is_fresh": is_fresh})
+        return AsyncTrainerWorker(self, joined["trainer"])
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _get(self, path: str) -> Any:
+        return msgspec.json.decode((await self._request("GET", path)).content)
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return msgspec.json.decode((await self._request("POST", path, body)).content)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx2.Response:
+        """Answer of the service. A request whose answer was lost, or for which there was no room, is repeated under its id.
+
+        Raises `UserError` for what it refuses, `RunError` for what cannot be done now.
+        """
+        loop = asyncio.get_running_loop()
+        deadline, headers, content = loop.time() + self._patience_seconds, {}, None
+        if method != "GET":
+            headers["Idempotency-Key"] = uuid.uuid4().hex
+        if body is not None:
+            headers["Content-Type"], content = "application/json", msgspec.json.encode(body)
+        while True:
+            pause = PAUSE_SECONDS
+            try:
+                answer = await self._http.request(method, path, content=content, headers=headers)
+            except (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
+                if loop.time() + pause > deadline:
+                    raise RunError(
+                        f"the service at {self._http.base_url} cannot be reached: {error or type(error).__name__}"
+                    ) from error
+            else:
+                if answer.status_code != 429:
+                    return _checked(answer)
+                pause = float(answer.headers.get("Retry-After", pause))
+                if loop.time() + pause > deadline:
+                    raise RunError(_message(answer))
+            await asyncio.sleep(pause)
+
+    async def _download(self, path: str, target: Path) -> None:
+        """A file, in pieces; one whose hash the service says is checked. Raises `RunError` where it is not whole."""
+        digest, partial = xxhash.xxh3_128(), target.with_name(f"{target.name}.partial")
+        async with self._http.stream("GET", path) as answer:
+            if answer.status_code >= 400:
+                await answer.aread()
+                _checked(answer)
+            with partial.open("wb") as file:
+                async for part in answer.aiter_bytes(CHUNK_BYTES):
+                    file.write(part)
+                    digest.update(part)
+        if answer.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
+            raise RunError(f"{path} came as something else: its version was replaced meanwhile")
+        partial.replace(target)
+
+
+class AsyncGeneratorWorker:
+    """A process that generates for a run. `version`: the one that it serves."""
+
+    def __init__(self, client: AsyncClient, name: str, version: int, facts: RunFacts) -> None:
+        self.name, self.version, self.facts, self.client = name, version, facts, client
+        self._client, self._path = client, f"/v1/generators/{name}"
+
+    async def get_prompts_data(self, prompts: int = 1, timeout_seconds: float = 20.0) -> PromptsData:
+        """Lease prompts, so many at most, under the version that this process serves. Waits for some; asking is a sign of life."""
+        found = await self._client._post(f"{self._path}/prompts", {"prompts": prompts, "timeout_seconds": timeout_seconds})
+        given = [PromptToAnswer(**one) for one in found["prompts"]]
+        return PromptsData(version=found["version"], prompts=given, install=found["install"], is_over=found["is_over"])
+
+    async def put_experience_data(self, responses: Sequence[ResponseData]) -> list[str]:
+        """Put responses. Returns for each `stored`, or why it does not count, such as that another one was first."""
+        body = [{field: getattr(one, field) for field in ResponseData.__dataclass_fields__} for one in responses]
+        stored: list[str] = (await self._client._post(f"{self._path}/experience", {"responses": body}))["outcomes"]
+        return stored
+
+    async def fetch_weights(self, version: int, target: str | Path) -> Path:
+        """Fetch the version that this process is to install (`PromptsData.install`, not 0) as a safetensors file."""
+        await self._client._download(f"{self._path}/weights/{version}", Path(target))
+        return Path(target)
+
+    async def installed(self, version: int) -> None:
+        """This process generates under the version from now on."""
+        await self._client._post(f"{self._path}/installed", {"version": version})
+        self.version = version
+
+    async def alive(self) -> None:
+        """Say that this process lives, where it asks for nothing else for a while. Any request does."""
+        await self._client._post(f"{self._path}/alive")
+
+    async def leave(self) -> None:
+        """Generate no more: what this process has is given to others."""
+        await self._client._request("DELETE", self._path)
+
+
+class AsyncTrainerWorker:
+    """A process that trains for a run."""
+
+    def __init__(self, client: AsyncClient, name: str) -> None:
+        self.name = name
+        self._client, self._path = client, f"/v1/trainers/{name}"
+
+    async def get_experience_data(self, groups: int = 0, tokens: int = 0, timeout_seconds: float = 20.0) -> ExperienceData:
+        """Take groups of the present step that nobody has: so many at most, or a budget of tokens (0: no limit). Waits for some."""
+        body = {"groups": groups, "tokens": tokens, "timeout_seconds": timeout_seconds, "form": "msgpack"}
+        answer = await self._client._request("POST", f"{self._path}/experience", body)
+        found = msgspec.msgpack.decode(answer.content)
+        columns = {
+            name: np.frombuffer(column["data"], column["dtype"]).reshape(column["shape"])
+            for name, column in found["columns"].items()
+        }
+        return ExperienceData(found["step"], list(_groups(columns)), found["normaliser"])
+
+    async def acknowledge(self, groups: Sequence[GroupData]) -> None:
+        """These groups are in this process's gradient."""
+        await self._client._post(f"{self._path}/acknowledge", {"groups": [group.number for group in groups]})
+
+    async def publish(
+        self,
+        step: int,
+        weights: Mapping[str, Any] | str | Path,
+        *,
+        grad_norm: float = 0.0,
+        learning_rate: float = 0.0,
+        timeout_seconds: float = 120.0,
+    ) -> int:
+        """Publish what the step has made of the weights: tensors by Hugging Face names (of torch or numpy), or a safetensors file.
+        Returns the version, when the step is committed."""
+        if isinstance(weights, Mapping):
+            with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
+                file = Path(folder) / "weights.safetensors"
+                await asyncio.to_thread(_save, weights, file)
+                figures = {"grad_norm": grad_norm, "learning_rate": learning_rate, "timeout_seconds": timeout_seconds}
+                return await self.publish(step, file, **figures)
+        path, query = Path(weights), f"grad_norm={grad_norm}&learning_rate={learning_rate}&timeout_seconds={timeout_seconds}"
+        headers = {"Content-Length": str(path.stat().st_size), "Idempotency-Key": uuid.uuid4().hex}
+
+        async def parts() -> AsyncIterator[bytes]:
+            with path.open("rb") as opened:
+                while part := await asyncio.to_thread(opened.read, CHUNK_BYTES):
+                    yield part
+
+        url = f"/v1/weights/{self.name}/{step}?{query}"
+        answer = await self._client._http.request("PUT", url, content=parts(), headers=headers)
+        version: int = msgspec.json.decode(_checked(answer).content)["version"]
+        return version
+
+    async def publish_folder(
+        self, step: int, path: str | Path, *, grad_norm: float = 0.0, learning_rate: float = 0.0, timeout_seconds: float = 120.0
+    ) -> int:
+        """`publish` for a folder in Hugging Face format, or a file, on the server's machine; "": the update is skipped."""
+        body = {"step": step, "path": str(path), "grad_norm": grad_norm, "learning_rate": learning_rate}
+        answer = await self._client._post(f"{self._path}/weights", {**body, "timeout_seconds": timeout_seconds})
+        version: int = answer["version"]
+        return version
+
+    async def leave(self) -> None:
+        """Train no more: groups that were not acknowledged are given to others."""
+        await self._client._request("DELETE", self._path)
+
+
+class Client:
+    """`AsyncClient` for code without an event loop: every method blocks until it is done. A context; `connect` makes it."""
+
+    def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._loop = client, loop
+        self._thread = threading.Thread(target=loop.run_forever, name="asyncflow-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(cls, address: str, **options: Any) -> Self:
+        """See `AsyncClient.connect`."""
+        return cls(AsyncClient.connect(address, **options), asyncio.new_event_loop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up. The run goes on."""
+        if self._thread.is_alive():
+            self._call(self._client.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def init_engines(self, rollout: Place | None = None, train: Place | None = None) -> int | None:
+        """See `AsyncClient.init_engines`."""
+        return self._call(self._client.init_engines(rollout, train))
+
+    def step(self) -> dict[str, float] | None:
+        """See `AsyncClient.step`."""
+        return self._call(self._client.step())
+
+    def allow(self, steps: int) -> None:
+        """See `AsyncClient.allow`."""
+        self._call(self._client.allow(steps))
+
+    def steps(self, first: int = 0) -> dict[int, dict[str, float]]:
+        """See `AsyncClient.steps`."""
+        return self._call(self._client.steps(first))
+
+    def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See `AsyncClient.put_prompts_data`."""
+        self._call(self._client.put_prompts_data(rows))
+
+    def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
+        """See `AsyncClient.weight_sync_notify`."""
+        return self._call(self._client.weight_sync_notify(timeout_seconds))
+
+    def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
+        """See `AsyncClient.scale_rollout`."""
+        return self._call(self._client.scale_rollout(num_workers, grace_seconds))
+
+    def checkpoint(self) -> int:
+        """See `AsyncClient.checkpoint`."""
+        return self._call(self._client.checkpoint())
+
+    def status(self) -> dict[str, Any]:
+        """See `AsyncClient.status`."""
+        return self._call(self._client.status())
+
+    def metrics(self) -> str:
+        """See `AsyncClient.metrics`."""
+        return self._call(self._client.metrics())
+
+    def stop(self) -> None:
+        """See `AsyncClient.stop`."""
+        self._call(self._client.stop())
+
+    def model(self, folder: str | Path) -> Path:
+        """See `AsyncClient.model`."""
+        return self._call(self._client.model(folder))
+
+    def join_generators(self, num_slots: int = 64) -> GeneratorWorker:
+        """See `AsyncClient.join_generators`."""
+        return GeneratorWorker(self, self._call(self._client.join_generators(num_slots)))
+
+    def join_trainers(self, *, is_fresh: bool = True) -> TrainerWorker:
+        """See `AsyncClient.join_trainers`."""
+        return TrainerWorker(self, self._call(self._client.join_trainers(is_fresh=is_fresh)))
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class GeneratorWorker:
+    """`AsyncGeneratorWorker` for code without an event loop."""
+
+    def __init__(self, client: Client, worker: AsyncGeneratorWorker) -> None:
+        self.name, self._client, self._worker = worker.name, client, worker
+
+    @property
+    def version(self) -> int:
+        """The version that this process serves."""
+        return self._worker.version
+
+    def get_prompts_data(self, prompts: int = 1, timeout_seconds: float = 20.0) -> PromptsData:
+        """See `AsyncGeneratorWorker.get_prompts_data`."""
+        return self._client._call(self._worker.get_prompts_data(prompts, timeout_seconds))
+
+    def put_experience_data(self, responses: Sequence[ResponseData]) -> list[str]:
+        """See `AsyncGeneratorWorker.put_experience_data`."""
+        return self._client._call(self._worker.put_experience_data(responses))
+
+    def fetch_weights(self, version: int, target: str | Path) -> Path:
+        """See `AsyncGeneratorWorker.fetch_weights`."""
+        return self._client._call(self._worker.fetch_weights(version, target))
+
+    def installed(self, version: int) -> None:
+        """See `AsyncGeneratorWorker.installed`."""
+        self._client._call(self._worker.installed(version))
+
+    def alive(self) -> None:
+        """See `AsyncGeneratorWorker.alive`."""
+        self._client._call(self._worker.alive())
+
+    def leave(self) -> None:
+        """See `AsyncGeneratorWorker.leave`."""
+        self._client._call(self._worker.leave())
+
+
+class TrainerWorker:
+    """`AsyncTrainerWorker` for code without an event loop."""
+
+    def __init__(self, client: Client, worker: AsyncTrainerWorker) -> None:
+        self.name, self._client, self._worker = worker.name, client, worker
+
+    def get_experience_data(self, groups: int = 0, tokens: int = 0, timeout_seconds: float = 20.0) -> ExperienceData:
+        """See `AsyncTrainerWorker.get_experience_data`."""
+        return self._client._call(self._worker.get_experience_data(groups, tokens, timeout_seconds))
+
+    def acknowledge(self, groups: Sequence[GroupData]) -> None:
+        """See `AsyncTrainerWorker.acknowledge`."""
+        self._client._call(self._worker.acknowledge(groups))
+
+    def publish(self, step: int, weights: Mapping[str, Any] | str | Path, **figures: float) -> int:
+        """See `AsyncTrainerWorker.publish`."""
+        return self._client._call(self._worker.publish(step, weights, **figures))
+
+    def publish_folder(self, step: int, path: str | Path, **figures: float) -> int:
+        """See `AsyncTrainerWorker.publish_folder`."""
+        return self._client._call(self._worker.publish_folder(step, path, **figures))
+
+    def leave(self) -> None:
+        """See `AsyncTrainerWorker.leave`."""
+        self._client._call(self._worker.leave())
+
+
+def read_key(path: Path) -> str:
+    """Secret of the first key in a service's key file. Raises `UserError`."""
+    try:
+        secret: str = msgspec.json.decode(path.read_bytes())["keys"][0]["secret"]
+    except (OSError, msgspec.DecodeError, LookupError, TypeError) as error:
+        raise UserError(f"{path} holds no key of a service: {error}") from error
+    return secret
+
+
+def _groups(columns: Mapping[str, Array]) -> list[GroupData]:
+    """Groups from the columns of all of them, end to end (asyncflow/service/experience.py says which)."""
+    found, row, token, prompt = [], 0, 0, 0
+    sizes = zip(columns["numbers"].tolist(), columns["rows_per_group"].tolist(), columns["prompt_lengths"].tolist(), strict=True)
+    for number, num_rows, prompt_length in sizes:
+        rows, lengths = slice(row, row + num_rows), columns["lengths"][row : row + num_rows]
+        tokens, ends = slice(token, token + int(lengths.sum())), np.cumsum(lengths)[:-1]
+        ragged = {
+            name: np.split(columns[name][tokens], ends) for name in ("response_ids", "loss_mask", "rollout_logprobs", "advantages")
+        }
+        found.append(
+            GroupData(
+                number=number,
+                indices=columns["indices"][rows],
+                prompt_ids=columns["prompt_ids"][prompt : prompt + prompt_length],
+                rewards=columns["rewards"][rows],
+                staleness=columns["staleness"][rows],
+                **ragged,
+            )
+        )
+        row, token, prompt = rows.stop, tokens.stop, prompt + prompt_length
+    return found
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float("nan") if value is None else value for name, value in metrics.items()}
+
+
+def _save(weights: Mapping[str, Any], file: Path) -> None:
+    kind = "numpy" if all(isinstance(values, np.ndarray) for values in weights.values()) else "torch"
+    importlib.import_module(f"safetensors.{kind}").save_file(dict(weights), file)
+
+
+def _message(answer: httpx2.Response) -> str:
+    with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError):
+        return str(msgspec.json.decode(answer.content)["error"]["message"])
+    return answer.text[:500] or f"status {answer.status_code}"
+
+
+def _checked(answer: httpx2.Response) -> httpx2.Response:
+    if answer.status_code < 400:
+        return answer
+    if answer.status_code in (400, 401, 403, 404, 413, 422):
+        raise UserError(_message(answer))
+    raise RunError(_message(answer))
