@@ -131,6 +131,14 @@ class TurnFormat(Protocol):
         """Tokens (int64) from the end of a turn (int64, its end token included where `is_finished`) to the start of the next."""
         ...
 
+    def branch(self, prompt_ids: Array, turns: Sequence[tuple[Array, Words | None]]) -> Array | None:
+        """Prompt (int64) of a new sequence, where the last turn's words change what came before them; None where they do not.
+
+        `prompt_ids`: of the first sequence, its first observation included. `turns`: all turns so far, each with the words that
+        answered it.
+        """
+        ...
+
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """What the environment is told of a turn."""
         ...

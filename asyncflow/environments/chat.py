@@ -15,18 +15,31 @@ from asyncflow.types import Array, UserError
 
 
 class ChatFormat:
-    """`TurnFormat` with a chat template. Options are variables that the template knows, such as `enable_thinking: false`."""
+    """`TurnFormat` with a chat template. Options are variables that the template knows, such as `enable_thinking: false`; those of
+    `data.chat_template_options` count, too."""
 
-    def __init__(self, tokenizer: ChatTokenizer, **options: Any) -> None:
-        """Raises `UserError` without a chat template, or if it renders no conversation of two turns."""
-        self._tokenizer, self._options = tokenizer, options
+    is_chat = True
+    """It takes the options of the prompts' template."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, branches: bool = True, **options: Any) -> None:
+        """`branches`: False: a sequence goes on as it is also where the template would change earlier turns.
+
+        Raises `UserError` without a chat template, or if it renders no conversation of two turns.
+        """
+        self._tokenizer, self._options, self._has_branches = tokenizer, options, branches
         self._joints = Joints(tokenizer, options)
         self._with_tools: dict[str, Joints] = {}
 
     @property
+    def may_branch(self) -> bool:
+        """Whether messages may change earlier turns."""
+        return self._has_branches and bool(self._joints.survey.changing)
+
+    @property
     def notes(self) -> list[str]:
         """Sentences about the template that a run says before it starts."""
-        return self._joints.survey.sentences()
+        survey = self._joints.survey
+        return (survey if self._has_branches else survey._replace(changing=frozenset())).sentences()
 
     def opening(self, prompt_ids: Array, words: Words, tools: Sequence[Mapping[str, Any]]) -> Array:
         """See `TurnFormat`. Messages are the whole conversation, which begins with the prompt's tokens."""
@@ -50,7 +63,7 @@ class ChatFormat:
         where the template changes the beginning itself: that stays as it was."""
         joints, survey = self._joints, self._joints.survey
         new = joints.messages_of(turns[-1][1] or [])
-        if not any(message["role"] in survey.changing for message in new):
+        if not self._has_branches or not any(message["role"] in survey.changing for message in new):
             return None
         messages: list[Message] = []
         for turn_ids, words in turns:

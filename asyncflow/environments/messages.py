@@ -23,6 +23,7 @@ class EnvironmentReady(msgspec.Struct, frozen=True, tag=True):
 
     episodes_per_process: int = 1
     is_deterministic: bool = True
+    is_captured: bool = False
     tools: list[dict[str, Any]] = []
 
 

@@ -41,8 +41,20 @@ Answer = TypeVar("Answer", EpisodeOpened, EpisodeStepped, EpisodeClosed)
 class EnvironmentPool:
     """Several processes, each with the same environment. Use it from one event loop, in a thread that lives as long as the pool."""
 
-    def __init__(self, path: str, options: Mapping[str, Any], limits: ProcessLimits, *, num_workers: int, name: str) -> None:
-        """`path`: `package.module:Name` or `/path/file.py:Name`. Raises `UserError` for a path of another shape."""
+    def __init__(
+        self,
+        path: str,
+        options: Mapping[str, Any],
+        limits: ProcessLimits,
+        *,
+        num_workers: int,
+        name: str,
+        python: str | None = None,
+    ) -> None:
+        """`path`: `package.module:Name` or `/path/file.py:Name`. `python`: interpreter of the processes, where it is another one.
+
+        Raises `UserError` for a path of another shape.
+        """
         place, _, cls = path.rpartition(":")
         if not (place and cls):
             raise UserError(f"environment {path!r}: write it as 'package.module:Name' or '/path/to/file.py:Name'")
@@ -53,6 +65,7 @@ class EnvironmentPool:
         self._processes = SandboxProcesses(
             "asyncflow.environments.worker", frame(EnvironmentSetup(self.path, options, limits)), Reply,
             what="environment process", who=f"environment {self.path}", built="environment", start_seconds=limits.start_seconds,
+            python=python,
         )  # fmt: skip
         self._limits, self._num_workers, self._name = limits, num_workers, name
         self._numbers = itertools.count()

@@ -68,6 +68,10 @@ class SleepingFormat:
         """See `TurnFormat`."""
         return np.zeros(self._observed_tokens, np.int64)
 
+    def branch(self, prompt_ids: Array, turns: Sequence[tuple[Array, Words | None]]) -> Array | None:
+        """See `TurnFormat`."""
+        return None
+
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """See `TurnFormat`: a sleeping engine's turn is told by its first token."""
         return Action(str(turn_ids[0]), is_finished)

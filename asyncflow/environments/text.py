@@ -42,6 +42,10 @@ class TextFormat:
         """See `TurnFormat`."""
         return self._tokenizer.encode(_text(words)) if words else np.empty(0, np.int64)
 
+    def branch(self, prompt_ids: Array, turns: Sequence[tuple[Array, Words | None]]) -> Array | None:
+        """See `TurnFormat`. Text stays as it is."""
+        return None
+
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """See `TurnFormat`."""
         has_end = len(turn_ids) and int(turn_ids[-1]) in self._tokenizer.end_token_ids  # else a stop string has ended the turn

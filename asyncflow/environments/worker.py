@@ -231,7 +231,8 @@ def main() -> None:
         return send(token, Broken(setup.path, f"has no {missing[0]}: asyncflow/environments/base.py says what is needed"))
     at_once = int(getattr(environment, "episodes_per_process", 1))
     tools = [dict(tool) for tool in getattr(environment, "tools", ())]
-    ready = EnvironmentReady(at_once, bool(getattr(environment, "is_deterministic", True)), tools)
+    is_deterministic, is_captured = getattr(environment, "is_deterministic", True), getattr(environment, "is_captured", False)
+    ready = EnvironmentReady(at_once, bool(is_deterministic), bool(is_captured), tools)
     if at_once > 1:
         limit_memory(setup.limits.memory_bytes)
         limit_output(setup.limits.output_bytes)

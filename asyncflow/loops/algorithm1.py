@@ -142,6 +142,8 @@ async def produce(by: Producer, leased: Leased, request: GroupRequest, on_genera
                         group.fail(row.sample, row.failure)
                 for of_turn, alike in by.episodes.first(rows, sampling):
                     playing.create_task(_generate(group, of_turn, alike, playing))
+                for row in by.episodes.without_first(rows):
+                    playing.create_task(_play(group, row, None))
         on_generated()
 
 
@@ -152,7 +154,7 @@ async def _generate(group: ProducedGroup, sampling: Sampling, rows: Sequence[Epi
         playing.create_task(_play(group, by_sample[turn.sample], turn))
 
 
-async def _play(group: ProducedGroup, row: EpisodeRow, turn: Response) -> None:
+async def _play(group: ProducedGroup, row: EpisodeRow, turn: Response | None) -> None:
     try:
         played = await group.by.episodes.play(row, turn, group.sampling, group.key)
     except (EnvironmentFailure, LimitReached) as failure:

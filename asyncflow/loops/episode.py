@@ -9,19 +9,21 @@ waits for: a slot of the engine; the environment
 is unblocked by: the engine; the environment's process, or its deadline
 
 What the engine sampled is the row, to the token: an observation is appended as tokens, and nothing is ever decoded and encoded
-again. A response without an environment is the episode of one turn.
+again. Where an observation changes earlier turns (`TurnFormat.branch`), a new sequence of the same row begins, with a prompt of its
+own. A response without an environment is the episode of one turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
-from asyncflow.environments.base import EnvironmentFailure, Environments, Episode, TurnFormat, seed_of
+from asyncflow.environments.base import EnvironmentFailure, Environments, Episode, TurnFormat, Words, seed_of
 from asyncflow.loops.samples import GroupRequest
 from asyncflow.loops.transcript import Ended, Played, Transcript
 from asyncflow.types import Array
@@ -90,7 +92,7 @@ class EpisodePlayer:
                 reset.cancel()
 
     async def _begin(self, request: GroupRequest, sample: int, max_tokens: int, key: SampleKey) -> EpisodeRow:
-        assert self.environments is not None and self.format is not None
+        assert self.environments is not None
         row = EpisodeRow(sample, request.prompt_ids, transcript=Transcript(sample))
         assert row.transcript is not None
         self.on_waiting(1)
@@ -98,6 +100,7 @@ class EpisodePlayer:
             seed = seed_of(key.seed, key.prompt_index)
             row.environment, opening = await self.environments.begin(request.example, seed)
             if opening is not None:
+                assert self.format is not None
                 ids = self.format.opening(request.prompt_ids, opening.words, opening.tools)
                 row.prompt_ids = np.concatenate([request.prompt_ids, ids])
                 row.transcript.opened(ids)
@@ -121,12 +124,18 @@ class EpisodePlayer:
                 alike.setdefault(row.prompt_ids.tobytes(), []).append(row)
         return [(self._turn_sampling(some[0], sampling), some) for some in alike.values()]
 
-    async def play(self, row: EpisodeRow, turn: Response, sampling: Sampling, key: SampleKey) -> Played:
+    def without_first(self, rows: Sequence[EpisodeRow]) -> list[EpisodeRow]:
+        """Rows that are played before they have a turn."""
+        return []
+
+    async def play(self, row: EpisodeRow, turn: Response | None, sampling: Sampling, key: SampleKey) -> Played:
         """The rest of an episode, from its first turn on. Raises `EnvironmentFailure`, and `LimitReached` where limits fail."""
+        assert turn is not None
         if row.environment is None:
             return Played(turn, np.ones(len(turn.token_ids), np.uint8), turn.finish_reason)
         assert self.format is not None and row.transcript is not None
         transcript, seconds, clock = row.transcript, 0.0, asyncio.get_running_loop().time
+        turns: list[tuple[Array, Words | None]] = []
         try:
             while True:
                 transcript.sampled(turn)
@@ -149,12 +158,18 @@ class EpisodePlayer:
                     return self._ended(transcript, "stop", seconds)
                 if transcript.num_turns == self.limits.max_turns:
                     return self._ended(transcript, "length", seconds, f"it was not done after {transcript.num_turns} turns")
-                observed = self.format.between(turn.token_ids, result.words, is_finished=True)
+                turns.append((turn.token_ids, result.words))
+                branch = self.format.branch(row.prompt_ids, turns)
+                observed = self.format.between(turn.token_ids, result.words, is_finished=True) if branch is None else branch
                 if transcript.num_tokens + len(observed) >= sampling.max_new_tokens:
                     return self._ended(
                         transcript, "length", seconds, f"it has no room for an observation of {len(observed)} tokens"
                     )
-                transcript.observed(observed)
+                if branch is None:
+                    transcript.observed(observed)
+                else:
+                    self.forget(branch_key(key, transcript.num_branches), row.sample)
+                    transcript.branched(branch)
                 turn = await self._next_turn(row, sampling, key)
         finally:
             self.end(row, key)
@@ -163,15 +178,19 @@ class EpisodePlayer:
         """Let go of what is kept for an episode."""
         if row.environment is not None:
             row.environment.end()
-            if (forget := getattr(self.engine, "forget", None)) is not None:
-                forget(key, row.sample)
+            number = row.transcript.num_branches if row.transcript is not None else 0
+            self.forget(branch_key(key, number), row.sample)
+
+    def forget(self, key: SampleKey, sample: int) -> None:
+        """No turn of this sequence follows."""
+        if (forget := getattr(self.engine, "forget", None)) is not None:
+            forget(key, sample)
 
     async def _next_turn(self, row: EpisodeRow, sampling: Sampling, key: SampleKey) -> Response:
         assert row.transcript is not None
-        settings = self._turn_sampling(row, sampling)
-        stream = self.engine.generate(
-            row.prompt_ids, samples=[row.sample], sampling=settings, key=key, after=row.transcript.after_opening
-        )
+        settings, of_turn = self._turn_sampling(row, sampling), branch_key(key, row.transcript.num_branches)
+        prompt_ids, after = row.transcript.so_far(row.prompt_ids)
+        stream = self.engine.generate(prompt_ids, samples=[row.sample], sampling=settings, key=of_turn, after=after)
         (turn,) = [response async for response in stream]
         return turn
 
@@ -190,3 +209,11 @@ class EpisodePlayer:
         if self.limits.fails and ended != "stop":
             raise LimitReached(ended, f"the episode reached a limit: {why}")
         return transcript.played(ended, seconds)
+
+
+def branch_key(key: SampleKey, number: int) -> SampleKey:
+    """Key of the noise of one of a row's sequences. Positions begin anew in each, so all but the first have noise of their own."""
+    if not number:
+        return key
+    digest = hashlib.sha256(f"branch\0{key.seed}\0{key.prompt_index}\0{number}".encode()).digest()
+    return SampleKey(int.from_bytes(digest[:8], "big") >> 1, key.prompt_index)

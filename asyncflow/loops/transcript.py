@@ -73,6 +73,7 @@ class Transcript:
         self._turns: list[list[int]] = []
         self._rewards: list[float] = []
         self._num_opening = 0
+        self._branches: list[tuple[int, Array]] = []  # first token, context
         self.num_tokens = 0
 
     @property
@@ -80,9 +81,22 @@ class Transcript:
         return len(self._turns)
 
     @property
-    def after_opening(self) -> Array:
-        """Tokens (int64) behind the first observation."""
-        return np.concatenate([NO_TOKENS, *self._tokens])[self._num_opening :]
+    def num_branches(self) -> int:
+        return len(self._branches)
+
+    def so_far(self, prompt_ids: Array) -> tuple[Array, Array]:
+        """Prompt (int64) of the sequence that goes on, and the tokens (int64) behind it. `prompt_ids`: of the first sequence, its
+        first observation included."""
+        first, prompt = self._num_opening, prompt_ids
+        if self._branches:
+            begin, prompt = self._branches[-1]
+            first = begin + len(prompt)
+        return prompt, np.concatenate([NO_TOKENS, *self._tokens])[first:]
+
+    def branched(self, prompt_ids: Array) -> None:
+        """A branch begins, with a prompt of its own (int64)."""
+        self._branches.append((self.num_tokens, np.asarray(prompt_ids, np.int64)))
+        self.observed(prompt_ids)
 
     def opened(self, token_ids: Array) -> None:
         """The first observation."""
@@ -119,7 +133,8 @@ class Transcript:
             finish_reason="stop" if ended == "stop" else "length",
         )
         turns, rewards = np.array(self._turns, np.int64).reshape(-1, 4), np.array(self._rewards, np.float32)
-        return Played(response, np.concatenate(self._masks), ended, turns, rewards, seconds)
+        branches = np.array([(begin, len(prompt)) for begin, prompt in self._branches], np.int64).reshape(-1, 2)
+        return Played(response, np.concatenate(self._masks), ended, turns, rewards, seconds, branches)
 
     def _append(self, token_ids: Array, logprobs: Array, mask: int) -> None:
         self._tokens.append(token_ids)

@@ -13,7 +13,9 @@ from contextlib import asynccontextmanager
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import RolloutEngine
+from asyncflow.environments.capture.episode import JointsByTools
 from asyncflow.environments.pool import EnvironmentPool
+from asyncflow.loops.captured import CapturePlayer, Served
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import environment_pool, episode_limits, turn_format
@@ -34,10 +36,35 @@ async def environments(run: RunConnection, name: str) -> AsyncIterator[Environme
         await pool.close()
 
 
+@asynccontextmanager
+async def capture_endpoint(pool: EnvironmentPool | None) -> AsyncIterator[Served | None]:
+    """The endpoint that programs speak to; None where turns are not captured. Raises `UserError` if its packages are missing."""
+    if pool is None or not pool.facts.is_captured:
+        yield None
+        return
+    try:
+        from asyncflow.environments.capture.endpoint import CaptureEndpoint
+    except ImportError as error:
+        raise UserError(f"the capture endpoint needs {error.name}: pip install 'asyncflow-rl[service]'") from error
+    endpoint = CaptureEndpoint()
+    await endpoint.start()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.stop()
+
+
 def episode_player(
-    run: RunConnection, engine: RolloutEngine, pool: EnvironmentPool, tokenizer: CheckpointTokenizer
+    run: RunConnection,
+    engine: RolloutEngine,
+    pool: EnvironmentPool,
+    tokenizer: CheckpointTokenizer,
+    endpoint: Served | None = None,
 ) -> EpisodePlayer:
-    """How the worker plays episodes. Raises `UserError` for an engine that generates single turns only."""
+    """How the worker plays episodes; with an `endpoint` their turns are the calls of programs.
+
+    Raises `UserError` for an engine that generates single turns only.
+    """
     if "after" not in inspect.signature(engine.generate).parameters:
         raise UserError(
             f"the rollout engine {run.config.rollout.engine.name} generates single turns only: its generate has no `after` "
@@ -45,4 +72,8 @@ def episode_player(
         )
     if not pool.facts.is_deterministic:
         run.reporter.why_not_deterministic = "the environment says that it is not deterministic"
-    return EpisodePlayer(engine, pool, turn_format(run.config, tokenizer), episode_limits(run.config))
+    limits = episode_limits(run.config)
+    if endpoint is not None:
+        joints = JointsByTools(tokenizer, run.config.data.chat_template_options)
+        return CapturePlayer(engine, pool, None, limits, endpoint=endpoint, joints=joints)
+    return EpisodePlayer(engine, pool, turn_format(run.config, tokenizer), limits)

@@ -354,13 +354,16 @@ def environment_pool(config: Config, name: str) -> EnvironmentPool | None:
         return None
     episodes, path = config.episodes, resolve("environment", chosen.name, ENVIRONMENTS)
     limits = ProcessLimits(episodes.deadline_seconds, episodes.memory_bytes, episodes.output_bytes)
-    return EnvironmentPool(path, chosen.options, limits, num_workers=episodes.num_workers, name=name)
+    return EnvironmentPool(path, chosen.options, limits, num_workers=episodes.num_workers, name=name, python=episodes.python)
 
 
 def turn_format(config: Config, tokenizer: CheckpointTokenizer) -> TurnFormat:
     """The tokens between the turns of an episode. Raises `UserError` where the model's chat template has none."""
     chosen = config.episodes.format
-    made: TurnFormat = build("turn format", chosen.name, {"tokenizer": tokenizer, **chosen.options}, TURN_FORMATS)
+    is_chat = getattr(load("turn format", resolve("turn format", chosen.name, TURN_FORMATS)), "is_chat", False)
+    of_prompts = config.data.chat_template_options if is_chat else {}  # turns are written as the prompts are
+    options = {"tokenizer": tokenizer, **of_prompts, **chosen.options}
+    made: TurnFormat = build("turn format", chosen.name, options, TURN_FORMATS)
     return made
 
 

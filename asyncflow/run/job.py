@@ -116,7 +116,7 @@ class Job:
         assert attempt.weights_dir is not None
         self._prepared = prepared = begun.prepared
         num_kept = len(prepared.prompts), len(prepared.held_out)
-        for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *advice(config)]:
+        for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *prepared.notes, *advice(config)]:
             listener.log(line)
         observer = Observer(listener.group, self._on_step, self._on_evaluation, listener.log)
         if self.journal is not None and not self._resume:

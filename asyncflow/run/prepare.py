@@ -26,7 +26,8 @@ from asyncflow.engines.rollout import (
 )
 from asyncflow.engines.train import OUTSIDE, TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.environments import ENVIRONMENTS, TURN_FORMATS
-from asyncflow.loops.samples import Prompt
+from asyncflow.environments.pool import EnvironmentPool
+from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, check_options, resolve
 from asyncflow.rewards import REWARDS
@@ -40,6 +41,7 @@ from asyncflow.run.factories import (
     reward_pool,
     shape_of,
     shape_of_evaluation,
+    tasks_before_training,
     train_engine_options,
     turn_format,
     weight_sync_facts,
@@ -68,7 +70,7 @@ TOKENIZER_FILES = (
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A run's inputs, checked. `num_left_out`: prompts that were too long, of those to train on and of the held-out ones. `tools`:
-    that prompts tell of."""
+    that prompts tell of. `notes`: sentences that the run says before it starts."""
 
     model: Path
     prompts: list[Prompt]
@@ -76,6 +78,7 @@ class Prepared:
     max_context: int
     num_left_out: tuple[int, int] = (0, 0)
     tools: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
 
 
 def check_choices(config: Config, *, is_here: bool = True) -> None:
@@ -365,8 +368,7 @@ async def prepare(
     if critic is not None:
         _check_critic_fits(critic, model)
     tokenizer = CheckpointTokenizer(model)
-    if environments is not None:
-        turn_format(config, tokenizer)
+    notes = [] if environments is None else check_turns(config, tokenizer, environments)
     sources = [each for each in (source, held_out) if each is not None]
     tokenized = {id(each): tokenize(config, tokenizer, each, tools) for each in sources}
     prompts = [] if source is None else short_enough(config, tokenized[id(source)], source.name)
@@ -385,7 +387,24 @@ async def prepare(
     check_capacity(config, len(held_out_prompts), longest)
     num_rows = [len(each.rows) if each is not None else 0 for each in (source, held_out)]
     left_out = num_rows[0] - len(prompts), num_rows[1] - len(held_out_prompts)
-    return Prepared(model, prompts, held_out_prompts, context, left_out, tools)
+    return Prepared(model, prompts, held_out_prompts, context, left_out, tools, notes)
+
+
+def check_turns(config: Config, tokenizer: CheckpointTokenizer, environments: EnvironmentPool) -> list[str]:
+    """Sentences about the turns of episodes. Raises `UserError` where they cannot be written, or have branches that a task of the
+    run does not know."""
+    if environments.facts.is_captured:
+        notes, may_branch = [], True
+    else:
+        form = turn_format(config, tokenizer)
+        notes, may_branch = list(getattr(form, "notes", ())), bool(getattr(form, "may_branch", False))
+    tasks = {"reference", VALUES_TASK} & {*tasks_before_training(config)}
+    if may_branch and tasks:
+        raise UserError(
+            f"episodes may have branches here, which the task {min(tasks)} does not compute: take train.reference=fused, and an "
+            f"algorithm without a critic"
+        )
+    return notes
 
 
 def _check_needs_nobody(config: Config) -> None:

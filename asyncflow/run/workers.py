@@ -39,7 +39,7 @@ from asyncflow.run.engines import (
     train_engine,
     weight_sync,
 )
-from asyncflow.run.episodes import environments, episode_player
+from asyncflow.run.episodes import capture_endpoint, environments, episode_player
 from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
@@ -76,8 +76,8 @@ async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *
         receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
         original = partial(first_tensors, run.config, Path(run.job.model))
         tokenizer = CheckpointTokenizer(Path(run.job.model))
-        async with environments(run, name) as pool:
-            episodes = None if pool is None else episode_player(run, engine, pool, tokenizer)
+        async with environments(run, name) as pool, capture_endpoint(pool) as endpoint:
+            episodes = None if pool is None else episode_player(run, engine, pool, tokenizer, endpoint)
             await roll_out(run, engine, receiver, original, score, tokenizer.decode, episodes, is_evaluator=is_evaluator)
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -172,10 +173,23 @@ def _settle(reply: asyncio.Future[Any], outcome: Any) -> None:
 class SandboxProcesses:
     """Processes of one kind, and the guard that outlives their owner."""
 
-    def __init__(self, module: str, setup: bytes, replies: Any, *, what: str, who: str, built: str, start_seconds: float) -> None:
+    def __init__(
+        self,
+        module: str,
+        setup: bytes,
+        replies: Any,
+        *,
+        what: str,
+        who: str,
+        built: str,
+        start_seconds: float,
+        python: str | None = None,
+    ) -> None:
         """`module`: run with the owner's process id as argument; its first question is `setup`. In messages a process is called
-        `what`, the user's code in it `who`, and `built` is what is built there."""
-        self._command = (sys.executable, "-u", "-m", module, str(os.getpid()))
+        `what`, the user's code in it `who`, and `built` is what is built there. `python`: another interpreter, which finds this
+        package, and has numpy and msgspec of its own."""
+        self._command = (python or sys.executable, "-u", "-m", module, str(os.getpid()))
+        self._variables = None if python is None else {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self._setup, self._replies, self._start_seconds = setup, replies, start_seconds
         self._what, self._who, self._built = what, who, built
         self._guard: asyncio.subprocess.Process | None = None
@@ -191,7 +205,7 @@ class SandboxProcesses:
         """A new process and its answer to the setup. Raises `UserError`, with no process left, if there was none in time."""
         loop = asyncio.get_running_loop()
         _, process = await loop.subprocess_exec(
-            lambda: SandboxProcess(self._replies, self._what), *self._command, start_new_session=True
+            lambda: SandboxProcess(self._replies, self._what), *self._command, start_new_session=True, env=self._variables
         )
         self._living.add(process)
         self._tell_guard(f"+{process.pid}\n")

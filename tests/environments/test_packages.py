@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import Sample
 from asyncflow.types import UserError
 from tests.depth import few
-from tests.patience import patience
+from tests.environments.servers import echo_server
 
 pytestmark = pytest.mark.smoke
 
@@ -152,56 +149,18 @@ def test_gymnasiums_interface() -> None:
 
 
 @pytest.fixture
-def echo_server() -> Iterator[str]:
-    """A real OpenEnv server, in a thread: an environment that counts letters, and is done when told so."""
+def echo_url() -> Iterator[str]:
     pytest.importorskip("openenv")
-    import uvicorn
-    from openenv.core.env_server.http_server import create_fastapi_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action as EnvAction
-    from openenv.core.env_server.types import Observation, State
-
-    class Said(EnvAction):
-        message: str
-
-    class Heard(Observation):
-        text: str = ""
-
-    class Echo(Environment):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Heard:
-            self.seed = seed
-            return Heard(text=f"Say something. Seed {seed}.", done=False, reward=None)
-
-        def step(self, action: Said, timeout_s: float | None = None, **kwargs: Any) -> Heard:
-            return Heard(text=f"You said {action.message}.", done=action.message == "stop", reward=len(action.message) / 10)
-
-        @property
-        def state(self) -> State:
-            return State()
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    app = create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=4)
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    deadline = time.monotonic() + patience(20)
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.05)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    with echo_server() as url:
+        yield url
 
 
-async def test_openenv_over_its_websocket(echo_server: str) -> None:
+async def test_openenv_over_its_websocket(echo_url: str) -> None:
     from openenv.core import GenericEnvClient
 
-    ours = environment("openenv", url=echo_server, observation_field="text")
-    whole = environment("openenv", url=echo_server, action_field=None)
-    theirs: Any = GenericEnvClient(base_url=echo_server)
+    ours = environment("openenv", url=echo_url, observation_field="text")
+    whole = environment("openenv", url=echo_url, action_field=None)
+    theirs: Any = GenericEnvClient(base_url=echo_url)
     try:
         expected = await theirs.reset(seed=4)
         assert text_of(await ours.reset({}, 4)) == expected.observation["text"] == "Say something. Seed 4."

@@ -12,7 +12,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from asyncflow.environments.capture.transcript import CapturedCall, CapturedSequence, SampledTokens, Transcript
+from asyncflow.environments.capture.transcript import CallTranscript, CapturedCall, CapturedSequence, SampledTokens
 from asyncflow.environments.capture.wire import FinishReason, ModelAnswer, ModelRequest, RefusedCall, answer_message
 from asyncflow.environments.joints import ChatTokenizer, Joints
 from asyncflow.types import Array, UserError
@@ -64,7 +64,7 @@ class CapturedEpisode:
         A call that may have all that is left holds others up: side by side are those that say `max_tokens`, or all with
         `max_call_tokens`.
         """
-        self.transcript = Transcript()
+        self.transcript = CallTranscript()
         self.num_calls = 0
         self.has_reached_limit = False
         self._joints, self._generate = joints, generate

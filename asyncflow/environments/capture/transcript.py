@@ -100,7 +100,7 @@ class _AnswerEnd(NamedTuple):
     messages: Sequence[Message]
 
 
-class Transcript:
+class CallTranscript:
     """Sequences of one episode."""
 
     def __init__(self) -> None:

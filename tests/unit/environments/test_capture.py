@@ -16,7 +16,7 @@ import pytest
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.environments.capture.endpoint import CaptureEndpoint
 from asyncflow.environments.capture.episode import CapturedEpisode, JointsByTools
-from asyncflow.environments.capture.transcript import CapturedCall, CapturedSequence, Transcript
+from asyncflow.environments.capture.transcript import CallTranscript, CapturedCall, CapturedSequence
 from asyncflow.environments.joints import Joints, Message
 from tests.chat_families import FAMILIES, save_family
 
@@ -55,7 +55,7 @@ def user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def say(transcript: Transcript, joints: Joints, messages: list[Message], script: Script, text: str) -> list[Message]:
+def say(transcript: CallTranscript, joints: Joints, messages: list[Message], script: Script, text: str) -> list[Message]:
     """One call; the conversation with its answer."""
     call = transcript.begin(messages, joints)
     response = script.sample(text)
@@ -79,7 +79,7 @@ def contexts(sequences: list[CapturedSequence]) -> list[tuple[list[int], list[in
 
 def test_calls_that_extend_what_came_before_are_one_sequence(tokenizers: dict[str, CheckpointTokenizer]) -> None:
     tokenizer = tokenizers["qwen2.5"]
-    script, transcript, joints = Script(tokenizer, []), Transcript(), Joints(tokenizer)
+    script, transcript, joints = Script(tokenizer, []), CallTranscript(), Joints(tokenizer)
     talk = say(transcript, joints, [user("One?")], script, "1")
     script.version = 4
     talk = say(transcript, joints, [*talk, user("Two?")], script, "2")
@@ -98,7 +98,7 @@ def test_calls_that_extend_what_came_before_are_one_sequence(tokenizers: dict[st
 
 def test_other_calls_are_branches_with_the_tokens_that_they_go_on_from(tokenizers: dict[str, CheckpointTokenizer]) -> None:
     tokenizer = tokenizers["qwen2.5"]
-    script, transcript, joints = Script(tokenizer, []), Transcript(), Joints(tokenizer)
+    script, transcript, joints = Script(tokenizer, []), CallTranscript(), Joints(tokenizer)
     talk = say(transcript, joints, [user("One?")], script, "1")
     say(transcript, joints, [*talk, user("Two?")], script, "2")
     say(transcript, joints, [*talk, user("Or three?")], script, "3")  # from the same place
@@ -118,7 +118,7 @@ def test_other_calls_are_branches_with_the_tokens_that_they_go_on_from(tokenizer
 
 def test_a_template_that_changes_earlier_turns_starts_a_branch(tokenizers: dict[str, CheckpointTokenizer]) -> None:
     tokenizer = tokenizers["qwen3"]
-    script, transcript, joints = Script(tokenizer, []), Transcript(), Joints(tokenizer)
+    script, transcript, joints = Script(tokenizer, []), CallTranscript(), Joints(tokenizer)
     talk = say(transcript, joints, [user("One?")], script, "<think>\nhm\n</think>\n\n1")
     say(transcript, joints, [*talk, user("Two?")], script, "2")
     first, second = transcript.trained()
@@ -127,7 +127,7 @@ def test_a_template_that_changes_earlier_turns_starts_a_branch(tokenizers: dict[
 
 def test_calls_side_by_side_and_calls_that_fail_leave_no_token_in_two_places(tokenizers: dict[str, CheckpointTokenizer]) -> None:
     tokenizer = tokenizers["llama3"]
-    script, transcript, joints = Script(tokenizer, []), Transcript(), Joints(tokenizer)
+    script, transcript, joints = Script(tokenizer, []), CallTranscript(), Joints(tokenizer)
     talk = say(transcript, joints, [user("One?")], script, "1")
     begun = [transcript.begin([*talk, user("Next?")], joints) for _ in range(3)]
     assert len({call.sequence.number for call in begun}) == 3
@@ -140,7 +140,7 @@ def test_calls_side_by_side_and_calls_that_fail_leave_no_token_in_two_places(tok
 def test_a_client_may_spell_its_conversation_in_its_own_way(tokenizers: dict[str, CheckpointTokenizer]) -> None:
     """Parts of text for text, null for an empty content, other ids and spaces in a call's arguments."""
     tokenizer = tokenizers["qwen2.5"]
-    script, transcript, joints = Script(tokenizer, []), Transcript(), Joints(tokenizer, {"tools": TOOLS})
+    script, transcript, joints = Script(tokenizer, []), CallTranscript(), Joints(tokenizer, {"tools": TOOLS})
     call = transcript.begin([user("Add.")], joints)
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     made = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
@@ -158,7 +158,7 @@ def test_a_client_may_spell_its_conversation_in_its_own_way(tokenizers: dict[str
 
 def test_a_text_that_begins_with_a_completed_one_goes_on_with_it(tokenizers: dict[str, CheckpointTokenizer]) -> None:
     tokenizer = tokenizers["qwen2.5"]
-    script, transcript, joints = Script(tokenizer, []), Transcript(), Joints(tokenizer, is_chat=False)
+    script, transcript, joints = Script(tokenizer, []), CallTranscript(), Joints(tokenizer, is_chat=False)
     prompt, record = "1 + 1 = ", []
     for text in ("2", "4"):
         call = transcript.begin_text(prompt, joints)

@@ -74,3 +74,6 @@ def test_a_changed_conversation_is_a_branch_behind_the_same_beginning(tmp_path: 
     whole = tokenizer.render([*begins, answers[0], asked[0], answers[1], asked[1]])
     assert tokenizer.decode_all(branch) == whole and "hm" not in whole
     assert form.notes[0].startswith("the chat template may change earlier turns when a user message follows")
+    assert form.may_branch
+    plainly = ChatFormat(tokenizer, branches=False)
+    assert plainly.branch(prompt, [(thinking, "And 4 + 4?")]) is None and not plainly.may_branch and plainly.notes == []

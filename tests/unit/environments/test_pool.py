@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,31 @@ async def test_a_closed_pool_says_so_and_leaves_no_process(open_pool: Open) -> N
 def test_the_samples_of_a_prompt_have_one_seed() -> None:
     assert seed_of(0, 5) == seed_of(0, 5) and len({seed_of(seed, prompt) for seed in range(3) for prompt in range(100)}) == 300
     assert all(0 <= seed_of(0, prompt) < 1 << 63 for prompt in range(100))
+
+
+WHERE = """
+import sys
+
+class Where:
+    def reset(self, example, seed): return sys.executable
+    def step(self, action): return None, 1.0, True, {}
+"""
+
+
+async def test_an_environment_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    """Another executable, which need not know where AsyncFlow is."""
+    (tmp_path / "where.py").write_text(WHERE)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    (tmp_path / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
+    (tmp_path / "lib").symlink_to(Path(sys.prefix) / "lib")
+    limits = ProcessLimits(deadline_seconds=30, memory_bytes=1 << 30)
+    pool = EnvironmentPool(f"{tmp_path / 'where.py'}:Where", {}, limits, num_workers=1, name="test", python=str(python))
+    await pool.start()
+    try:
+        episode, opening = await pool.begin({}, 0)
+        assert opening is not None and opening.words == str(python)
+        episode.end()
+    finally:
+        await pool.close()

@@ -89,6 +89,9 @@ class Format:
     def between(self, turn_ids: np.ndarray, words: Any, *, is_finished: bool) -> np.ndarray:
         return np.array([ord(letter) for letter in words])
 
+    def branch(self, prompt_ids: np.ndarray, turns: Any) -> None:
+        return None
+
     def action(self, turn_ids: np.ndarray, *, is_finished: bool) -> Action:
         return Action(" ".join(map(str, turn_ids)), is_finished, turn_ids.tolist())
 
