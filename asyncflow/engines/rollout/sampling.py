@@ -35,7 +35,7 @@ def stream_keys(seed: int, prompt_index: int, samples: Array) -> Array:
 
 def later_keys(keys: Array, position: int) -> Array:
     """Keys of the turn that begins at a token position, for engines that take one seed a request: uint64 [n] -> uint64 [n]."""
-    return _mix(keys + np.uint64(position) * WEYL) if position else keys
+    return _mix(keys + np.array([position], np.uint64) * WEYL) if position else keys
 
 
 def uniforms(keys: Array, positions: Array) -> Array:
