@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 import psutil
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from asyncflow.devices import ONE_OF_KINDS, PATTERN
+from asyncflow.devices import CUDA, ONE_OF_KINDS, PATTERN
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
 from asyncflow.types import MAX_CANDIDATES, Layout, LoraSpec, Old, UserError
 
 
 def _device(text: str) -> str:
     if not re.match(PATTERN, text):
-        raise ValueError(f"there is no device {text!r}: take {ONE_OF_KINDS}, perhaps with a number, as in cuda:1")
+        raise ValueError(f"there is no device {text!r}: take {ONE_OF_KINDS}, perhaps with a number, as in {CUDA}:1")
     return text
 
 

@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse
 
 from asyncflow.service.keys import Key, KeyRing, Scope
 from asyncflow.service.limits import Busy, Callers, Limits, Room
-from asyncflow.service.repeats import HEADER, MAX_ID, Answer, Repeats
+from asyncflow.service.repeats import HEADER, MAX_ID, Repeats, WholeAnswer
 from asyncflow.service.tickets import PREFIX as TICKETS
 from asyncflow.service.tickets import Tickets, ticket_routes
 from asyncflow.types import RunError, UserError
@@ -205,7 +205,7 @@ class Gate:
             await self._with_body(scope, headers, receive, kept)
         finally:
             has_effect = start is not None and start["status"] < 300
-            self._repeats.end(request, Answer(start, b"".join(parts)) if has_effect else None)
+            self._repeats.end(request, WholeAnswer(start, b"".join(parts)) if has_effect else None)
 
     async def _with_body(self, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
         """Read the request's body, for which there is room, and have the request answered."""

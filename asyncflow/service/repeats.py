@@ -19,7 +19,7 @@ MAX_ID: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WholeAnswer:
     """Answer of a request, whole: two ASGI messages."""
 
     start: Mapping[str, Any]
@@ -33,11 +33,11 @@ class Repeats:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._answers: OrderedDict[tuple[str, ...], Answer] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, ...], WholeAnswer] = OrderedDict()
         self._under_way: dict[tuple[str, ...], asyncio.Future[None]] = {}
         self._max_bytes, self._num_bytes = max_bytes, 0
 
-    async def begin(self, request: tuple[str, ...]) -> Answer | None:
+    async def begin(self, request: tuple[str, ...]) -> WholeAnswer | None:
         """Answer of this request, if it was made before; else None, and it is under way until `end`."""
         while (first := self._under_way.get(request)) is not None:
             await first
@@ -47,7 +47,7 @@ class Repeats:
         self._under_way[request] = asyncio.get_running_loop().create_future()
         return None
 
-    def end(self, request: tuple[str, ...], answer: Answer | None) -> None:
+    def end(self, request: tuple[str, ...], answer: WholeAnswer | None) -> None:
         """The request has been answered, or, with None, has had no effect."""
         self._under_way.pop(request).set_result(None)
         if answer is None or len(answer.body) > self._max_bytes:
@@ -58,5 +58,5 @@ class Repeats:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
 
 
-def _size(request: tuple[str, ...], answer: Answer) -> int:
+def _size(request: tuple[str, ...], answer: WholeAnswer) -> int:
     return sum(map(len, request)) + len(answer.body) + 512

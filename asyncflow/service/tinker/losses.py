@@ -73,14 +73,14 @@ class _ClippedLoss(_RatioLoss):
     clip_high: float
 
 
-class PPO(_ClippedLoss):
+class ClippedSurrogateLoss(_ClippedLoss):
     """See the module's head."""
 
     def objective(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
         return functional.clipped_surrogate(log_ratio_T.exp(), batch.advantages_T, self.clip_low, self.clip_high)
 
 
-class CISPO(_ClippedLoss):
+class ClippedWeightLoss(_ClippedLoss):
     """See the module's head."""
 
     def objective(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class CISPO(_ClippedLoss):
         )
 
 
-CLIPPED: Final[dict[str, type[_ClippedLoss]]] = {"ppo": PPO, "cispo": CISPO}
+CLIPPED: Final[dict[str, type[_ClippedLoss]]] = {"ppo": ClippedSurrogateLoss, "cispo": ClippedWeightLoss}
 PLAIN: Final[dict[str, type[Loss]]] = {"cross_entropy": CrossEntropy, "importance_sampling": ImportanceSampling}
 
 

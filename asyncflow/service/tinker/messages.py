@@ -31,21 +31,21 @@ DTYPES: Final = {"float32": np.float32, "int64": np.int64}
 _WIRE_DTYPES: Final[dict[int, np.dtype]] = {protobuf.FLOAT32: np.dtype("<f4"), protobuf.INT64: np.dtype("<i8")}
 
 
-class Message(BaseModel):
+class WireMessage(BaseModel):
     """Object in a request."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), frozen=True)
     type: str = ""
 
     @model_validator(mode="after")
-    def _known(self) -> Message:
+    def _known(self) -> WireMessage:
         for name, value in (self.model_extra or {}).items():
             if value:
                 raise ValueError(f"this server does not know {name[:100]!r}: leave it out")
         return self
 
 
-class CreateSession(Message):
+class CreateSession(WireMessage):
     tags: list[str] = Field(default=[], max_length=100)
     user_metadata: Metadata = None
     sdk_version: str = ""
@@ -58,11 +58,11 @@ class CreateSession(Message):
         return self
 
 
-class OfSession(Message):
+class OfSession(WireMessage):
     session_id: Id
 
 
-class LoraConfig(Message):
+class LoraConfig(WireMessage):
     """The low-rank adapter that a client asks for. This server trains all weights instead."""
 
     rank: Annotated[int, Field(ge=1, le=1 << 16)]
@@ -72,11 +72,11 @@ class LoraConfig(Message):
     train_attn: bool = True
 
 
-class OptimizerConfig(Message):
+class OptimizerConfig(WireMessage):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModel(Message):
+class CreateModel(WireMessage):
     session_id: Id
     model_seq_id: Number
     base_model: Id
@@ -90,18 +90,18 @@ class CreateModel(Message):
         return self
 
 
-class OfModel(Message):
+class OfModel(WireMessage):
     model_id: Id
 
 
-class Turn(Message):
+class Turn(WireMessage):
     """Request to a model that has its turn by a number."""
 
     model_id: Id
     seq_id: Number | None = None
 
 
-class AdamParams(Message):
+class AdamParams(WireMessage):
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -146,7 +146,7 @@ class SaveWeightsExternal(SaveWeights):
     path: Id
 
 
-class LoadWeights(Message):
+class LoadWeights(WireMessage):
     """Load of a checkpoint into a model, or, with `session_id`, into a new one."""
 
     model_id: Id | None = None
@@ -167,19 +167,19 @@ class LoadWeights(Message):
         return self
 
 
-class CreateSamplingSession(Message):
+class CreateSamplingSession(WireMessage):
     session_id: Id
     sampling_session_seq_id: Number
     base_model: Id | None = None
     model_path: str | None = None
 
 
-class TokensChunk(Message):
+class TokensChunk(WireMessage):
     tokens: list[Token]
     type: Literal["encoded_text"] = "encoded_text"
 
 
-class ModelInput(Message):
+class ModelInput(WireMessage):
     chunks: list[TokensChunk]
 
     @property
@@ -188,7 +188,7 @@ class ModelInput(Message):
         return np.array([token for chunk in self.chunks for token in chunk.tokens], np.int64)
 
 
-class TensorData(Message):
+class TensorData(WireMessage):
     data: list[float] | list[int]
     dtype: Literal["float32", "int64"]
     shape: list[Annotated[int, Field(ge=0)]] | None = None
@@ -204,7 +204,7 @@ class TensorData(Message):
         return values if self.shape is None else values.reshape(self.shape)
 
 
-class SamplingParams(Message):
+class SamplingParams(WireMessage):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | list[Token] | None = None
@@ -241,7 +241,7 @@ class SamplingParams(Message):
         )
 
 
-class Sample(Message):
+class SamplingRequest(WireMessage):
     num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
     prompt: ModelInput
     sampling_params: SamplingParams
@@ -253,29 +253,29 @@ class Sample(Message):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
 
 
-class RetrieveFuture(Message):
+class RetrieveFuture(WireMessage):
     request_id: Id
     allow_metadata_only: bool = False
 
 
-class CancelFuture(Message):
+class CancelFuture(WireMessage):
     request_id: Id
 
 
-class WeightsInfo(Message):
+class WeightsInfo(WireMessage):
     tinker_path: str
 
 
-class KeepFor(Message):
+class KeepFor(WireMessage):
     ttl_seconds: Annotated[int, Field(ge=1)] | None = None
 
 
-class JsonDatum(Message):
+class JsonDatum(WireMessage):
     model_input: ModelInput
     loss_fn_inputs: dict[str, TensorData]
 
 
-class PassInput(Message):
+class PassInput(WireMessage):
     data: list[JsonDatum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
@@ -314,7 +314,7 @@ class Pass:
         return found.digest()
 
 
-def content_of(message: Message) -> bytes:
+def content_of(message: WireMessage) -> bytes:
     """Hash of a request's content."""
     return hashlib.blake2b(f"{type(message).__name__} {message.model_dump_json()}".encode(), digest_size=16).digest()
 

@@ -169,7 +169,7 @@ def _add_sampling_routes(router: APIRouter, sessions: Sessions) -> None:
         return {"sampler_id": sampler.sampler_id, "base_model": sessions.base.name, "model_path": sampler.path}
 
     @router.post("/asample")
-    async def asample(request: messages.Sample) -> dict[str, Any]:
+    async def asample(request: messages.SamplingRequest) -> dict[str, Any]:
         request_id = _valid(sessions.sample, request)
         return {**_future(request_id), "sample_sequence_ids": [f"{request_id}:{i}" for i in range(request.num_samples)]}
 

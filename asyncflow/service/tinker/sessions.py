@@ -53,7 +53,7 @@ class Bounds:
 
 
 @dataclass(slots=True, eq=False)
-class Sampler:
+class SampledWeights:
     """Weights that a client samples from. `path`: of the checkpoint; None: the base model, or a snapshot without a name."""
 
     sampler_id: str
@@ -71,7 +71,7 @@ class Session:
     seen: float
     request: messages.CreateSession
     models: dict[str, TrainedModel] = field(default_factory=dict)
-    samplers: dict[str, Sampler] = field(default_factory=dict)
+    samplers: dict[str, SampledWeights] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -214,14 +214,14 @@ class Sessions:
             raise UserError(f"{checkpoint.path} is of {checkpoint.record.base_model}, and this server has {self.base.name}")
         return self._add_sampler(session, request.sampling_session_seq_id, checkpoint.model, checkpoint.path)
 
-    def sampler(self, sampler_id: str) -> Sampler:
+    def sampler(self, sampler_id: str) -> SampledWeights:
         """Sampler of this id; its session is alive at this moment. Raises `Denied`."""
         sampler = self.session(sampler_id.partition(":")[0]).samplers.get(sampler_id)
         if sampler is None:
             raise Denied(404, f"there is no sampler {sampler_id}")
         return sampler
 
-    def sample(self, request: messages.Sample) -> str:
+    def sample(self, request: messages.SamplingRequest) -> str:
         """Draw samples. Returns the request's id. Raises `UserError`, `Denied` or `Busy`."""
         if request.sampling_session_id is None:
             raise UserError("say sampling_session_id: samples are drawn in a sampling session here")
@@ -318,7 +318,7 @@ class Sessions:
         if sampler_id not in session.samplers:
             if len(session.samplers) >= self._bounds.samplers:
                 raise UserError(f"this session has {len(session.samplers)} samplers: begin another")
-            session.samplers[sampler_id] = Sampler(sampler_id, weights, path)
+            session.samplers[sampler_id] = SampledWeights(sampler_id, weights, path)
         return sampler_id
 
     def _check_base(self, name: str | None) -> None:
