@@ -71,7 +71,7 @@ $(RAY)/installed: $(RAY)/bin/uv pyproject.toml constraints.txt
 
 # Other people's environments, and programs that speak to an OpenAI endpoint.
 $(ENVIRONMENTS)/installed: $(ENVIRONMENTS)/bin/uv pyproject.toml constraints.txt
-	$(call INSTALL,$(ENVIRONMENTS)) -e '.[dev,environments]'
+	$(call INSTALL,$(ENVIRONMENTS)) -e '.[dev,environments,mcp]' 'langchain-openai>=1.0' 'langgraph>=1.0' 'openai>=2.0' 'trl>=1.0'
 	touch $@
 
 # vLLM brings its own torch and transformers; its server runs in an environment that has nothing of AsyncFlow, and the tests in ours.

@@ -25,21 +25,25 @@ from asyncflow.model_folder import read_json
 from asyncflow.types import UserError
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
-EXTRAS = {
-    "ray": ("ray", "workers placed by Ray, on one machine or several (cluster=ray)"),
-    "vllm": ("httpx2", "rollouts on vLLM (rollout.engine=vllm), which may be in an environment of its own"),
-    "redis": ("redis", "samples kept in Redis (queue.storage=redis)"),
-    "maths": ("math-verify", "rewards of mathematical expressions (reward.scorer=maths)"),
-    "mooncake": ("mooncake-transfer-engine", "samples kept in Mooncake Store (queue.storage=mooncake)"),
-    "data": ("datasets", "Parquet files, saved data sets and the Hugging Face Hub (data.path)"),
-    "wandb": ("wandb", "metrics on Weights & Biases (telemetry.trackers)"),
-    "deepspeed": ("deepspeed", "training with DeepSpeed (train.engine=deepspeed)"),
-    "megatron": ("megatron-core", "training with Megatron-Core (train.engine=megatron)"),
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "ray": (("ray",), "workers placed by Ray, on one machine or several (cluster=ray)"),
+    "vllm": (("httpx2",), "rollouts on vLLM (rollout.engine=vllm), which may be in an environment of its own"),
+    "redis": (("redis",), "samples kept in Redis (queue.storage=redis)"),
+    "maths": (("math-verify",), "rewards of mathematical expressions (reward.scorer=maths)"),
+    "mooncake": (("mooncake-transfer-engine",), "samples kept in Mooncake Store (queue.storage=mooncake)"),
+    "data": (("datasets",), "Parquet files, saved data sets and the Hugging Face Hub (data.path)"),
+    "service": (("fastapi", "uvicorn", "httptools", "httpx2", "protobuf"), "a run, or Tinker's API, over HTTP (asyncflow serve)"),
+    "wandb": (("wandb",), "metrics on Weights & Biases (telemetry.trackers)"),
+    "mcp": (("mcp",), "tools of MCP servers (environment.tools)"),
+    "environments": (
+        ("gymnasium", "openenv-core", "reasoning-gym", "skyrl-gym", "textarena", "verifiers"),
+        "other people's environments (environment), which may be in an environment of their own",
+    ),
+    "deepspeed": (("deepspeed",), "training with DeepSpeed (train.engine=deepspeed)"),
+    "megatron": (("megatron-core",), "training with Megatron-Core (train.engine=megatron)"),
 }
-"""By extra of pyproject.toml: the package that AsyncFlow imports, and what for."""
+"""By extra of pyproject.toml: the packages that AsyncFlow imports, and what for."""
 COSTS_FILE = "costs.json"
-UNUSED = {"service": "driving a run over HTTP"}
-"""Extras whose packages nothing imports yet."""
 
 
 def check(
@@ -154,11 +158,14 @@ def _versions() -> list[tuple[str, str]]:
 
 def _extras() -> list[tuple[str, str]]:
     rows = []
-    for name, (package, purpose) in EXTRAS.items():
-        version = _version(package)
-        has = f"{package} {version}" if version else f"missing: pip install 'asyncflow-rl[{name}]'"
+    for name, (packages, purpose) in EXTRAS.items():
+        versions = {package: _version(package) for package in packages}
+        has = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
+        if not all(versions.values()):
+            lacks = ", ".join(package for package, version in versions.items() if not version)
+            has = f"{has}{'; ' if has else ''}missing{f' {lacks}' if has else ''}: pip install 'asyncflow-rl[{name}]'"
         rows.append((name, f"{has}, for {purpose}"))
-    return [*rows, *((name, f"for {purpose}: nothing in this version uses it") for name, purpose in UNUSED.items())]
+    return rows
 
 
 def _version(package: str) -> str | None:

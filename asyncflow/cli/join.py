@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from asyncflow.devices import CPU, CUDA
 from asyncflow.types import RunError, UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def join(
     engine: Annotated[str, typer.Option(help="Engine as rollout.engine has it, in YAML: slots, or '{name: vllm, ...}'.")] = "slots",
     num_slots: Annotated[int, typer.Option(min=1, help="Responses at once.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of weights, keys and values: float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where it computes: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help=f"Where it computes: {CPU}, {CUDA}, {CUDA}:1.")] = "cpu",
     num_threads: Annotated[int, typer.Option(min=1, help="Computing threads (CPU).")] = 1,
     kv_on_install: Annotated[str, typer.Option(help="Keys and values of responses under way: keep or recompute.")] = "keep",
 ) -> None:
