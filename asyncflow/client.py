@@ -33,6 +33,7 @@ from asyncflow.types import Array, RunError, UserError
 
 T = TypeVar("T")
 Place = Literal["own", "outside"]
+Scope = Literal["read", "drive", "admin"]
 PAUSE_SECONDS = 0.2
 CHUNK_BYTES = 1 << 20
 ANSWER_SECONDS = 3700.0
@@ -224,6 +225,14 @@ class AsyncClient:
         """The queue's metrics in Prometheus' text form."""
         return (await self._request("GET", "/v1/metrics")).text
 
+    async def make_key(self, name: str, scope: Scope, expires_seconds: float | None = None) -> str:
+        """Make a key for another client, perhaps with an end; returns its secret. Needs a key of scope `admin`."""
+        return str((await self._post("/v1/keys", {"name": name, "scope": scope, "expires_seconds": expires_seconds}))["secret"])
+
+    async def remove_key(self, name: str) -> None:
+        """Remove a key: it is refused from now on. Needs a key of scope `admin`."""
+        await self._request("DELETE", f"/v1/keys/{name}")
+
     async def stop(self) -> None:
         """Stop the run: its model, trace and report are written. Needs a key of scope `admin`."""
         await self._post("/v1/stop")
@@ -258,8 +267,11 @@ class AsyncClient:
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return msgspec.json.decode((await self._request("POST", path, body)).content)
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx2.Response:
-        """Answer of the service. A request whose answer was lost, or for which there was no room, is repeated under its id.
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, file: Path | None = None
+    ) -> httpx2.Response:
+        """Answer of the service to a request with this body, or the bytes of a file. A request whose answer was lost, or for which
+        there was no room, is repeated under its id.
 
         Raises `UserError` for what it refuses, `RunError` for what cannot be done now.
         """
@@ -269,15 +281,17 @@ class AsyncClient:
             headers["Idempotency-Key"] = uuid.uuid4().hex
         if body is not None:
             headers["Content-Type"], content = "application/json", msgspec.json.encode(body)
+        if file is not None:
+            headers["Content-Length"] = str(file.stat().st_size)
         while True:
             pause = PAUSE_SECONDS
             try:
-                answer = await self._http.request(method, path, content=content, headers=headers)
-            except (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
+                sent = content if file is None else _parts(file)
+                answer = await self._http.request(method, path, content=sent, headers=headers)
+            except httpx2.TransportError as error:
                 if loop.time() + pause > deadline:
-                    raise RunError(
-                        f"the service at {self._http.base_url} cannot be reached: {error or type(error).__name__}"
-                    ) from error
+                    why = error or type(error).__name__
+                    raise RunError(f"the service at {self._http.base_url} cannot be reached: {why}") from error
             else:
                 if answer.status_code != 429:
                     return _checked(answer)
@@ -289,14 +303,17 @@ class AsyncClient:
     async def _download(self, path: str, target: Path) -> None:
         """A file, in pieces; one whose hash the service says is checked. Raises `RunError` where it is not whole."""
         digest, partial = xxhash.xxh3_128(), target.with_name(f"{target.name}.partial")
-        async with self._http.stream("GET", path) as answer:
-            if answer.status_code >= 400:
-                await answer.aread()
-                _checked(answer)
-            with partial.open("wb") as file:
-                async for part in answer.aiter_bytes(CHUNK_BYTES):
-                    file.write(part)
-                    digest.update(part)
+        try:
+            async with self._http.stream("GET", path) as answer:
+                if answer.status_code >= 400:
+                    await answer.aread()
+                    _checked(answer)
+                with partial.open("wb") as file:
+                    async for part in answer.aiter_bytes(CHUNK_BYTES):
+                        file.write(part)
+                        digest.update(part)
+        except httpx2.TransportError as error:
+            raise RunError(f"{path} could not be fetched: {error or type(error).__name__}") from error
         if answer.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
             raise RunError(f"{path} came as something else: its version was replaced meanwhile")
         partial.replace(target)
@@ -379,17 +396,9 @@ class AsyncTrainerWorker:
                 await asyncio.to_thread(_save, weights, file)
                 figures = {"grad_norm": grad_norm, "learning_rate": learning_rate, "timeout_seconds": timeout_seconds}
                 return await self.publish(step, file, **figures)
-        path, query = Path(weights), f"grad_norm={grad_norm}&learning_rate={learning_rate}&timeout_seconds={timeout_seconds}"
-        headers = {"Content-Length": str(path.stat().st_size), "Idempotency-Key": uuid.uuid4().hex}
-
-        async def parts() -> AsyncIterator[bytes]:
-            with path.open("rb") as opened:
-                while part := await asyncio.to_thread(opened.read, CHUNK_BYTES):
-                    yield part
-
-        url = f"/v1/weights/{self.name}/{step}?{query}"
-        answer = await self._client._http.request("PUT", url, content=parts(), headers=headers)
-        version: int = msgspec.json.decode(_checked(answer).content)["version"]
+        query = f"grad_norm={grad_norm}&learning_rate={learning_rate}&timeout_seconds={timeout_seconds}"
+        answer = await self._client._request("PUT", f"/v1/weights/{self.name}/{step}?{query}", file=Path(weights))
+        version: int = msgspec.json.decode(answer.content)["version"]
         return version
 
     async def publish_folder(
@@ -472,6 +481,14 @@ class Client:
     def metrics(self) -> str:
         """See `AsyncClient.metrics`."""
         return self._call(self._client.metrics())
+
+    def make_key(self, name: str, scope: Scope, expires_seconds: float | None = None) -> str:
+        """See `AsyncClient.make_key`."""
+        return self._call(self._client.make_key(name, scope, expires_seconds))
+
+    def remove_key(self, name: str) -> None:
+        """See `AsyncClient.remove_key`."""
+        self._call(self._client.remove_key(name))
 
     def stop(self) -> None:
         """See `AsyncClient.stop`."""
@@ -563,6 +580,13 @@ def read_key(path: Path) -> str:
     except (OSError, msgspec.DecodeError, LookupError, TypeError) as error:
         raise UserError(f"{path} holds no key of a service: {error}") from error
     return secret
+
+
+async def _parts(file: Path) -> AsyncIterator[bytes]:
+    """Bytes of a file, in pieces."""
+    with file.open("rb") as opened:
+        while part := await asyncio.to_thread(opened.read, CHUNK_BYTES):
+            yield part
 
 
 def _groups(columns: Mapping[str, Array]) -> list[GroupData]:

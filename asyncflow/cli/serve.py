@@ -75,7 +75,7 @@ async def _serve(
     hosted = HostedRun(config, folder / "journal", Printed(), resume=resume, weights_from=weights_from)
     description = f"The run {config.run.name}."
     app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, streamed=STREAMED)
-    app.include_router(routes(hosted))
+    app.include_router(routes(hosted, keys))
     server = HttpServer(app, place, limits, certificate)
     address = await server.start()
     print(f"serving {config.run_dir} at {address}, with the keys in {keys.path}")

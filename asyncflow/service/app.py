@@ -213,7 +213,7 @@ class Gate:
         if self._streamed and scope["path"].startswith(self._streamed):
             if length > self._limits.streamed_bytes:
                 raise Denied(413, f"{length} bytes are more than the {self._limits.streamed_bytes} that this service takes")
-            await self._app(scope, self._paced(receive, length), send)
+            await self._as_it_comes(scope, self._paced(receive, length), send)
             return
         if not length:
             await self._app(scope, receive, send)
@@ -237,6 +237,24 @@ class Gate:
             await self._app(scope, whole, send)
         finally:
             self._room.give_back(length)
+
+    async def _as_it_comes(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Have a request answered that reads its body itself. Where it is answered before all of that is there, the connection
+        ends: nobody reads the rest."""
+        is_whole = False
+
+        async def read() -> Any:
+            nonlocal is_whole
+            message = await receive()
+            is_whole = not message.get("more_body", False)
+            return message
+
+        async def answered(message: Any) -> None:
+            if message["type"] == "http.response.start" and not is_whole:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, read, answered)
 
     async def _read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | None:
         """The whole body; None if the client has gone. Raises `Denied` for one that is late."""

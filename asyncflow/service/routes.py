@@ -16,6 +16,7 @@ import numpy as np
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
 from asyncflow.engines.base import Response as Generated
 from asyncflow.engines.train.experience import Published
@@ -23,6 +24,7 @@ from asyncflow.service.app import Denied, needs
 from asyncflow.service.experience import MEDIA_TYPES, Form, as_lists, as_msgpack, as_safetensors
 from asyncflow.service.generation import STORED
 from asyncflow.service.hosted import HostedRun, Place
+from asyncflow.service.keys import KeyRing, Scope
 from asyncflow.service.limits import Busy
 from asyncflow.types import RunError, UserError
 
@@ -42,6 +44,24 @@ class Body(BaseModel):
     """Body of a request: an unknown field is a mistake."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class MakeKey(Body):
+    name: Name
+    scope: Scope
+    expires_seconds: Annotated[float, Field(gt=0, le=1e10)] | None = None
+    """From now on; without it the key has no end."""
+
+
+class KeySecret(BaseModel):
+    secret: str
+
+
+class KeyFacts(BaseModel):
+    name: str
+    scope: Scope
+    expires: float | None
+    """Unix time."""
 
 
 class InitEngines(Body):
@@ -227,13 +247,33 @@ class PublishFolder(Body):
     timeout_seconds: Seconds = 120.0
 
 
-def routes(hosted: HostedRun) -> APIRouter:
-    """The routes of this run."""
+def routes(hosted: HostedRun, keys: KeyRing) -> APIRouter:
+    """The routes of this run, and of the service's keys."""
     router = APIRouter(prefix="/v1")
+    _add_keys(router, keys)
     _add_run(router, hosted)
     _add_generators(router, hosted)
     _add_trainers(router, hosted)
     return router
+
+
+def _add_keys(router: APIRouter, keys: KeyRing) -> None:
+    @router.get("/keys", tags=["keys"], dependencies=[needs("admin")])
+    async def all_keys() -> list[KeyFacts]:
+        """The keys, without their secrets."""
+        return [KeyFacts(name=key.name, scope=key.scope, expires=key.expires) for key in keys.all]
+
+    @router.post("/keys", tags=["keys"], dependencies=[needs("admin")])
+    async def make_key(body: MakeKey) -> KeySecret:
+        """Make a key. Its secret is told this once."""
+        expires = None if body.expires_seconds is None else keys.clock() + body.expires_seconds
+        return KeySecret(secret=keys.add(body.name, body.scope, expires).secret)
+
+    @router.delete("/keys/{name}", tags=["keys"], dependencies=[needs("admin")])
+    async def remove_key(name: Name) -> Told:
+        """Remove a key: it is refused from now on."""
+        keys.remove(name)
+        return Told(message=f"the key {name} is removed")
 
 
 def _add_run(router: APIRouter, hosted: HostedRun) -> None:
@@ -457,6 +497,10 @@ def _add_trainers(router: APIRouter, hosted: HostedRun) -> None:
                 with path.open("wb") as file:
                     async for part in request.stream():
                         file.write(part)
+            except ClientDisconnect as error:
+                path.unlink()
+                raise Denied(400, "the upload was cut off") from error
+            try:
                 published = Published(str(path), grad_norm, learning_rate)
                 return PolicyVersion(version=await _published(hosted, step, published, timeout_seconds))
             finally:

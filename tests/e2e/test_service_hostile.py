@@ -260,7 +260,7 @@ def application(folder: Path, tree: dict[str, Any]) -> tuple[FastAPI, KeyRing]:
     keys = KeyRing.open(folder / "keys.json", time.time)
     limits = Limits(refusals_per_second=1e6, requests_per_second=1e6)
     app = make_app(title="t", description="", keys=keys, limits=limits, audit=AuditLog(None), streamed=STREAMED)
-    app.include_router(routes(HostedRun(parse(tree), folder / "journal")))
+    app.include_router(routes(HostedRun(parse(tree), folder / "journal"), keys))
     return app, keys
 
 
@@ -279,3 +279,32 @@ async def test_every_route_of_the_service_asks_for_a_key(tmp_path: Path, small: 
                     assert answer.status_code == (200 if path == "/health" else 401), (method, path, headers)
                 if method != "get":
                     assert (await client.request(method.upper(), url, headers={"X-API-Key": reads.secret})).status_code == 403
+
+
+async def test_keys_are_made_and_removed_by_who_may_and_shown_to_nobody(tmp_path: Path, small: Any) -> None:
+    app, keys = application(tmp_path, small())
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://run") as client:
+        admin = {"X-API-Key": keys.all[0].secret}
+        made = await client.post("/v1/keys", json={"name": "guest", "scope": "drive", "expires_seconds": 60}, headers=admin)
+        guest = {"X-API-Key": made.json()["secret"]}
+        assert (await client.get("/v1/status", headers=guest)).status_code == 200
+        for method, path in (("GET", "/v1/keys"), ("DELETE", "/v1/keys/admin")):
+            assert (await client.request(method, path, headers=guest)).status_code == 403
+        assert (await client.post("/v1/keys", json={"name": "own", "scope": "admin"}, headers=guest)).status_code == 403
+        shown = await client.get("/v1/keys", headers=admin)
+        assert [key["name"] for key in shown.json()] == ["admin", "guest"] and guest["X-API-Key"] not in shown.text
+        assert (await client.delete("/v1/keys/guest", headers=admin)).status_code == 200
+        assert (await client.get("/v1/status", headers=guest)).status_code == 401
+        assert "the last one" in (await client.delete("/v1/keys/admin", headers=admin)).text
+
+
+async def test_an_upload_that_nobody_wants_is_refused_before_it_is_read(tmp_path: Path, small: Any) -> None:
+    app, keys = application(tmp_path, small())
+    limits = Limits(**QUICK)
+    server = HttpServer(app, Listen.parse("127.0.0.1:0"), limits)
+    port = int((await server.start()).rpartition(":")[2])
+    key = b"Authorization: Bearer " + keys.all[0].secret.encode() + b"\r\n"
+    head = b"PUT /v1/weights/trainer-1/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n" + key + b"\r\n"
+    answer = await said(port, head, b"x" * 1000, pause=0.05)
+    assert b" 409 " in answer  # the run has not begun
+    await server.stop()
