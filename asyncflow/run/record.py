@@ -309,6 +309,8 @@ class RunRecord:
             row |= means(own)
             row |= run_metrics(*await self._context.client.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
+            if (newest := self._context.versions.newest) is not None:
+                row["weights/version_bytes"] = newest.num_bytes
             if (attested := self._context.versions.share_attested) is not None:
                 row["weights/attested"] = attested
             if self._before.resumed_at:

@@ -124,6 +124,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "queue/rows": "Rows on all storage units, at that moment.",
     "queue/stored_bytes": "Bytes of their values.",
     "queue/admission_wait_seconds": "Seconds that admissions have waited for room since the run began, over all of them.",
+    "weights/version_bytes": "Bytes of the version that was published last: of a whole model, or of a low-rank adapter.",
     "weights/attested": "Share of the rollout workers that serve when the row is written whose engine has shown, after its last "
     "install, that it generates with the version that it was given (0 to 1). Only once a version is published, by a trainer that "
     "promises what engines will have.",

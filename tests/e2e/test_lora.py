@@ -47,6 +47,7 @@ def test_an_adapter_is_trained_published_saved_resumed_and_merged(tmp_path: Path
     assert prints[0] == prints[1] and all("lora_" in name for name in prints[0][-1].tensors if name.startswith("weights/"))
     seen = rows(run / "metrics.jsonl")
     assert [row["weights/attested"] for row in seen[1:]] == [1.0] * (STEPS - 1), "each install has been attested"
+    assert {row["weights/version_bytes"] for row in seen[1:]} < {*range((MODEL / "model.safetensors").stat().st_size // 5)}
     assert max(row["mismatch/logprob_difference"] for row in seen) < 1e-5, "the engine has the adapter that the trainer has"
     assert seen[-1]["policy/kl"] > 0, "the reference is the base"
     certificate = read_certificate(run)
@@ -77,3 +78,29 @@ def test_an_adapter_is_trained_published_saved_resumed_and_merged(tmp_path: Path
 def test_what_cannot_be_done_is_refused_in_one_sentence(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     done = run_command("train", write_config(tmp_path, tree(tmp_path, "run", **changes)))
     assert done.returncode == 2 and sentence in done.stderr, done.stderr
+
+
+DEAF = """
+from asyncflow.engines.rollout.engine import SlotEngine
+
+class Deaf(SlotEngine):
+    async def install(self, version, tensors):
+        self._slots.version = version
+"""
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["whole", "adapter"])
+def test_an_engine_that_installs_nothing_gets_no_prompts_and_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
+    """It says that it has the version, as its responses do; what it attests does not."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    changes: dict[str, Any] = {
+        "rollout": {"engine": {"path": f"{tmp_path / 'deaf.py'}:Deaf"}},
+        "weight_sync": {"deadline_seconds": 2},
+        "algorithm": {"name": "grpo", "kl_coefficient": 0.0},
+    }
+    config = tree(tmp_path, "run", **changes)
+    config["model"]["lora"] = lora
+    done = run_command("train", write_config(tmp_path, config))
+    what = "without 28 of the 28 tensors" if lora else "with other weights than those"
+    assert done.returncode == 1 and f"the engine generates {what} of version 1" in done.stderr, done.stderr
+    assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 1, "a step was made by weights that are not its version's"

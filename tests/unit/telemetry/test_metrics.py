@@ -186,6 +186,7 @@ def test_every_metric_is_defined():
         "policy/rollout_logprob_difference",
         "run/num_resumes",
         "weights/attested",
+        "weights/version_bytes",
         "memory/rss_bytes/<worker>",
         "own/<name>",
         "reward/<name>",
