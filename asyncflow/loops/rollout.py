@@ -263,7 +263,8 @@ class Rollout:
             return None
         start = self._spans.clock()
         attested: Attestation | None = await attest()
-        self._spans.beside("attest", start, version=target.version)
+        if attested is not None:
+            self._spans.beside("attest", start, version=target.version)
         return attested
 
     def _serve(self, target: Target) -> None:
