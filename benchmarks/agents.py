@@ -1,6 +1,6 @@
 """Episodes of several turns: keys that stay between turns, environments that are slow, processes that are killed.
 
-    python benchmarks/agents.py [--parts kept slow killed recipes] [--json FILE]
+    python benchmarks/agents.py [--parts kept slow killed recipes] [--moments N] [--json FILE]
 
 kept      the embedded engine plays 64 episodes of 8 turns, and generates 64 single turns of the same length
 slow      256 episodes at once on 64 slots, environments that take 0.5 s a turn (lognormal): a sleeping engine, then the real one
@@ -176,9 +176,10 @@ def prints(folder: Path, name: str) -> dict[int, str]:
     return {json.loads(line)["step"]: line for line in lines}
 
 
-def killed(folder: Path, moments: int = 20) -> list[Figure]:
+def killed(folder: Path, moments: int) -> list[Figure]:
     """Kill one of three kinds of process at each moment of a run of 4 steps."""
-    recipe = ["recipes/calculator.yaml", "run.steps=4", "eval.path=null", "telemetry.fingerprints=true", "checkpoint.every_steps=1"]
+    recipe = ["recipes/calculator.yaml", "run.steps=4", "train.prompts_per_step=16", "eval.path=null"]
+    recipe += ["telemetry.fingerprints=true", "checkpoint.every_steps=1"]
     began = time.monotonic()
     assert train(folder, "undisturbed", *recipe).wait() == 0, (folder / "undisturbed.log").read_text()[-800:]
     whole, expected = time.monotonic() - began, prints(folder, "undisturbed")
@@ -228,6 +229,7 @@ def recipes(folder: Path) -> list[Figure]:
 def main() -> int:
     arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--parts", nargs="+", default=["kept", "slow"], choices=["kept", "slow", "killed", "recipes"])
+    arguments.add_argument("--moments", type=int, default=20, help="at which something is killed")
     given = arguments.parse_args()
     figures: list[Figure] = []
     with runs_folder(given.dir) as folder:
@@ -237,7 +239,7 @@ def main() -> int:
             elif part == "slow":
                 figures += [*slow_asleep(), *asyncio.run(slow_real())]
             else:
-                figures += (killed if part == "killed" else recipes)(folder)
+                figures += killed(folder, given.moments) if part == "killed" else recipes(folder)
     return finish(figures, given.json)
 
 
