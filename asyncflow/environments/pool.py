@@ -11,6 +11,7 @@ fails. A new process takes the place of one that ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -117,13 +118,13 @@ class EnvironmentPool:
         try:
             reply = await process.ask(frame(question), self._limits.deadline_seconds)
         except TimeoutError:
-            self._beside_do(self._replace(process))
+            self._retire(process)
             late = f"gave no answer within {self._limits.deadline_seconds:g} s and was killed"
             raise self.failed("timeout", f"{who} {late}{process.last_words}") from None
         except ProcessEnded:
             if self._error is not None:
                 raise self._error from None
-            self._beside_do(self._replace(process))
+            self._retire(process)
             raise self.failed(process.kind_of_end, f"{who}: its process {process.end}{process.last_words}") from None
         if isinstance(reply, Failed):
             raise self.failed(reply.kind, reply.message)
@@ -136,11 +137,8 @@ class EnvironmentPool:
             self._beside_do(self._close_episode(process, number))
 
     async def _close_episode(self, process: SandboxProcess, number: int) -> None:
-        try:
+        with contextlib.suppress(EnvironmentFailure):  # it is counted; a process that is lost has been retired
             await self.ask(process, CloseEpisode(number), EpisodeClosed)
-        except EnvironmentFailure as failure:
-            if failure.kind in ("timeout", "exited", "memory") and not process.is_alive:
-                return  # replaced
         self._free(process)
 
     async def _process(self) -> SandboxProcess:
@@ -159,6 +157,8 @@ class EnvironmentPool:
             raise
 
     def _free(self, process: SandboxProcess) -> None:
+        if process.is_replaced:
+            return
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():
@@ -179,12 +179,14 @@ class EnvironmentPool:
         self.facts = reply
         return process
 
+    def _retire(self, process: SandboxProcess) -> None:
+        """Give a process that ended, or is to end, nothing more, and put a new one in its place, beside everything else."""
+        if not process.is_replaced:
+            process.is_replaced = True
+            self._room = [other for other in self._room if other is not process]
+            self._beside_do(self._replace(process))
+
     async def _replace(self, process: SandboxProcess) -> None:
-        """A new process in the place of one that ended, or is to end."""
-        if process.is_replaced:
-            return
-        process.is_replaced = True
-        self._room = [other for other in self._room if other is not process]
         await self._processes.remove(process)
         try:
             self._add(await patiently(self._spawn))

@@ -254,3 +254,15 @@ async def test_an_environment_may_have_an_interpreter_of_its_own(tmp_path: Path)
         episode.end()
     finally:
         await pool.close()
+
+
+async def test_an_episode_that_waits_gets_no_process_that_is_about_to_be_killed(open_pool: Open) -> None:
+    pool = await open_pool(seconds=1.5)
+    hanging, _ = await pool.begin({"name": "x"}, 1)
+    waiting = asyncio.create_task(pool.begin({"name": "y"}, 2))
+    turn = asyncio.create_task(hanging.step(Action("sleep 600")))
+    await asyncio.sleep(0.05)
+    turn.cancel()
+    hanging.end()  # it cannot be closed in time, so its process is killed
+    episode, _ = await waiting
+    assert (await episode.step(Action("say on"))).words == "on 1 2" and pool.failures == {"timeout": 1}
