@@ -1,7 +1,7 @@
 """Model, data and servers for the tests of Tinker's API, offline: folders with the names that the cookbook asks the Hub for.
 
     FOLDER/Qwen/Qwen3-8B-Base         a model of 0.4M parameters with random weights, its vocabulary made of the texts below
-    FOLDER/HuggingFaceH4/no_robots    conversations: which number is a word? The answers are random digits
+    FOLDER/HuggingFaceH4/no_robots    conversations: which number is a word? Four answers of ten are 7, the others random digits
     FOLDER/openai/gsm8k               the same questions, whose right answer is always 7
 
 A client that is started in FOLDER finds them before it would ask the Hub.
@@ -48,7 +48,8 @@ def make_world(folder: Path, *, conversations: int, questions: int) -> None:
     draw = random.Random(0)
     talks = []
     for _ in range(conversations):
-        turns = [*EXAMPLE, ("user", question(draw.choice(WORDS)) + SUFFIX), ("assistant", f"\\boxed{{{draw.randrange(10)}}}")]
+        digit = 7 if draw.random() < 0.4 else draw.randrange(10)
+        turns = [*EXAMPLE, ("user", question(draw.choice(WORDS)) + SUFFIX), ("assistant", f"\\boxed{{{digit}}}")]
         talks.append({"messages": [{"role": role, "content": content} for role, content in turns]})
     sl, rl = folder / "HuggingFaceH4" / "no_robots", folder / "openai" / "gsm8k"
     sl.mkdir(parents=True)
@@ -67,6 +68,23 @@ def _turns(talk: dict[str, list[dict[str, str]]]) -> list[tuple[str, str]]:
     return [(turn["role"], turn["content"]) for turn in talk["messages"]]
 
 
+def run_client(
+    python: Path, *command: str | Path, cwd: Path, seconds: float = 240.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of the SDK's environment to its end. It has a cache of its own: `datasets` finds what it has kept of a folder by
+    the folder's name alone."""
+    own = {"HF_HOME": str(cwd / "hugging-face"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    return subprocess.run(
+        [python, *command],
+        cwd=cwd,
+        env={**os.environ, **own, "WANDB_MODE": "disabled", **environment},
+        capture_output=True,
+        text=True,
+        timeout=patience(seconds),
+        check=False,
+    )
+
+
 @dataclass(frozen=True)
 class Served:
     """A server: its address, a key, and where its checkpoints are."""
@@ -78,16 +96,8 @@ class Served:
 
     def run(self, python: Path, *command: str | Path, cwd: Path, seconds: float = 240.0) -> str:
         """Output of a program of the SDK's environment, which has this server for Tinker's."""
-        given = {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": self.key, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [python, *command],
-            cwd=cwd,
-            env={**os.environ, **given, "PYTHONPATH": "", "WANDB_MODE": "disabled"},
-            capture_output=True,
-            text=True,
-            timeout=patience(seconds),
-            check=False,
-        )
+        given = {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": self.key}
+        done = run_client(python, *command, cwd=cwd, seconds=seconds, **given)
         if done.returncode:
             print(done.stderr[-6000:], flush=True)
         assert done.returncode == 0, done.stdout[-2000:]
