@@ -71,8 +71,10 @@ def _turns(talk: dict[str, list[dict[str, str]]]) -> list[tuple[str, str]]:
 def run_client(
     python: Path, *command: str | Path, cwd: Path, seconds: float = 240.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of the SDK's environment to its end. It has a cache of its own: `datasets` finds what it has kept of a folder by
-    the folder's name alone."""
+    """Run a program of the SDK's environment to its end.
+
+    It has a cache of its own: `datasets` finds what it has kept of a folder by the folder's name alone.
+    """
     own = {"HF_HOME": str(cwd / "hugging-face"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     return subprocess.run(
         [python, *command],
