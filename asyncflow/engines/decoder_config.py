@@ -1,6 +1,6 @@
-"""Fields of a Hugging Face `config.json` that determine the computation, for the Qwen2, Qwen3 and Llama families.
+"""Fields of a Hugging Face `config.json` that determine the computation, for the families that engines compute by themselves.
 
-Two engines compute these models with code of their own: the embedded decoder and Megatron's. If a field could change the
+Two engines do so: the embedded decoder (families.py: `DECODED`) and Megatron's (`FAMILIES`). If a field could change the
 computation in a way that they do not implement, the config is refused, and the error names the field.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncflow.engines.families import FAMILIES, head_dim
+from asyncflow.engines.families import DECODED, head_dim
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 READ = {
     *SIZES,
     *("model_type", "architectures", "layer_types", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias"),
-    *("tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+    *("tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
 }
 # Fields that transformers gives every config, whatever the family. With these values they ask for nothing special.
 DEFAULTS: dict[str, Any] = {
@@ -30,11 +30,22 @@ DEFAULTS: dict[str, Any] = {
     "label2id": {"LABEL_0": 0, "LABEL_1": 1},
 }
 # Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
-FIXED = {"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False, "partial_rotary_factor": 1.0, **DEFAULTS}
+FIXED = {"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False, **DEFAULTS}
 HARMLESS = {
-    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "attention_dropout", "use_cache"),
+    *(
+        "_name_or_path",
+        "_model_name_or_path",
+        "unk_token_id",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "initializer_range",
+        "attention_dropout",
+        "use_cache",
+    ),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),
     *("output_attentions", "output_hidden_states", "return_dict"),
+    *("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),  # the last one counts under rope types that are refused
 }
 ROPE_SCALING = {
     "default": set(),
@@ -62,6 +73,17 @@ class DecoderConfig:
     output_bias: bool
     mlp_bias: bool
     rope: Mapping[str, Any]
+    rotary_dim: int  # elements of a head that are rotated, the first ones
+    rotates: tuple[bool, ...]  # by layer: whether positions count in it
+    max_window: int | None = None  # tokens up to which the model's windows are no limit
+    whole_qk_norm: bool = False
+    norms_behind: bool = False
+    has_late_rounding: bool = False  # norms multiply by their weights in float32
+    is_fused: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
+    logits_scaling: float = 1.0  # logits are divided by it
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
@@ -70,58 +92,83 @@ class DecoderConfig:
         Raises `ValueError`, which names the first field that is not implemented.
         """
         kind: Any = fields.get("model_type")
-        if kind not in FAMILIES:
-            raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
-        family = FAMILIES[kind]
+        if kind not in DECODED:
+            raise ValueError(f"model_type {kind!r} is not one of {', '.join(DECODED)}")
+        family = DECODED[kind]
         for name, value in fields.items():
             if name in FIXED and value not in (None, FIXED[name]):
                 raise ValueError(f"config field {name} = {value!r} is not implemented (only {FIXED[name]!r})")
             # None is how a config says that a feature is absent.
-            if name not in READ | FIXED.keys() | HARMLESS and value is not None:
+            if name not in READ | FIXED.keys() | HARMLESS | {*family.fields} and value is not None:
                 raise ValueError(f"unknown config field {name} = {value!r}: it could change the computation")
         if fields.get("architectures") not in (None, [family.architecture]):
             raise ValueError(f"config field architectures = {fields['architectures']!r} is not [{family.architecture!r}]")
         if set(fields.get("layer_types") or ()) - {"full_attention"}:
             raise ValueError(f"config field layer_types = {fields['layer_types']!r}: only full_attention is implemented")
-        if kind == "llama" and fields.get("sliding_window") is not None:
-            raise ValueError("config field sliding_window is not implemented for llama")
+        has_windows = kind in ("mistral", "phi3")
+        if not (has_windows or kind.startswith("qwen")) and fields.get("sliding_window") is not None:
+            raise ValueError(f"config field sliding_window is not implemented for {kind}")
         sizes: dict[str, Any] = {name: fields.get(name) for name in SIZES}
-        if kind == "llama" or "num_key_value_heads" in fields:
+        if not family.needs_kv_heads or "num_key_value_heads" in fields:
             sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {name} = {value!r} is not a positive integer")
         attention_bias = bool(fields.get("attention_bias"))
-        if (attention_bias and kind == "qwen2") or (fields.get("mlp_bias") and kind != "llama"):
+        if (attention_bias and not family.has_attention_bias) or (fields.get("mlp_bias") and not family.has_mlp_bias):
             raise ValueError(f"config fields attention_bias and mlp_bias are not those of {kind}")
+        rope, partial = _rope_fields(fields, family.rope_theta)
+        if partial != 1.0 and kind != "phi3":
+            raise ValueError(f"rope parameter partial_rotary_factor = {partial} is not implemented for {kind}")
+        of_family = [name for name in family.fields if name.endswith(("multiplier", "scaling"))]
+        multipliers: dict[str, Any] = {name: float(fields.get(name, 1.0)) for name in of_family}
         return cls(
             **sizes,
+            **multipliers,
             head_dim=head_dim(fields),
-            rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.get("rms_norm_eps", family.rms_norm_eps),
             max_position_embeddings=fields.get("max_position_embeddings", 2048),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", family.is_tied)),
             qk_norm=family.has_qk_norm,
             qkv_bias=attention_bias or family.has_qkv_bias,
             output_bias=attention_bias,
             mlp_bias=bool(fields.get("mlp_bias")),
-            rope=_rope_fields(fields),
+            rope=rope,
+            rotary_dim=int(head_dim(fields) * partial),
+            rotates=_rotating_layers(fields, sizes["num_hidden_layers"]),
+            max_window=fields.get("sliding_window", 4096 if kind == "mistral" else None) if has_windows else None,
+            whole_qk_norm=family.has_whole_qk_norm,
+            norms_behind=family.has_norms_behind,
+            has_late_rounding=kind == "olmo2",
+            is_fused=family.is_fused,
         )
 
 
-def _rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope_theta`, `rope_type` and the scaling's own numbers, from either spelling (`rope_parameters` since transformers 5)."""
-    rope = {"rope_theta": fields.get("rope_theta") or 10000.0, **(fields.get("rope_scaling") or {})}
+def _rotating_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer rotates queries and keys; some of SmolLM3's do not (`no_rope_layers` has a 1 for those that do)."""
+    if fields["model_type"] != "smollm3":
+        return (True,) * num_layers
+    interval = fields.get("no_rope_layer_interval", 4)
+    given = fields.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if len(given) != num_layers:
+        raise ValueError(f"config field no_rope_layers has {len(given)} entries, and the model {num_layers} layers")
+    return tuple(map(bool, given))
+
+
+def _rope_fields(fields: Mapping[str, Any], theta: float) -> tuple[Mapping[str, Any], float]:
+    """`rope_theta`, `rope_type` and the scaling's own numbers, from either spelling (`rope_parameters` since transformers 5), and
+    the part of a head that is rotated."""
+    rope = {"rope_theta": fields.get("rope_theta") or theta, **(fields.get("rope_scaling") or {})}
     rope |= fields.get("rope_parameters") or {}
     kind = rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     if kind not in ROPE_SCALING:
         raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(ROPE_SCALING)}")
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rope parameter partial_rotary_factor is not implemented")
+    partial = float(rope.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor") or 1.0)
     expected = {"rope_theta", "rope_type"} | ROPE_SCALING[kind]
     if rope.keys() != expected:
         raise ValueError(f"rope parameters {sorted(rope)} are not {sorted(expected)}, those of {kind!r}")
-    return rope
+    return rope, partial
 
 
 def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:

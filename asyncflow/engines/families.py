@@ -12,23 +12,61 @@ from asyncflow.types import Layout, UserError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Family of models: Hugging Face's class name, and what its attention has beyond Llama's (biases, norms)."""
+    """Family of models: Hugging Face's class name, what it has beyond Llama, and what its config.json may leave out."""
 
     architecture: str
     has_qkv_bias: bool = False
-    has_qk_norm: bool = False
+    has_qk_norm: bool = False  # of each head
     head_dim: int | None = None  # used if the config.json has none; None: hidden size / number of heads
+    has_whole_qk_norm: bool = False  # of all query heads together, and of all key heads
+    has_norms_behind: bool = False  # attention and MLP are normed behind, not before
+    is_fused: bool = False  # q, k and v are one matrix, gate and up another
+    has_attention_bias: bool = True  # if its config.json says so
+    has_mlp_bias: bool = False  # likewise
+    needs_kv_heads: bool = False  # its config.json must name their number
+    fields: tuple[str, ...] = ()  # of its config.json, which those of others do not have
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    is_tied: bool = False
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, head_dim=128),
-    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True, has_attention_bias=False, needs_kv_heads=True),
+    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, head_dim=128, needs_kv_heads=True),
+    "llama": Family("LlamaForCausalLM", has_mlp_bias=True),
 }
-"""Supported families by `model_type`.
+"""Families by `model_type` that train on several devices, whichever train engine cuts them."""
 
-Their forward pass is known to hand extra arguments on to every attention call, and to do nothing else across rows.
-"""
+DECODED: Final[Mapping[str, Family]] = {
+    **FAMILIES,
+    "granite": Family(
+        "GraniteForCausalLM",
+        has_mlp_bias=True,
+        fields=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    ),
+    "mistral": Family("MistralForCausalLM", has_attention_bias=False, needs_kv_heads=True),
+    "olmo2": Family("Olmo2ForCausalLM", has_whole_qk_norm=True, has_norms_behind=True, rms_norm_eps=1e-5),
+    "phi3": Family("Phi3ForCausalLM", has_attention_bias=False, is_fused=True, rms_norm_eps=1e-5),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        has_mlp_bias=True,
+        needs_kv_heads=True,
+        fields=("no_rope_layers", "no_rope_layer_interval"),
+        rope_theta=2000000.0,
+        is_tied=True,
+    ),
+}
+"""Families by `model_type` that the embedded decoder generates with."""
+
+PACKED: Final = (
+    *FAMILIES,
+    *("cohere", "ernie4_5", "gemma", "glm", "granite", "helium", "mistral", "olmo2", "phi3", "seed_oss", "smollm3", "starcoder2"),
+)
+"""Types of models whose forward pass is known, and tested, to hand extra arguments on to every attention call, and to do nothing
+else across tokens."""
+
+# Their windows are on where `sliding_window` is a number, or missing; those of others where `use_sliding_window` says so.
+_WINDOW_UNLESS_NONE: Final = ("mistral", "phi3", "starcoder2")
 
 # These change the rotary frequencies with the longest position in the call: a row's log-probs would depend on its neighbours.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
@@ -36,24 +74,34 @@ _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 def head_dim(fields: Mapping[str, Any]) -> int:
     """Width of an attention head, in elements. `fields`: a model's `config.json`, of any family."""
-    family = FAMILIES.get(fields.get("model_type", ""))
+    family = DECODED.get(fields.get("model_type", ""))
     return fields.get("head_dim") or (family and family.head_dim) or fields["hidden_size"] // fields["num_attention_heads"]
 
 
-def check_family(fields: Mapping[str, Any]) -> None:
-    """Check that packed attention computes a model exactly. `fields`: its `config.json`.
-
-    Raises `UserError` for an unknown family, for sliding-window attention, and for a rope type that depends on the length.
-    """
+def why_not_packed(fields: Mapping[str, Any]) -> str:
+    """Reason why packed attention does not compute a model exactly, or "" if it does. `fields`: its `config.json`."""
     kind = fields.get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(f"The trainer cannot train a model of type {kind!r}: choose one of type {', '.join(FAMILIES)}.")
-    if set(fields.get("layer_types") or ["full_attention"]) != {"full_attention"} or fields.get("use_sliding_window"):
-        raise UserError(f"The trainer has no sliding-window attention, which this {kind} asks for: choose another.")
+    if kind not in PACKED:
+        return f"models of type {kind!r} are not known to hand the packed layout through"
+    has_windows = fields.get("sliding_window", 0) is not None if kind in _WINDOW_UNLESS_NONE else fields.get("use_sliding_window")
+    if set(fields.get("layer_types") or ["full_attention"]) != {"full_attention"} or has_windows:
+        return "packed attention has no sliding windows"
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise UserError(f"The trainer cannot pack rows under the rope type {rope_type!r} that this model asks for: choose another.")
+        return f"under the rope type {rope_type!r} a row depends on the longest one"
+    return ""
+
+
+def check_family(fields: Mapping[str, Any]) -> None:
+    """Check that a model can be cut over devices, by any train engine. `fields`: its `config.json`. Raises `UserError`."""
+    kind = fields.get("model_type")
+    why = why_not_packed(fields) if kind in FAMILIES else f"models of type {', '.join(FAMILIES)} alone are cut over devices"
+    if why:
+        raise UserError(
+            f"The trainer cannot train a model of type {kind!r} so: {why}. Take train.engine=torch on one device (plan.train.dp, "
+            f"tp and pp 1), or another model."
+        )
 
 
 def check_tensor_parallel(fields: Mapping[str, Any], num_ranks: int) -> None:

@@ -41,7 +41,8 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
     try:
         return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
     except ValueError as error:  # a model that it does not compute: starting it again would not help
-        raise UserError(f"the rollout engine cannot generate with the model {model}: {error}") from error
+        way_out = "; rollout.engine=transformers generates with any" if chosen.name == "slots" else ""
+        raise UserError(f"the rollout engine cannot generate with the model {model}: {error}{way_out}") from error
 
 
 def train_engine(run: RunConnection) -> TrainEngine:
@@ -50,7 +51,10 @@ def train_engine(run: RunConnection) -> TrainEngine:
     arguments: dict[str, Any] = {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
     if chosen.name == OUTSIDE:
         arguments["desk"] = run.desk
-    return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
+    engine = cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
+    if remark := getattr(engine, "remark", ""):
+        print(remark, flush=True)  # into the worker's log
+    return engine
 
 
 def reference_engine(config: Config, model: Path) -> LogProbEngine:

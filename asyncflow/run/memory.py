@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncflow.config import Config
-from asyncflow.engines.families import FAMILIES, Family, head_dim
+from asyncflow.engines.families import DECODED, Family, head_dim
 from asyncflow.run.factories import make_algorithm, max_retained, tasks_before_training
 from asyncflow.types import LoraSpec, UserError
 
@@ -46,7 +46,7 @@ class Shapes:
         if missing := [name for name in needed if name not in fields]:
             raise UserError(f"the model's config.json has no {', '.join(missing)}, which its size follows from")
         heads = fields["num_attention_heads"]
-        family = FAMILIES.get(fields["model_type"], Family("another"))  # one that a user's own engine trains
+        family = DECODED.get(fields["model_type"], Family("another"))  # one that a user's own engine trains
         return cls(
             vocabulary=fields["vocab_size"],
             hidden=fields["hidden_size"],

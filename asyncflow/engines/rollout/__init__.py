@@ -1,7 +1,9 @@
-"""Engines that generate. `slots`: the embedded one, continuous batching over a slot cache. `vllm`: servers of vLLM."""
+"""Engines that generate. `slots`: the embedded one, continuous batching over a slot cache. `transformers`: any causal language
+model, by the library's `generate`. `vllm`: servers of vLLM."""
 
 ROLLOUT_ENGINES = {
     "slots": "asyncflow.engines.rollout.engine:SlotEngine",
+    "transformers": "asyncflow.engines.rollout.transformers_engine:TransformersEngine",
     "vllm": "asyncflow.engines.rollout.vllm.engine:VllmEngine",
 }
 ROLLOUT_ENGINE_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:num_devices"}
@@ -10,7 +12,10 @@ ROLLOUT_ENGINE_OWN_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:nu
 """How many of them a cluster has to give it, likewise."""
 ROLLOUT_ENGINE_CHECKS = {"vllm": "asyncflow.engines.rollout.vllm.options:check"}
 """What the options of a run's engines are asked before it starts, and before workers join it."""
-ROLLOUT_ENGINE_WHYS = {"vllm": "asyncflow.engines.rollout.vllm.options:why_not_deterministic"}
+ROLLOUT_ENGINE_WHYS = {
+    "transformers": "asyncflow.engines.rollout.checks:why_transformers_is_not_deterministic",
+    "vllm": "asyncflow.engines.rollout.vllm.options:why_not_deterministic",
+}
 """Why an engine is not deterministic, of those that never are; others say it of the machine that they run on."""
 ROLLOUT_ENGINE_IMPORTS = {"slots": ("asyncflow.engines.rollout.engine",)}
 """What one process may import for all the workers that are forked from it; others want an interpreter of their own."""

@@ -37,6 +37,11 @@ def check_tokens(token_ids: Array, *, vocab_size: int) -> None:
         raise ValueError(f"the prompt of {len(token_ids)} tokens is empty or has a token outside 0..{vocab_size - 1}")
 
 
+def why_transformers_is_not_deterministic(**_options: object) -> str:
+    """Whatever the options are."""
+    return "transformers' sums may depend on what else is in a batch, so a response that is made again may be another"
+
+
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, ties_head: bool) -> dict[str, Tensor]:
     """The tensors that a model of these shapes takes. Raises `ValueError` naming what does not fit.
 

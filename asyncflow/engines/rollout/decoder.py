@@ -1,4 +1,4 @@
-"""One decoder for the Qwen2, Qwen3 and Llama families, made for generation: no autograd, no modules, no transformers.
+"""One decoder for Qwen2, Qwen3, Llama and families near to them, made for generation: no autograd, no modules, no transformers.
 
     DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
 
@@ -8,8 +8,9 @@ A decode step has a row for each new token, with its slot of the cache. A slot m
 On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least
 `MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, and slot_cache.py sums each slot by itself.
 
-In bfloat16 each operation rounds where transformers' modules round, so a prompt's logits are theirs to the bit. Decode steps are
-not: slot_cache.py rounds scores and weights of the keys to bfloat16, where the attention kernel of a whole row keeps float32.
+In bfloat16 each operation rounds where transformers' modules round (but for OLMo 2's rotation, which is float32 there), so a
+prompt's logits are theirs to the bit. Decode steps are not: slot_cache.py rounds scores and weights of the keys to bfloat16,
+where the attention kernel of a whole row keeps float32.
 
 T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
 L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
@@ -110,11 +111,12 @@ AnyLinear = Linear | PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer."""
+    """The weights of one layer. The norms stand before attention and MLP, or behind them."""
 
-    input_norm: Tensor
+    attention_norm: Tensor
     qkv: AnyLinear
     qk_norm: Tensor | None  # [H + K, D]: the one vector of all query heads H times, that of the key heads K times
+    whole_qk_norms: tuple[Tensor, Tensor] | None  # [H * D] and [K * D]: of all heads together
     output: AnyLinear
     mlp_norm: Tensor
     gate_up: AnyLinear
@@ -144,6 +146,8 @@ class Decoder:
         """
         if max_context > config.max_position_embeddings:
             raise ValueError(f"max_context {max_context} exceeds the model's {config.max_position_embeddings} positions")
+        if config.max_window is not None and max_context > config.max_window:
+            raise ValueError(f"max_context {max_context} exceeds the model's windows of {config.max_window} tokens")
         self.config, self.dtype, self.device = config, dtype, device
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the tensors in a checkpoint, by name
         self.slices: dict[str, Tensor] = {}  # of buffers: what a tensor is copied to, of a shape that its own broadcasts to
@@ -159,7 +163,7 @@ class Decoder:
         head = "lm_head.weight" if tied is None else "model.embed_tokens.weight"
         self.lm_head = self._linear([head], [config.vocab_size], config.hidden_size, None, tied)
 
-        angles = torch.arange(max_context)[:, None].float() * rope_frequencies(config.head_dim, config.rope)
+        angles = torch.arange(max_context)[:, None].float() * rope_frequencies(config.rotary_dim, config.rope)
         cos, sin = angles.cos(), angles.sin()
         self._cos_LD = torch.cat((cos, cos), -1).to(device, dtype)
         self._sin_LD = torch.cat((-sin, sin), -1).to(device, dtype)  # signed, so that a rotation swaps halves without negating
@@ -171,6 +175,7 @@ class Decoder:
             head_dim=config.head_dim,
             num_slots=num_slots + 1,
             max_context=max_context,
+            scale=config.attention_multiplier,
             like=self.norm,
         )
 
@@ -204,8 +209,8 @@ class Decoder:
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         heads = (c.num_attention_heads, c.num_key_value_heads)
 
-        def norm(name: str) -> Tensor:
-            buffer = self._buffer(c.hidden_size)
+        def norm(name: str, size: int = c.hidden_size) -> Tensor:
+            buffer = self._buffer(size)
             self._name(buffer, f"{prefix}.{name}.weight")
             return buffer
 
@@ -217,15 +222,26 @@ class Decoder:
             self.lora.add(linear, [f"{prefix}.{name}" for name in names.split()], sizes, inputs, like=self.embedding)
             return linear
 
-        qkv = linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", (q, kv, kv), c.hidden_size, c.qkv_bias)
+        if c.is_fused:
+            qkv = linear("self_attn.qkv_proj", (q + 2 * kv,), c.hidden_size, c.qkv_bias)
+            gate_up = linear("mlp.gate_up_proj", (2 * c.intermediate_size,), c.hidden_size, c.mlp_bias)
+        else:
+            qkv = linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", (q, kv, kv), c.hidden_size, c.qkv_bias)
+            gate_up = linear("mlp.gate_proj mlp.up_proj", (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias)
         qk_norm = self._buffer(sum(heads), c.head_dim) if c.qk_norm else None
         if qk_norm is not None:
             names = (f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight")
             self._name(qk_norm, *names, sizes=heads, shape=(c.head_dim,))
+        whole_qk_norms = (norm("self_attn.q_norm", q), norm("self_attn.k_norm", kv)) if c.whole_qk_norm else None
         output = linear("self_attn.o_proj", (c.hidden_size,), q, c.output_bias)
-        gate_up = linear("mlp.gate_proj mlp.up_proj", (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias)
         down = linear("mlp.down_proj", (c.hidden_size,), c.intermediate_size, c.mlp_bias)
-        return DecoderLayer(norm("input_layernorm"), qkv, qk_norm, output, norm("post_attention_layernorm"), gate_up, down)
+        names = (
+            ("post_attention_layernorm", "post_feedforward_layernorm")
+            if c.norms_behind
+            else ("input_layernorm", "post_attention_layernorm")
+        )
+        attention_norm, mlp_norm = map(norm, names)
+        return DecoderLayer(attention_norm, qkv, qk_norm, whole_qk_norms, output, mlp_norm, gate_up, down)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit.
@@ -280,10 +296,13 @@ class Decoder:
         positions = np.concatenate([np.arange(length) for length in lengths])
         places = self.cache.places(np.repeat([first for first, *_ in slots], lengths), positions)
         buckets, rows_T = self._buckets(lengths, ends, len(inert))
+        scale = self.config.attention_multiplier
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             self.cache.store(layer, places, k_TKD[:num_tokens], v_TKD[:num_tokens])
-            return torch.cat([causal_attention(q_THD, k_TKD, v_TKD, bucket_PL) for bucket_PL in buckets]).index_select(0, rows_T)
+            return torch.cat([causal_attention(q_THD, k_TKD, v_TKD, bucket_PL, scale) for bucket_PL in buckets]).index_select(
+                0, rows_T
+            )
 
         last = np.append(ends - 1, np.full(padded(len(ends)) - len(ends), ends[-1] - 1))
         tokens = np.concatenate([*prompts, inert])
@@ -317,14 +336,14 @@ class Decoder:
         buckets, rows_T = self._buckets(np.array([num_tokens]), np.array([num_tokens]), len(inert))
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            return causal_attention(q_THD, k_TKD, v_TKD, buckets[0]).index_select(0, rows_T)
+            return causal_attention(q_THD, k_TKD, v_TKD, buckets[0], self.config.attention_multiplier).index_select(0, rows_T)
 
         positions = np.append(np.arange(num_tokens), inert)
         h_TE = self._hidden(np.append(token_ids, inert), positions, attend)
         targets_T = self._on_device(np.append(token_ids[1:], [0, *inert]))
         chosen = []
         for begin in range(0, len(h_TE), SCORED_ROWS):
-            logits_CV = self.lm_head(h_TE[begin : begin + SCORED_ROWS]).float()
+            logits_CV = self._logits(h_TE[begin : begin + SCORED_ROWS])
             targets_C1 = targets_T[begin : begin + SCORED_ROWS, None]
             chosen.append(logits_CV.log_softmax(-1).gather(1, targets_C1).squeeze(1))
         scored: Array = torch.cat(chosen)[: num_tokens - 1].cpu().numpy()
@@ -351,7 +370,12 @@ class Decoder:
 
     def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""
-        return self.lm_head(self._hidden(tokens, positions, attend, wanted_P)).float()
+        return self._logits(self._hidden(tokens, positions, attend, wanted_P))
+
+    def _logits(self, h_TE: Tensor) -> Tensor:
+        """Logits (float32 [T, V]) from what the output layer is given."""
+        logits_TV = self.lm_head(h_TE)
+        return (logits_TV if self.config.logits_scaling == 1.0 else logits_TV.div_(self.config.logits_scaling)).float()
 
     def _hidden(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """What the output layer is given ([T, E]), as in `_forward`."""
@@ -360,21 +384,40 @@ class Decoder:
         positions_T = self._on_device(positions)
         cos_T1D, sin_T1D = self._cos_LD[positions_T].unsqueeze(1), self._sin_LD[positions_T].unsqueeze(1)
         x_TE = self.embedding[self._on_device(tokens)]
+        if c.embedding_multiplier != 1.0:
+            x_TE = x_TE.mul_(c.embedding_multiplier)
         for index, layer in enumerate(self.layers):
-            h_TE = rms_norm(x_TE, layer.input_norm, c.rms_norm_eps)
+            h_TE = x_TE if c.norms_behind else self._normed(x_TE, layer.attention_norm)
             qkv = layer.qkv(h_TE).view(len(x_TE), -1, c.head_dim)
             qk = qkv[:, :num_qk]
             if layer.qk_norm is not None:
-                qk = rms_norm(qk, layer.qk_norm, c.rms_norm_eps)
-            qk = (qk * cos_T1D).add_(qk.roll(c.head_dim // 2, -1).mul_(sin_T1D))
+                qk = self._normed(qk, layer.qk_norm)
+            if layer.whole_qk_norms is not None:
+                parts = (qk[:, :num_heads].flatten(1), qk[:, num_heads:].flatten(1))
+                normed = [self._normed(part, norm) for part, norm in zip(parts, layer.whole_qk_norms, strict=True)]
+                qk = torch.cat(normed, 1).view(len(x_TE), -1, c.head_dim)
+            if c.rotates[index]:
+                qk = rotated(qk, cos_T1D, sin_T1D)
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
             if wanted_P is not None and layer is self.layers[-1]:
                 x_TE, attended = (x[self._on_device(wanted_P)] for x in (x_TE, attended))
-            x_TE = layer.output(attended).add_(x_TE)
-            h_TE = rms_norm(x_TE, layer.mlp_norm, c.rms_norm_eps)
+            x_TE = self._added(layer.output(attended), layer.attention_norm, x_TE)
+            h_TE = x_TE if c.norms_behind else self._normed(x_TE, layer.mlp_norm)
             gate, up = layer.gate_up(h_TE).chunk(2, -1)
-            x_TE = layer.down(F.silu(gate).mul_(up)).add_(x_TE)
-        return rms_norm(x_TE, self.norm, c.rms_norm_eps)
+            x_TE = self._added(layer.down(F.silu(gate).mul_(up)), layer.mlp_norm, x_TE)
+        return self._normed(x_TE, self.norm)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`rms_norm` by the model's constants."""
+        return rms_norm(x, weight, self.config.rms_norm_eps, is_rounded_late=self.config.has_late_rounding)
+
+    def _added(self, made_TE: Tensor, norm: Tensor, x_TE: Tensor) -> Tensor:
+        """The sum of what attention or MLP has made and what went in; `norm` is its own, where norms stand behind."""
+        if self.config.norms_behind:
+            made_TE = self._normed(made_TE, norm)
+        if self.config.residual_multiplier != 1.0:
+            made_TE = made_TE.mul_(self.config.residual_multiplier)
+        return made_TE.add_(x_TE)
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -389,22 +432,36 @@ def padded(rows: int) -> int:
     return rows + -rows % step
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of `x`, then times `weight`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_rounded_late: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of `x`, then times `weight`.
+
+    `is_rounded_late`: rounded after that.
+    """
     x_float = x.float()
     scale = x_float.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if is_rounded_late:
+        return (x_float * scale * weight.float()).to(x.dtype)
     return (x_float * scale).to(x.dtype).mul_(weight)
 
 
-def causal_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tensor) -> Tensor:
-    """Attention [P * L, H * D] of the prompts in `rows_PL` to themselves.
+def rotated(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Heads whose first R elements are rotated by their positions; the sines of the first half are negated."""
+    size = cos_T1R.shape[-1]
+    if size == x_THD.shape[-1]:
+        return (x_THD * cos_T1R).add_(x_THD.roll(size // 2, -1).mul_(sin_T1R))
+    first, rest = x_THD[..., :size], x_THD[..., size:]
+    return torch.cat((rotated(first, cos_T1R, sin_T1R), rest), -1)
+
+
+def causal_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tensor, scale: float | None = None) -> Tensor:
+    """Attention [P * L, H * D] of the prompts in `rows_PL` to themselves. `scale` of the scores, by default 1 / sqrt(D).
 
     They are copied, to lie aligned however they lay among others, and L is a multiple of `BLOCK`: the kernel rounds the keys behind
     the last whole vector otherwise, so a prompt alone would differ from the same one in a longer sequence.
     """
     shape = (*rows_PL.shape, -1, q_THD.shape[2])
     q, k, v = (x.index_select(0, rows_PL.view(-1)).view(shape).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-    attended_PHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    attended_PHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
     return attended_PHLD.transpose(1, 2).flatten(0, 1).flatten(1)
 
 

@@ -1,10 +1,6 @@
-"""The embedded rollout engine: continuous batching over slots (`slots.py`), in one thread of its own.
+"""The embedded rollout engine: continuous batching over slots (`slots.py`), in one thread of its own (`threaded.py`).
 
-    generate -> inbox -> [ thread: calls from the inbox; admit + prefill; one decode step for all active slots; ... ] -> deliveries
-
-consumes: requests (one prompt, several samples), installs, cancellations and pauses, in the order in which they were handed in
-waits for: a call, while it is paused, or no slot is active and no sample waits
-is unblocked by: `generate`, `install`, `resume`, leaving a `generate` early, `close`
+    [ admit + prefill; one decode step for all active slots; calls from the inbox; ... ]
 
 Responses are handed over some together (deliveries.py), at once where a request has its last or a slot stands empty.
 Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
@@ -20,41 +16,35 @@ others up for one pass), preemption (a slot is big enough for prompt and respons
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
-import queue
-import threading
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncflow.attestation import Attestation, sum_of_all
-from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
+from asyncflow.engines.base import SampleKey, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.lora import read_lora
-from asyncflow.engines.rollout.checks import check_request, check_tokens
+from asyncflow.engines.rollout.checks import check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
-from asyncflow.engines.rollout.deliveries import Deliveries
 from asyncflow.engines.rollout.probe import find_dependence
-from asyncflow.engines.rollout.sampling import stream_keys
-from asyncflow.engines.rollout.slots import SlotRequest, Slots
-from asyncflow.engines.rollout.stop_strings import StopStrings
+from asyncflow.engines.rollout.slots import Slots
+from asyncflow.engines.rollout.threaded import ThreadedEngine, noise_keys
 from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, LoraSpec, TensorSpec, WeightSource
 
-T = TypeVar("T")
 
+class SlotEngine(ThreadedEngine):
+    """`RolloutEngine` over `num_slots` slots. Leaving a `generate` early frees its slots."""
 
-class SlotEngine(RolloutEngine):
-    """`RolloutEngine` over `num_slots` slots; the event loop's half. Leaving a `generate` early frees its slots."""
+    _slots: Slots
 
     def __init__(
         self,
@@ -83,9 +73,8 @@ class SlotEngine(RolloutEngine):
         one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
         """
         check_device(device, "rollout.device")
-        self.num_slots, self.max_context = num_slots, max_context
         fields = json.loads((model_path / "config.json").read_text())
-        self._vocab_size = fields["vocab_size"]
+        super().__init__(model_path, num_slots=num_slots, max_context=max_context, vocab_size=fields["vocab_size"])
         self._decoder = decoder = Decoder(
             DecoderConfig.from_fields(fields),
             num_slots=num_slots + num_parked,
@@ -96,8 +85,7 @@ class SlotEngine(RolloutEngine):
         )
         decoder.install(load_tensors(model_path))
         stop_ids = end_token_ids(model_path) if stop_ids is None else stop_ids
-        self._stop_strings = StopStrings(model_path)
-        self._slots = Slots(
+        slots = Slots(
             decoder,
             num_slots=num_slots,
             max_context=max_context,
@@ -107,13 +95,9 @@ class SlotEngine(RolloutEngine):
             recomputes=kv_on_install == "recompute",
             num_parked=num_parked,
         )
-        self._is_closed = False
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
-        self._deliveries = Deliveries()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
-        self._thread.start()
+        self._start(slots, num_threads)
         if device != "cpu":
             self.why_not_deterministic = f"no bits are promised on {device}"
         elif num_threads != 1:
@@ -126,65 +110,24 @@ class SlotEngine(RolloutEngine):
         if lora is not None and lora.path is not None:
             self._hand_in(partial(decoder.install, read_lora(Path(lora.path), lora))).result()
 
-    @property
-    def installed_version(self) -> int:
-        """Version of the weights that the engine generates with."""
-        return self._slots.version
-
-    def generate(
-        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
-    ) -> AsyncGenerator[Response, None]:
-        """See `RolloutEngine.generate`; also a `ValueError` for an empty prompt, an unknown token, impossible sampling, or stop
-        strings without a tokenizer."""
-        prompt_ids, after = np.asarray(prompt_ids, np.int64), np.asarray(after, np.int64)
-        check_request(prompt_ids, sampling, after, vocab_size=self._vocab_size, max_context=self.max_context)
-        if sampling.stop:
-            self._stop_strings.load()
-        return self._generate(prompt_ids, sampling, samples, _keys(key, samples), after)
-
     def forget(self, key: SampleKey, sample: int) -> None:
         """See `RolloutEngine.forget`."""
-        self._inbox.put(partial(self._slots.forget, _keys(key, [sample])[0]))
+        self._inbox.put(partial(self._slots.forget, noise_keys(key, [sample])[0]))
 
     @property
     def num_computed(self) -> int:
         """Tokens that went through the model so far: of prompts, observations, responses, and what was computed again."""
         return self._slots.num_computed
 
-    async def _generate(
-        self, prompt_ids: Array, sampling: Sampling, samples: Sequence[int], keys: Array, after: Array
-    ) -> AsyncGenerator[Response, None]:
-        arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
-        deliver = self._deliveries.to(asyncio.get_running_loop(), arrived.put_nowait, len(samples))
-        request = SlotRequest(prompt_ids, sampling, deque(zip(samples, keys, strict=True)), deliver, after)
-        if self._is_closed:
-            raise RuntimeError("the rollout engine is closed")
-        remaining = len(samples)
-        self._inbox.put(partial(self._slots.submit, request))
-        try:
-            while remaining:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise RuntimeError(f"generation ended: {item}") from item
-                remaining -= 1
-                yield item
-        finally:
-            if remaining:
-                self._inbox.put(partial(self._slots.cancel, request))
-
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Runs in a thread of its own, beside the one that generates, see `RolloutEngine.prepare`."""
         self._prepared = (None, None)  # another version, which is not needed any more
         self._prepared = (version, await self._preparing.run(self._decoder.prepare, tensors))
 
-    async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Happens between two decode steps, see `RolloutEngine.install`."""
-        if self._is_closed:
-            raise RuntimeError("the rollout engine is closed")
+    def _take_prepared(self, version: int) -> list[Tensor] | None:
         prepared_version, prepared = self._prepared
         self._prepared = (None, None)
-        call = partial(self._slots.install, version, tensors, prepared if prepared_version == version else None)
-        await asyncio.wrap_future(self._hand_in(call))
+        return prepared if prepared_version == version else None
 
     async def log_probs(self, token_ids: Array) -> Array:
         """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under the installed weights.
@@ -215,70 +158,10 @@ class SlotEngine(RolloutEngine):
         """See `RolloutEngine`: all prefills, and all decode steps, `slots.TIMED_TOGETHER` of them at a time."""
         return self._slots.take_timings()
 
-    async def pause(self) -> None:
-        """The step under way is finished first, see `RolloutEngine.pause`."""
-        await self._set_paused(True)
-
-    async def resume(self) -> None:
-        await self._set_paused(False)
-
-    async def _set_paused(self, is_paused: bool) -> None:
-        if self._is_closed:
-            raise RuntimeError("the rollout engine is closed")
-        await asyncio.wrap_future(self._hand_in(partial(setattr, self._slots, "is_paused", is_paused)))
-
     async def close(self) -> None:
         if not self._is_closed:
-            self._is_closed = True
             self._preparing.close()
-            failed = self._hand_in(self._end_requests)
-            self._inbox.put(None)
-            await asyncio.wrap_future(failed)
-
-    def _end_requests(self) -> None:
-        self._slots.fail(RuntimeError("the rollout engine is closed"))
-        self._deliveries.hand_over()  # before whoever closes hears of the end
-
-    def _hand_in(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Have the thread run `call` between two steps, even if nobody awaits the future any more."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def settle() -> None:
-            is_awaited = future.set_running_or_notify_cancel()
-            try:
-                result = call()
-            except Exception as error:
-                if is_awaited:
-                    future.set_exception(error)
-            else:
-                if is_awaited:
-                    future.set_result(result)
-
-        self._inbox.put(settle)
-        return future
-
-    def _run(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # counts for the thread that sets it
-        with torch.inference_mode():
-            while True:
-                while self._slots.is_paused or not self._slots.is_busy or not self._inbox.empty():
-                    self._slots.end_timing()
-                    self._deliveries.hand_over()
-                    call = self._inbox.get()
-                    if call is None:
-                        return
-                    call()
-                    del call  # with what it holds: weights that were prepared
-                try:
-                    self._slots.step()
-                except Exception as error:  # whatever it is, those who wait must hear of it
-                    self._slots.fail(error)
-                if self._slots.has_room or self._deliveries.are_due:
-                    self._deliveries.hand_over()
-
-
-def _keys(key: SampleKey, samples: Sequence[int]) -> Array:
-    return stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64))
+        await super().close()
 
 
 class InstalledWeights(WeightSource):

@@ -52,9 +52,19 @@ class SlotCache:
     """The cache of `num_slots` slots of `max_context` tokens."""
 
     def __init__(
-        self, *, layers: int, heads: int, kv_heads: int, head_dim: int, num_slots: int, max_context: int, like: Tensor
+        self,
+        *,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        num_slots: int,
+        max_context: int,
+        scale: float | None = None,
+        like: Tensor,
     ) -> None:
-        """`like`: a tensor of the dtype and on the device of the cache."""
+        """`scale`: of the scores, by default 1 / sqrt(head_dim). `like`: a tensor of the dtype and on the device of the cache."""
+        self._scale = head_dim**-0.5 if scale is None else scale
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
         self._blocks = -(-max_context // BLOCK)
         # Zeros, because what lies beyond a slot's last key is multiplied too, by zero.
@@ -111,7 +121,7 @@ class SlotCache:
         """Attention [N, H * D] of one query for each slot to the slot's keys."""
         q_MD = q_NHD.reshape(-1, self._head_dim).index_select(0, step.heads)
         scores_NHL = _sums(self._keys[layer], step.key_rows, step.key_offsets, q_MD).view(*q_NHD.shape[:2], -1)
-        weights_NHL = torch.add(step.mask_N1L, scores_NHL, alpha=self._head_dim**-0.5).softmax(-1)
+        weights_NHL = torch.add(step.mask_N1L, scores_NHL, alpha=self._scale).softmax(-1)
         weights = weights_NHL.view(-1, BLOCK).index_select(0, step.blocks)
         return _sums(self._values[layer], step.value_rows, step.value_offsets, weights).view(len(q_NHD), -1)
 

@@ -42,5 +42,6 @@ def check_outside(options: TrainEngineOptions, fields: Mapping[str, Any]) -> Non
 
 def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     """Check that `TorchEngine` can train this model (`fields`: its config.json) with these options. Raises `UserError`."""
-    check_family(fields)
-    check_layout(fields, options.layout)
+    if options.layout.size > 1:
+        check_family(fields)
+        check_layout(fields, options.layout)

@@ -23,7 +23,7 @@ from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.leader_engine import TrainingEngine
 from asyncflow.engines.train.model.causal_model import CausalModel, PassOptions
 from asyncflow.engines.train.model.micro_step import float_tensor
-from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.one_rank import OneModel
 from asyncflow.types import Array, HeldWeights, Ragged, UserError, ValueBatch, ValueObjective, WeightSource
 
@@ -67,7 +67,7 @@ class CriticTraining(OneModel):
     @torch.no_grad()
     def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `CriticEngine.values`. The layout is the same as in training, so that the bits are the same."""
-        packed = pack_thrifty(prompt_ids, response_ids, self._device)
+        packed = self.model.pack(prompt_ids, response_ids)
         return Ragged(self.model.values(packed).cpu().numpy(), response_ids.offsets)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
@@ -92,7 +92,7 @@ class CriticTraining(OneModel):
     def _forward_backward(self, micro_batch: MicroBatch, objective: ValueObjective) -> MicroBatchResult:
         if micro_batch.values is None:
             raise ValueError(f"the micro-batch of row {micro_batch.indices[0]} has no values, which its returns were made from")
-        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device)
+        packed = self.model.pack(micro_batch.prompt_ids, micro_batch.response_ids)
         mask_T = float_tensor(micro_batch.loss_mask.values, packed)
         values_T = self.model.values(packed)
         sums = objective.loss(

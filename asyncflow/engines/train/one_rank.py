@@ -23,7 +23,7 @@ from asyncflow.engines.train.device_weights import CopyStream, DeviceWeights
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions, SharedBaseModel
 from asyncflow.engines.train.model.check_sharing import check_sharing
-from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.state import EngineState, fingerprint_of
@@ -82,13 +82,16 @@ class OneRank(OneModel, PolicyTraining):
         self._model_path, self._lora, passes = Path(model_path), options.lora, PassOptions.of(options)
         if self._lora is None:
             self.policy = CausalModel(model_path, passes, device=options.device)
-            of_frozen = PassOptions.of_frozen(options)
-            frozen = partial(FrozenModel, model_path, of_frozen, device=options.device, offload=options.offload)
-            self.models = TriModel(self.policy, options, frozen)
         else:
             self.policy = CausalModel(
                 model_path, passes, device=options.device, weights_dtype=passes.dtype, lora=self._lora, seed=options.seed
             )
+        self.remark = probe(self.policy) if self.policy.way != "packed" else ""
+        if self._lora is None:
+            way, of_frozen = self.policy.way, PassOptions.of_frozen(options)
+            frozen = partial(FrozenModel, model_path, of_frozen, device=options.device, offload=options.offload, way=way)
+            self.models = TriModel(self.policy, options, frozen)
+        else:
             shared = partial(SharedBaseModel, self.policy)
             self.models = TriModel(self.policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
         super().__init__(self.policy.parameters, options, self.models.old_model)
@@ -111,13 +114,15 @@ class OneRank(OneModel, PolicyTraining):
             write_lora(path, self._lora, self._model_path, {name: self.gather(name).numpy() for name in self.specs})
 
     def _forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
-        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device, micro_batch.target_ids)
+        packed = self.policy.pack(micro_batch.prompt_ids, micro_batch.response_ids, micro_batch.target_ids)
         if self._is_to_check and packed.layout.has_prompt:
             check_sharing(self.policy, micro_batch)
             self._is_to_check = False
         known = micro_step.given(self.models, packed, micro_batch)
         hidden_TH, head_VH = self.policy.hidden(packed)
-        micro_loss = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens)
+        micro_loss = micro_step.loss(
+            known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens, softcap=self.policy.softcap
+        )
         if micro_loss.result.is_finite:
             self._add(micro_loss.total)
         return micro_loss.result

@@ -37,6 +37,7 @@ class TorchEngine(LeaderEngine):
 
             training = ManyRanks(model_path, options)
         super().__init__(training, options)
+        self.remark = training.remark if isinstance(training, OneRank) else ""
 
     async def export_weights(self) -> WeightSource:
         """See `TrainEngine.export_weights`. The weights are float32. With one rank nothing is gathered or, on the CPU, copied."""

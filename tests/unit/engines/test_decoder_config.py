@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from transformers import AutoConfig
 
 from asyncflow.engines.decoder_config import DEFAULTS, FIXED, HARMLESS, READ, DecoderConfig, rope_frequencies
-from asyncflow.engines.families import FAMILIES
+from asyncflow.engines.families import DECODED
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -17,18 +17,17 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 
 def written_whole(kind: str, **fields: Any) -> dict[str, Any]:
     """The config.json of a model of this family with all fields in it, those that have the library's default too."""
-    config = getattr(transformers, f"{kind.capitalize()}Config")(**fields)
-    return json.loads(json.dumps(config.to_dict()))
+    return json.loads(json.dumps(AutoConfig.for_model(kind, **fields).to_dict()))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", DECODED)
 def test_what_the_library_takes_for_granted_is_what_is_listed(kind: str) -> None:
     whole = written_whole(kind)
-    ours = READ | HARMLESS | (FIXED.keys() - DEFAULTS.keys())
+    ours = READ | HARMLESS | (FIXED.keys() - DEFAULTS.keys()) | {*DECODED[kind].fields}
     assert {name: value for name, value in whole.items() if name not in ours and value is not None} == DEFAULTS
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", DECODED)
 def test_a_config_that_is_written_whole_is_what_it_is_in_short(kind: str) -> None:
     whole = written_whole(kind, **SIZES, **HEADS)
     assert whole["architectures"] is None and whole["chunk_size_feed_forward"] == 0
@@ -64,6 +63,7 @@ def test_both_spellings_of_rope_and_dtype() -> None:
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
         ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "attention_factor": 2.0}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("embedding_multiplier", 12.0),
         ("mlp_bias", True),
         ("num_key_value_heads", None),
         ("vocab_size", "many"),

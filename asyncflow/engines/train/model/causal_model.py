@@ -1,9 +1,10 @@
 """Causal language model on packed tokens: hidden states that predict response tokens, and log-probs of these tokens.
 
-    Packed (packing.py) -> the model's layers (attention.py) -> hidden_TH -> log-probs (log_probs.py)
+    Packed (packing.py) -> the model's layers (attention.py, own_rows.py) -> hidden_TH -> log-probs (log_probs.py)
 
-The model's code is transformers' own: the layout reaches it as an extra argument, and the attention by its registered name. The
-model stays in evaluation mode: with dropout the ratio of new to old log-probs would not be 1 for equal weights.
+The model's code is transformers' own: the layout reaches it as an extra argument, and the attention by its registered name. Where a
+model is not known to hand the layout through, its rows are sequences of their own (own_rows.py), with its own attention. The model
+stays in evaluation mode: with dropout the ratio of new to old log-probs would not be 1 for equal weights.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncflow.engines.base import TrainEngineOptions
-from asyncflow.engines.families import check_family
+from asyncflow.engines.families import check_family, why_not_packed
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.lora import SharedBase, add_lora, fill_lora, shapes_for
+from asyncflow.engines.train.model.own_rows import Way, row_states
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.types import Array, LoraSpec, Ragged, UserError
 
@@ -74,6 +76,7 @@ class CausalModel:
         weights_device: str | None = None,
         lora: LoraSpec | None = None,
         seed: int = 0,
+        way: Way | None = None,
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
@@ -82,12 +85,17 @@ class CausalModel:
         a rollout engine of that dtype. Gradients are added to the kept weights.
 
         `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`.
+        `way`: how micro-batches go through the model; None: packed where that is known to be right, else as `own_rows.probe` finds.
 
         Raises `UserError` if there is no such model, or it cannot be trained here.
         """
         self.module = load_module(path, weights_dtype).to(weights_device or device).eval()
         self.chunk_tokens = passes.chunk_tokens
-        self.device, self.dtype, self._temperature = torch.device(device), passes.dtype, passes.temperature
+        self.device, self.dtype, self.temperature = torch.device(device), passes.dtype, passes.temperature
+        self._divisor = passes.temperature / logit_scale(self.module.config)
+        cap = getattr(self.module.config, "final_logit_softcapping", None)
+        self.softcap: float | None = None if cap is None else cap / passes.temperature
+        self.way: Way = way or ("packed" if self.module.config._attn_implementation == ATTENTION_NAME else "batched")
         self.lora = None if lora is None else add_lora(self.module, shapes_for(self.module, lora), lora)
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -96,55 +104,77 @@ class CausalModel:
             fill_lora(self.parameters, lora, seed)
         head_VH = self.module.get_output_embeddings().weight
         self._head_name = next(name for name, parameter in self._weights.items() if parameter is head_VH)
-        layers = self.module.base_model.layers if passes.recomputes else []
+        bias_V = self.module.get_output_embeddings().bias
+        self._bias_name = next((name for name, parameter in self._weights.items() if parameter is bias_V), None)
+        layers = list(layers_of(self.module)) if passes.recomputes else []
         # Such a layer casts its weights itself, in each of its passes, so that the copies exist no longer than the pass.
         self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
         for layer in layers:
             recompute_activations(layer, partial(_cast_parameters, layer, self.device, passes.dtype))
 
+    def pack(self, prompt_ids: Array, responses: Ragged, targets: Ragged | None = None) -> Packed:
+        """Pack a prompt and its responses for this model, see `pack_thrifty`; without sharing where it does not take the layout."""
+        return pack_thrifty(prompt_ids, responses, self.device, targets, may_share=self.way == "packed")
+
     def hidden(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Hidden states [T, H] that predict the response tokens, and the output layer's weight [V, H] as a pass uses it.
 
-        The hidden states are divided by the temperature, so that their product with the weight gives the logits to sample from.
+        The hidden states are divided by the temperature, and by what else the model divides its logits by, so that their product
+        with the weight gives the logits to sample from (but for `softcap`). A bias of the output layer is one more column of it.
         """
         weights = self._cast()
-        return self._states(packed, weights, self._temperature), weights[self._head_name]
+        hidden_TH, head_VH = self._states(packed, weights, self._divisor), weights[self._head_name]
+        if self._bias_name is not None:
+            ones_T1 = hidden_TH.new_full((len(hidden_TH), 1), 1 / self._divisor)
+            hidden_TH, head_VH = torch.cat((hidden_TH, ones_T1), 1), torch.cat((head_VH, weights[self._bias_name][:, None]), 1)
+        return hidden_TH, head_VH
 
     def _cast(self) -> dict[str, Tensor]:
         """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""
         here = {name: parameter for name, parameter in self._weights.items() if id(parameter) not in self._cast_by_layer}
         return {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
 
-    def _states(self, packed: Packed, weights: Mapping[str, Tensor], temperature: float = 1.0) -> Tensor:
+    def _states(self, packed: Packed, weights: Mapping[str, Tensor], divisor: float = 1.0) -> Tensor:
         """Hidden states [T, H] of the last layer, see `Packed.predicting`. `weights`: from `_cast`."""
         base, prefix = self.module.base_model, self.module.base_model_prefix + "."
         state = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         state |= {name: buffer.to(self.device) for name, buffer in base.named_buffers()}
-        inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
-        outputs = functional_call(base, state, kwargs={**inputs, "attention_mask": None, "use_cache": False})
-        return packed.predicting(outputs.last_hidden_state[0], temperature)
+
+        def states(tokens_RL: Tensor, **others: Any) -> Tensor:
+            inputs = {"input_ids": tokens_RL, "use_cache": False, **others}
+            hidden_RLH: Tensor = functional_call(base, state, kwargs=inputs).last_hidden_state
+            return hidden_RLH
+
+        if self.way != "packed":
+            return packed.predicting(row_states(states, packed, self.way), divisor)
+        inputs = {"position_ids": packed.positions_P[None], "layout": packed.layout, "attention_mask": None}
+        return packed.predicting(states(packed.tokens_P[None], **inputs)[0], divisor)
 
     def log_probs(self, packed: Packed) -> Tensor:
         """Log-probs (float32 [T]) of the response tokens."""
         hidden_TH, head_VH = self.hidden(packed)
-        return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=self.chunk_tokens)[0]
+        options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "softcap": self.softcap}
+        return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, **options)[0]
 
     @torch.no_grad()
     def response_log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the same as in training, so that the bits are the same."""
-        packed = pack_thrifty(prompt_ids, response_ids, self.device, target_ids)
+        packed = self.pack(prompt_ids, response_ids, target_ids)
         return Ragged(self.log_probs(packed).cpu().numpy(), response_ids.offsets)
 
 
 class FrozenModel(CausalModel):
     """Model that is not trained: an old policy, or the reference."""
 
-    def __init__(self, path: Path | str, passes: PassOptions, *, device: str, offload: bool = False) -> None:
+    def __init__(
+        self, path: Path | str, passes: PassOptions, *, device: str, offload: bool = False, way: Way | None = None
+    ) -> None:
         """Load the model as `CausalModel` does. Weights are kept in `passes.dtype`.
 
         `offload`: keep them in host memory; each pass then copies them to the device.
         """
-        super().__init__(path, passes, device=device, weights_dtype=passes.dtype, weights_device="cpu" if offload else device)
+        weights_device = "cpu" if offload else device
+        super().__init__(path, passes, device=device, weights_dtype=passes.dtype, weights_device=weights_device, way=way)
         self.module.requires_grad_(False)
 
     @torch.no_grad()
@@ -203,20 +233,21 @@ def _cast_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype)
 
 
 def load_module(path: Path | str, dtype: torch.dtype) -> Any:
-    """Load transformers' model at `path` in `dtype`, on the CPU, with packed attention.
+    """Load transformers' model at `path` in `dtype`, on the CPU, with packed attention where it hands the layout through.
 
     Raises `UserError` if there is no model, if it lacks weights, or if it cannot be trained.
     """
     config = _config(path)
     disable_progress_bar()
     with _LOADING:
+        attention = {} if why_not_packed(config.to_dict()) else {"attn_implementation": ATTENTION_NAME}
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+            path, config=config, dtype=dtype, output_loading_info=True, **attention
         )
     # Transformers would fill what is missing with random numbers and warn.
     if lacking := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")
-    return _without_output_bias(model, path)
+    return model
 
 
 def empty_module(path: Path | str, dtype: torch.dtype) -> Any:
@@ -226,9 +257,10 @@ def empty_module(path: Path | str, dtype: torch.dtype) -> Any:
     made for the model. Raises `UserError` if there is no model, or if it cannot be trained.
     """
     config = _config(path)
+    check_family(config.to_dict())
     with _LOADING, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    return _without_output_bias(model.eval(), path)
+    return model.eval()
 
 
 def compute_buffers(module: Any, device: torch.device) -> None:
@@ -242,11 +274,19 @@ def _config(path: Path | str) -> Any:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
-    check_family(config.to_dict())
     return config
 
 
-def _without_output_bias(model: Any, path: Path | str) -> Any:
-    if model.get_output_embeddings().bias is not None:
-        raise UserError(f"The model at {path} has a bias on its output layer, which the trainer does not compute.")
-    return model
+def logit_scale(config: Any) -> float:
+    """Number that a model multiplies its logits by, from its configuration."""
+    scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0)
+    return scale / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def layers_of(module: Any) -> nn.ModuleList:
+    """Layers of a model, whatever they are called. Raises `UserError` if they are not found."""
+    count = module.config.num_hidden_layers
+    for part in module.base_model.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return part
+    raise UserError(f"the layers of a {type(module).__name__} are not found: set train.activation_checkpointing=false")

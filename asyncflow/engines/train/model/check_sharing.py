@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch
-from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.types import RunError
+
+if TYPE_CHECKING:
+    from asyncflow.engines.train.model.causal_model import CausalModel
 
 # T response tokens.
 

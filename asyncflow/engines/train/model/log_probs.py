@@ -59,9 +59,17 @@ class VocabularyShard:
 
 
 def log_probs_and_entropy(
-    hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, *, chunk_tokens: int, shard: VocabularyShard | None = None
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    chunk_tokens: int,
+    shard: VocabularyShard | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs log softmax(hidden head^T)[target] and entropies of the softmax in nats, both float32 [T].
+
+    With `softcap` c the logits are c tanh(hidden head^T / c).
 
     hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Both results carry
     a gradient to hidden states and head; the gradient of entropies costs nothing if no loss uses them. At most `chunk_tokens` rows
@@ -69,7 +77,7 @@ def log_probs_and_entropy(
     those of the whole head.
     """
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
-    log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens, shard)
+    log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens, shard, softcap)
     return log_probs_T, entropy_T
 
 
@@ -81,13 +89,14 @@ def token_local_loss(
     *,
     chunk_tokens: int,
     shard: VocabularyShard | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Loss that is a sum over tokens: the scalar, its metrics joined over the chunks, and the detached log-probs (float32 [T]).
 
     `loss` takes a slice of T with that chunk's log-probs and entropies (leaves that require grad), both as in
     `log_probs_and_entropy`, and may not use other chunks. The gradients for hidden states and head are computed here already, chunk
-    by chunk, and the scalar carries them: it can be run backward once. Without grad mode no gradient is computed. `shard`: as in
-    `log_probs_and_entropy`.
+    by chunk, and the scalar carries them: it can be run backward once. Without grad mode no gradient is computed. `shard` and
+    `softcap`: as in `log_probs_and_entropy`.
     """
     has_grad = torch.is_grad_enabled() and (hidden_TH.requires_grad or head_VH.requires_grad)
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
@@ -97,7 +106,7 @@ def token_local_loss(
     grads = (torch.empty_like(hidden_TH), _no_gradient(head_VH, dtype, is_trained=head_VH.requires_grad)) if has_grad else None
     for part in _chunks(len(hidden_TH), chunk_tokens):
         with torch.no_grad():
-            log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard)
+            log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard, softcap)
             log_probs_T[part] = log_probs_C
         sums = loss(part, log_probs_C.requires_grad_(has_grad), entropy_C.requires_grad_(has_grad))
         total += sums.loss.detach()
@@ -112,7 +121,8 @@ def token_local_loss(
             bonus = None if grad_entropy_C is None else (grad_entropy_C, entropy_C.detach())
             with torch.no_grad():
                 grad_C = torch.zeros_like(log_probs_C) if grad_C is None else grad_C
-                grads[0][part] = _backward(grad_C, bonus, p_CV, targets_T[part], hidden_TH[part], head_VH, grads[1], shard)
+                inputs = (targets_T[part], hidden_TH[part], head_VH)
+                grads[0][part] = _backward(grad_C, bonus, p_CV, *inputs, grads[1], shard, softcap)
         del p_CV  # before the next chunk's logits
     if grads is not None:
         if shard is not None:
@@ -138,11 +148,10 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
 
 
 def _softmax(
-    hidden_CH: Tensor, head_VH: Tensor, targets_C: Tensor, shard: VocabularyShard | None
+    hidden_CH: Tensor, head_VH: Tensor, targets_C: Tensor, shard: VocabularyShard | None, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs [C] of the targets, entropies [C], log-sum-exps [C] and probabilities [C, V] of one chunk."""
-    logits_CV = hidden_CH @ head_VH.t()
-    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    logits_CV = _logits(hidden_CH, head_VH, softcap)
     lse_C = logits_CV.logsumexp(1)
     p_CV = (logits_CV - lse_C[:, None]).exp_()
     # H = - sum p log p = lse - sum p logit
@@ -155,6 +164,14 @@ def _softmax(
     return chosen_C - whole_C, whole_C - expected_C, whole_C, p_CV.mul_((lse_C - whole_C).exp_()[:, None])
 
 
+def _logits(hidden_CH: Tensor, head_VH: Tensor, softcap: float | None) -> Tensor:
+    """Logits [C, V], float32 or wider."""
+    logits_CV = hidden_CH @ head_VH.t()
+    if softcap is not None:  # in the dtype of the product, as the model itself
+        logits_CV = logits_CV.div_(softcap).tanh_().mul_(softcap)
+    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+
 def _backward(
     grad_C: Tensor,
     bonus: tuple[Tensor, Tensor] | None,
@@ -164,6 +181,7 @@ def _backward(
     head_VH: Tensor,
     grad_head_VH: Tensor | None,
     shard: VocabularyShard | None,
+    softcap: float | None,
 ) -> Tensor:
     """Gradient [C, H] of the hidden states from that of the log-probs; adds the head's to `grad_head_VH`, unless it is None.
 
@@ -183,6 +201,8 @@ def _backward(
     grad_logits_CV = p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], chosen_grad_C[:, None])
     if bonus_CV is not None:
         grad_logits_CV = grad_logits_CV.add_(bonus_CV)
+    if softcap is not None:  # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
+        grad_logits_CV.mul_(_logits(hidden_CH, head_VH, softcap).div_(softcap).square_().neg_().add_(1.0))
     grad_logits_CV = grad_logits_CV.to(hidden_CH.dtype)
     if grad_head_VH is not None:
         grad_head_VH += grad_logits_CV.t() @ hidden_CH
@@ -194,16 +214,23 @@ class _ChosenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, chunk_tokens: int, shard: VocabularyShard | None
+        ctx: Any,
+        hidden_TH: Tensor,
+        head_VH: Tensor,
+        targets_T: Tensor,
+        chunk_tokens: int,
+        shard: VocabularyShard | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, float32 [T]."""
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=dtype) for _ in range(3))
         for part in _chunks(len(hidden_TH), chunk_tokens):
-            log_probs_T[part], entropy_T[part], lse_T[part], p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard)
-            del p_CV  # before the next chunk's logits
+            found = _softmax(hidden_TH[part], head_VH, targets_T[part], shard, softcap)
+            log_probs_T[part], entropy_T[part], lse_T[part], p_CV = found
+            del p_CV, found  # before the next chunk's logits
         ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T, entropy_T)
-        ctx.chunk_tokens, ctx.shard = chunk_tokens, shard
+        ctx.chunk_tokens, ctx.shard, ctx.softcap = chunk_tokens, shard, softcap
         ctx.set_materialize_grads(False)  # a result that no loss uses has None for a gradient
         return log_probs_T, entropy_T
 
@@ -211,23 +238,23 @@ class _ChosenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """Gradients of hidden states and, if it is trained, head; None for both if no loss uses log-probs or entropies."""
         hidden_TH, head_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
         if grad_T is None and grad_entropy_T is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_head_VH = _no_gradient(head_VH, lse_T.dtype, is_trained=ctx.needs_input_grad[1])
         for part in _chunks(len(hidden_TH), ctx.chunk_tokens):
-            p_CV = (hidden_TH[part] @ head_VH.t()).to(lse_T.dtype).sub_(lse_T[part, None]).exp_()
+            p_CV = _logits(hidden_TH[part], head_VH, ctx.softcap).to(lse_T.dtype).sub_(lse_T[part, None]).exp_()
             bonus = None if grad_entropy_T is None else (grad_entropy_T[part], entropy_T[part])
             grad_hidden_TH[part] = _backward(
-                grad_T[part], bonus, p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH, ctx.shard
+                grad_T[part], bonus, p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH, ctx.shard, ctx.softcap
             )
         if ctx.shard is not None:
             dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
-        return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None
+        return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None, None
 
 
 class _KnownGradients(torch.autograd.Function):

@@ -95,13 +95,16 @@ def loss(
     *,
     chunk_tokens: int,
     shard: VocabularyShard | None = None,
+    softcap: float | None = None,
 ) -> MicroLoss:
     """Loss from the policy's hidden states [T, H] and its output layer [V, H], with the numbers of its result.
 
     `chunk_tokens`: rows of logits that exist at a time, at most. With `shard`, `head_VH` is this rank's part of the output layer.
+    `softcap`: see `log_probs_and_entropy`.
     Waits for the device once.
     """
     targets_T = known.packed.targets_T
+    of_head: dict[str, Any] = {"chunk_tokens": chunk_tokens, "shard": shard, "softcap": softcap}
 
     def part_loss(part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
         own_C = logprobs_C.detach()
@@ -121,11 +124,9 @@ def loss(
 
     metrics: Mapping[str, Tensor]
     if objective.is_token_local:
-        total, metrics, logprobs_T = token_local_loss(
-            hidden_TH, head_VH, targets_T, part_loss, chunk_tokens=chunk_tokens, shard=shard
-        )
+        total, metrics, logprobs_T = token_local_loss(hidden_TH, head_VH, targets_T, part_loss, **of_head)
     else:
-        logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens, shard=shard)
+        logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, **of_head)
         sums = part_loss(slice(None), logprobs_T, entropy_T)
         total, logprobs_T = sums.loss, logprobs_T.detach()
         metrics = {name: value.detach() for name, value in sums.metrics.items()}

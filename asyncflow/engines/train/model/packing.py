@@ -124,14 +124,21 @@ def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu
     )
 
 
-def pack_thrifty(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu", targets: Ragged | None = None) -> Packed:
-    """Pack a prompt (int64 [Lp]) and its responses (R ragged int64), and share the prompt if that saves enough tokens.
+def pack_thrifty(
+    prompt_ids: Array,
+    responses: Ragged,
+    device: str | torch.device = "cpu",
+    targets: Ragged | None = None,
+    *,
+    may_share: bool = True,
+) -> Packed:
+    """Pack a prompt (int64 [Lp]) and its responses (R ragged int64), and share the prompt if it may be and saves enough tokens.
 
     `targets`: tokens that are predicted in the places of the response tokens (`MicroBatch.target_ids`). The decision depends on
     the lengths alone, so every model computes the same layout. Raises `ValueError` as `pack`, and for targets of other lengths.
     """
     ratio = token_ratio(len(prompt_ids), responses.lengths.tolist())
-    packed = pack(prompt_ids, responses, device, is_shared=ratio >= LEAST_TOKEN_RATIO)
+    packed = pack(prompt_ids, responses, device, is_shared=may_share and ratio >= LEAST_TOKEN_RATIO)
     if targets is None:
         return packed
     if not np.array_equal(targets.offsets, responses.offsets):

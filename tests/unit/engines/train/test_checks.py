@@ -39,7 +39,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("torch", {"tp": 3}, {}, "plan.train.tp is 3"),
         ("torch", {"pp": 5}, {}, "plan.train.pp is 5"),
-        ("torch", {}, {"model_type": "gpt2"}, "a model of type 'gpt2'"),
+        ("torch", {"tp": 2}, {"model_type": "gpt2"}, "a model of type 'gpt2'"),
         ({"name": "torch", "stage": 2}, {}, {}, "'torch' does not take these options"),
         ({"path": "my_engine.py:Engine", "depth": 2}, {"tp": 3}, {}, "plan.train.tp is 3"),
         ("deepspeed", {"tp": 2}, {}, "data parallel only"),

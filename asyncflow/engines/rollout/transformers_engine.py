@@ -1,0 +1,302 @@
+"""Rollout by transformers' own `generate`, for any causal language model: where there is neither a decoder of ours nor vLLM.
+
+    requests with prompts of one length --> [ generate: forward, draw, forward, draw, ... ] --> responses, each when it ends
+
+`generate` knows each family's cache, whatever its layers are. Rows of one batch have prompts of the same length, so nothing is
+padded and no mask is needed; rows that have ended are computed on until the last one of the batch ends. Each token is drawn here,
+where the library asks for processed logits: by the sample's own noise (sampling.py), with the log-prob of the distribution that it
+is drawn from. Calls run between two tokens, so an install changes whole steps; responses under way keep their caches.
+
+Sums of a row may depend on the rows beside it, so no bits are promised. Slower than the embedded engine: see docs/models.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.utils.logging import disable_progress_bar
+
+from asyncflow.attestation import Attestation
+from asyncflow.bit_sums import sum_of_bits
+from asyncflow.engines.base import Response, Timing
+from asyncflow.engines.devices import check_device
+from asyncflow.engines.rollout.checks import check_tensors, why_transformers_is_not_deterministic
+from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
+from asyncflow.engines.rollout.slots import SlotRequest
+from asyncflow.engines.rollout.stop_strings import StopStrings
+from asyncflow.engines.rollout.threaded import ThreadedEngine
+from asyncflow.model_folder import end_token_ids
+from asyncflow.types import Array, HeldWeights, UserError, WeightSource
+
+
+class TransformersEngine(ThreadedEngine):
+    """`RolloutEngine` over `generate`; at most `num_slots` rows at a time."""
+
+    is_deterministic = False
+    why_not_deterministic = why_transformers_is_not_deterministic()
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        num_slots: int,
+        max_context: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str = "cpu",
+        num_threads: int = 1,
+        version: int = 0,
+        stop_ids: Iterable[int] | None = None,
+        kv_on_install: Literal["keep", "recompute"] = "keep",
+        num_parked: int = 0,
+    ) -> None:
+        """Load a Hugging Face checkpoint as policy `version`; the arguments are `SlotEngine`'s. No cache is kept between turns, so
+        `num_parked` counts for nothing.
+
+        Raises `UserError` for `kv_on_install` other than `keep`, and `ValueError` for a model that transformers does not load, or
+        one with fewer positions.
+        """
+        check_device(device, "rollout.device")
+        if kv_on_install != "keep":
+            raise UserError("rollout.engine=transformers keeps the caches of responses under way: set rollout.kv_on_install=keep")
+        disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        except OSError as error:
+            raise ValueError(str(error).splitlines()[0]) from error
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None and max_context > limit:
+            raise ValueError(f"max_context {max_context} exceeds the model's {limit} positions")
+        model.requires_grad_(False).eval().to(device)
+        model.generation_config = GenerationConfig()  # the checkpoint's own penalties and filters are not the run's
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        super().__init__(
+            model_path,
+            num_slots=num_slots,
+            max_context=max_context,
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+        )
+        stop_ids = end_token_ids(model_path) if stop_ids is None else stop_ids
+        rows = Batches(model, self._parameters, num_slots, frozenset(stop_ids), version, self._stop_strings, self._between_tokens)
+        self._start(rows, num_threads)
+
+    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Check the tensors; there is nothing to prepare, see `RolloutEngine.prepare`."""
+        fitting(tensors, self._parameters)
+
+    async def export_weights(self) -> WeightSource:
+        return HeldWeights(self._parameters)
+
+    async def attest(self) -> Attestation:
+        """Happens between two tokens, see `RolloutEngine.attest`."""
+        return await asyncio.wrap_future(self._hand_in(self._attest))
+
+    def _attest(self) -> Attestation:
+        return Attestation([([name], sum_of_bits(parameter)) for name, parameter in self._parameters.items()])
+
+    def _between_tokens(self) -> None:
+        """Hand over what has ended, and make the calls that wait; while paused, all that come. Raises `RuntimeError` at the end."""
+        self._deliveries.hand_over()
+        while self._slots.is_paused or not self._inbox.empty():
+            call = self._inbox.get()
+            if call is None:
+                self._inbox.put(None)  # for the thread's loop
+                raise RuntimeError("the rollout engine is closed")
+            call()
+            self._deliveries.hand_over()
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """Row of a batch: a sample, and what it has so far."""
+
+    request: SlotRequest
+    sample: int
+    key: np.uint64
+    spans: list[tuple[int, int]]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_done: bool = False
+
+
+class Batches:
+    """`Rows` of one batch after another."""
+
+    def __init__(
+        self,
+        model: Any,
+        parameters: Mapping[str, Tensor],
+        num_slots: int,
+        stop_ids: frozenset[int],
+        version: int,
+        stop_strings: StopStrings,
+        between_tokens: Callable[[], None],
+    ) -> None:
+        """`parameters`: the model's, by name. `between_tokens` is called after each token of a batch."""
+        self.version, self.is_paused = version, False
+        self._model, self._parameters, self._num_slots = model, parameters, num_slots
+        self._stop_ids, self._stop_strings, self._between_tokens = stop_ids, stop_strings, between_tokens
+        self._waiting: deque[SlotRequest] = deque()
+        self._rows: list[_Row] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a sample waits; while a batch is generated nobody asks."""
+        return bool(self._waiting)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
+
+    def submit(self, request: SlotRequest) -> None:
+        """Add a request, which waits for a batch."""
+        self._waiting.append(request)
+
+    def cancel(self, request: SlotRequest) -> None:
+        """Forget the samples of `request`; its rows are computed on with their batch, for nobody."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for row in self._rows:
+            row.is_done |= row.request is request
+
+    def fail(self, error: Exception) -> None:
+        """End every request with `error`."""
+        requests = dict.fromkeys([*(row.request for row in self._rows if not row.is_done), *self._waiting])
+        self._rows.clear()
+        self._waiting.clear()
+        for request in requests:
+            request.deliver(error)
+
+    def install(self, version: int, tensors: Mapping[str, Tensor], prepared: Sequence[Tensor] | None) -> None:
+        """New weights for the tokens from now on; `ValueError`, changing nothing, when they are not the model's."""
+        given = fitting(tensors, self._parameters)
+        for name, parameter in self._parameters.items():
+            parameter.copy_(given[name])
+        self.version = version
+        for row in self._rows:
+            if row.spans[-1][0] == len(row.tokens):  # two installs without a token between them
+                row.spans.pop()
+            row.spans.append((len(row.tokens), version))
+
+    def end_timing(self) -> None:
+        """Nothing is timed."""
+
+    def take_timings(self) -> list[Timing]:
+        """No timings: pieces of a batch are not told apart."""
+        return []
+
+    def step(self) -> None:
+        """Generate a batch to its end: the oldest request's samples, and those of others with prompts of the same length."""
+        self._fill()
+        ids_NL = torch.from_numpy(np.stack([_prompt(row.request) for row in self._rows])).to(self._model.device)
+        most = max(row.request.sampling.max_new_tokens for row in self._rows)
+        self._model.generate(
+            ids_NL,
+            attention_mask=torch.ones_like(ids_NL),
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, pad_token_id=0, use_cache=True),
+            logits_processor=[_Draw(self._draw)],
+            stopping_criteria=[_Ended(self._are_done)],
+        )
+        self._rows.clear()
+
+    def _fill(self) -> None:
+        length, left = len(_prompt(self._waiting[0])), deque[SlotRequest]()
+        while self._waiting:
+            request = self._waiting.popleft()
+            while len(_prompt(request)) == length and request.pending and len(self._rows) < self._num_slots:
+                sample, key = request.pending.popleft()
+                self._rows.append(_Row(request, sample, key, [(0, self.version)]))
+            if request.pending:
+                left.append(request)
+        self._waiting = left
+
+    def _draw(self, logits_NV: Tensor) -> Tensor:
+        """Draw a token for each row that has not ended, and deliver what ends: the tokens, int64 [N]; 0 for the others."""
+        tokens_N = torch.zeros(len(logits_NV), dtype=torch.int64)
+        active = [i for i, row in enumerate(self._rows) if not row.is_done]
+        if active:
+            rows = [self._rows[i] for i in active]
+            samplings = [row.request.sampling for row in rows]
+            left = Truncation(
+                np.array([s.top_p if s.is_truncated else 1.0 for s in samplings], np.float32),
+                np.array([s.top_k if s.is_truncated else 0 for s in samplings], np.int64),
+                np.array([s.min_p if s.is_truncated else 0.0 for s in samplings], np.float32),
+            )
+            noise = uniforms(
+                np.array([row.key for row in rows]), np.array([len(row.request.after) + len(row.tokens) for row in rows], np.int64)
+            )
+            temperatures = np.array([s.temperature for s in samplings], np.float32)
+            tokens, logprobs = draw_tokens(logits_NV[active].float(), temperatures, noise, None if left.is_none else left)
+            if not np.isfinite(logprobs).all():
+                raise RuntimeError("the model's logits are not finite: the installed weights are broken")
+            tokens_N[active] = torch.from_numpy(tokens)
+            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                self._end(row)
+        self._between_tokens()
+        return tokens_N
+
+    def _end(self, row: _Row) -> None:
+        """Deliver a row's response if its newest token ends it."""
+        sampling, count = row.request.sampling, len(row.tokens)
+        stop_ids = self._stop_ids if sampling.stop_ids is None else sampling.stop_ids
+        is_stopped = row.tokens[-1] in stop_ids or (
+            bool(sampling.stop) and self._stop_strings.are_completed(np.array(row.tokens, np.int64), sampling.stop)
+        )
+        if not is_stopped and count < sampling.max_new_tokens:
+            return
+        row.is_done = True
+        row.request.deliver(
+            Response(
+                sample=row.sample,
+                token_ids=np.array(row.tokens, np.int64),
+                logprobs=np.array(row.logprobs, np.float32),
+                version_spans=np.array(row.spans, np.int64),
+                finish_reason="stop" if is_stopped else "length",
+            )
+        )
+
+    def _are_done(self) -> list[bool]:
+        return [row.is_done for row in self._rows]
+
+
+def _prompt(request: SlotRequest) -> Array:
+    """What a request's responses come behind: its prompt, and the turns after it."""
+    return np.concatenate([request.prompt_ids, request.after]) if len(request.after) else request.prompt_ids
+
+
+def fitting(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors for a model's parameters, by the same names. `ValueError` when one does not fit."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    return check_tensors(tensors, shapes, ties_head="lm_head.weight" not in shapes and "model.embed_tokens.weight" in shapes)
+
+
+class _Draw(LogitsProcessor):
+    """Leaves one token of each row: the one that `draw` draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        self._draw = draw
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens_N1 = self._draw(scores)[:, None].to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens_N1, 0.0)
+
+
+class _Ended(StoppingCriteria):
+    """Which rows have ended, as `are_done` says."""
+
+    def __init__(self, are_done: Callable[[], list[bool]]) -> None:
+        self._are_done = are_done
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.tensor(self._are_done(), device=input_ids.device)
