@@ -41,6 +41,7 @@ Finite = Annotated[float, Field(gt=0, lt=math.inf)]
 Weight = Annotated[float, Field(gt=-math.inf, lt=math.inf)]
 """Of a reward; below 0 it is a penalty."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+HUB_NAME = r"^[\w][\w.-]*/[\w][\w.-]*$"
 PartName = Annotated[str, AfterValidator(_part_name)]
 TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
 """Of metrics, `reward/mean` and so on."""
@@ -97,12 +98,17 @@ class LowRankConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """A folder in Hugging Face format, `random:qwen2-tiny` for a small randomly initialised model, or, for `--dry-run` alone,
+    """A folder in Hugging Face format; a name on the Hugging Face Hub, with a revision perhaps (`Qwen/Qwen2.5-0.5B-Instruct@main`);
+    a GGUF file, or a folder with one; `random:qwen2-tiny` for a small randomly initialised model; or, for `--dry-run` alone,
     `shapes:FILE`, a model's config.json without the rest."""
     max_context_tokens: PositiveInt | None = None
     """Prompt and response together; by default the longest prompt of the data and `rollout.max_new_tokens`."""
     lora: LowRankConfig | None = None
     """Train a low-rank adapter instead of the weights; the model at `path` is its base."""
+    push_to_hub: Annotated[str, Field(pattern=HUB_NAME)] | None = None
+    """A repository of the Hugging Face Hub, `owner/name`: the final model goes there, with a model card, when the run is done."""
+    private: bool = True
+    """Whether that repository is private, where it has to be made."""
 
 
 class DataConfig(Section):

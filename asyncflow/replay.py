@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from asyncflow.checkpoint.folder import Checkpoints
@@ -28,13 +27,13 @@ from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config, dump, load, parse
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.attempt import Attempt, AttemptInputs, Prepare
-from asyncflow.run.connection import JobFile
+from asyncflow.run.connection import JobFile, model_begun_with
 from asyncflow.run.fleet import workers
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import RecordState
 from asyncflow.run.resume import CRITIC_FINGERPRINTS, DriverState, Resumed, SavedPrompt, metrics_of
-from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, RunDir
+from asyncflow.run_dir import CONFIG_FILE, RunDir
 from asyncflow.settings import apply_override, refuse_overrides
 from asyncflow.telemetry.batches import joined, kept_steps, read_batch
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
@@ -122,7 +121,7 @@ def plan_replay(run_dir: Path, step: int) -> ReplayPlan:
     if step not in kept:
         there = f"kept are steps {', '.join(map(str, kept))}" if kept else "none is kept: set telemetry.keep_batches before the run"
         raise UserError(f"{run_dir} has no batch of step {step}; {there}")
-    checkpoints, model = Checkpoints(RunDir(run_dir).checkpoints, 1), _model_of(run_dir)
+    checkpoints, model = Checkpoints(RunDir(run_dir).checkpoints, 1), model_begun_with(run_dir)
     first, checkpoint = 0, None
     for version in reversed([version for version in checkpoints.versions() if version <= step]):
         try:
@@ -155,18 +154,6 @@ def replay_config(run_dir: Path, plan: ReplayPlan, scratch: Path, overrides: Seq
     for section, keys in settings.items():  # behind them: one may have taken the place of a whole section
         tree[section] = {**(tree[section] or {}), **keys}
     return parse({**tree, **others})
-
-
-def _model_of(run_dir: Path) -> Path:
-    try:
-        model = Path(msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile).model)
-    except (OSError, msgspec.DecodeError) as error:
-        raise UserError(f"{run_dir / JOB_FILE} does not say which model the run began with: {error}") from error
-    initial = RunDir(run_dir).initial_model  # the run's folder may have been moved
-    model = initial if initial.is_dir() else model
-    if not (model / "config.json").is_file():
-        raise UserError(f"the model that the run began with, {model}, is not there any more")
-    return model
 
 
 class ReplayJob(Job):

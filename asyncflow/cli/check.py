@@ -9,6 +9,7 @@ import platform
 import shutil
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "mooncake": (("mooncake-transfer-engine",), "samples kept in Mooncake Store (queue.storage=mooncake)"),
     "data": (("datasets",), "Parquet files, saved data sets and the Hugging Face Hub (data.path)"),
     "service": (("fastapi", "uvicorn", "httptools", "httpx2", "protobuf"), "a run, or Tinker's API, over HTTP (asyncflow serve)"),
+    "gguf": (("gguf", "accelerate"), "models in GGUF files (model.path)"),
     "wandb": (("wandb",), "metrics on Weights & Biases (telemetry.trackers)"),
     "mcp": (("mcp",), "tools of MCP servers (environment.tools)"),
     "environments": (
@@ -47,7 +49,14 @@ COSTS_FILE = "costs.json"
 
 
 def check(
-    overrides: Annotated[list[str] | None, typer.Argument(help="With --profile: key.path=value, as many as you like.")] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A model, as model.path takes it: will it run, on what, with how much memory? key.path=value of a run's "
+            "configuration, with a model or --profile.",
+            metavar="[MODEL] [KEY=VALUE]...",
+        ),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="A run's YAML file: time a layer of its model, under its layout, instead.")
     ] = None,
@@ -57,16 +66,33 @@ def check(
 ) -> None:
     """Show the machine, versions, devices and ports, and what is missing for which feature.
 
+    With a model: which engines train it and generate with it, and the memory that this takes. Of the Hub's only what describes it
+    is downloaded.
+
     With --profile CONFIG: time one layer of the configuration's model under `plan.train` (forward, backward, optimiser,
     collectives, weights), then rollout, rewards, reference and critic, and keep it as a trace in runs/NAME-profile, with the costs
     that `asyncflow simulate --costs` takes.
     """
+    given = list(arguments or [])
+    model = given.pop(0) if given and "=" not in given[0] else None
+    if model is not None and profile is not None:
+        raise UserError(f"asyncflow check takes a model ({model!r}) or --profile CONFIG, whose configuration names one")
     if profile is not None:
-        _profile(profile, overrides or [], _token_counts(tokens), repeats, deadline)
-    elif overrides:
-        raise UserError(f"asyncflow check takes {overrides[0]!r} with --profile CONFIG alone")
+        _profile(profile, given, _token_counts(tokens), repeats, deadline)
+    elif model is not None:
+        _check_model(model, given)
+    elif given:
+        raise UserError(f"asyncflow check takes {given[0]!r} with a model or --profile CONFIG alone")
     else:
         _show()
+
+
+def _check_model(model: str, overrides: list[str]) -> None:
+    from asyncflow.run.model_check import checked
+
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+        for line in asyncio.run(checked(model, overrides, Path(scratch))):
+            print(line)
 
 
 def _show() -> None:

@@ -99,7 +99,8 @@ async def _dry_run(config: Config) -> None:
     from asyncflow.model_folder import read_json
     from asyncflow.run.factories import advice, make_schedule, num_devices, shape_of
     from asyncflow.run.memory import Shapes, lines
-    from asyncflow.run.prepare import SHAPES, check_shapes, prepare
+    from asyncflow.run.model_source import SHAPES
+    from asyncflow.run.prepare import check_shapes, prepare
     from asyncflow.run.prompts import left_out_lines
 
     if is_of_shapes := config.model.path.startswith(SHAPES):

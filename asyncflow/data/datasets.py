@@ -1,6 +1,7 @@
 """Data sets: rows of named columns, read from files, from the Hugging Face Hub, or generated.
 
-    generated:arithmetic ----+
+    generated:arithmetic, ---+
+    generated:sums ----------+
     reasoning_gym:TASK ------+   (reasoning_gym.py)
     rows.jsonl, .json -------+--> rows: JSON values by column name, in the data's own order
     rows.csv, .tsv ----------+
@@ -23,7 +24,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from asyncflow.data import arithmetic, reasoning_gym
+from asyncflow.data import arithmetic, reasoning_gym, sums
 from asyncflow.types import UserError
 
 Row = dict[str, Any]
@@ -100,7 +101,10 @@ def _read(path: str, named: str, subset: str | None, limit: int | None) -> Itera
 
 
 def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
-    sources: dict[str, Callable[[int, Split, int], list[Row]]] = {"generated:arithmetic": arithmetic.as_examples}
+    sources: dict[str, Callable[[int, Split, int], list[Row]]] = {
+        "generated:arithmetic": arithmetic.as_examples,
+        "generated:sums": sums.as_examples,
+    }
     if path not in sources:
         raise UserError(f"data set {path!r} is not known; there is {', '.join(sources)}")
     return sources[path](seed, split, count)

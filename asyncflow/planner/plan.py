@@ -36,7 +36,8 @@ from asyncflow.planner.pieces import PIECES
 from asyncflow.planner.search import ROWS_OF_SEARCH, Found, Plan, search, simulated, simulated_config, simulated_costs
 from asyncflow.run.factories import num_devices
 from asyncflow.run.memory import Shapes
-from asyncflow.run.prepare import SHAPES, check_shapes, prepare
+from asyncflow.run.model_source import SHAPES
+from asyncflow.run.prepare import check_shapes, prepare
 from asyncflow.settings import to_yaml
 from asyncflow.simulation.run import simulate
 from asyncflow.simulation.seeds import Simulators

@@ -33,17 +33,31 @@ from asyncflow.run.factories import shape_of
 from asyncflow.run.model_files import ModelFiles, model_here
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.saving import CheckpointCoordinator
-from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, control_socket
+from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Credentials, Peer, proxy
+from asyncflow.types import UserError
 
 EVALUATORS_VERSIONS = f"versions/{EVALUATORS}"
 """The service of theirs; the rollout workers' and the trainer's is `versions`."""
 CRITIC_VERSIONS = "versions/critic"
 """The service of the critic, and of the workers that compute values by it."""
 S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
+
+
+def model_begun_with(run_dir: Path) -> Path:
+    """Folder of the model that a run began with. Raises `UserError` when the run does not say, or it is gone."""
+    try:
+        model = Path(msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile).model)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{run_dir / JOB_FILE} does not say which model the run began with: {error}") from error
+    initial = RunDir(run_dir).initial_model  # the run's folder may have been moved
+    model = initial if initial.is_dir() else model
+    if not (model / "config.json").is_file():
+        raise UserError(f"the model that the run began with, {model}, is not there any more")
+    return model
 
 
 class JobFile(msgspec.Struct, frozen=True):

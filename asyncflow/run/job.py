@@ -33,10 +33,12 @@ from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
 from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
+from asyncflow.run.connection import model_begun_with
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import advice, queue_schema, shape_of
 from asyncflow.run.fleet import rollout_worker, workers
 from asyncflow.run.journal import Journal, Kept
+from asyncflow.run.model_card import push_model
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.record import Observer
@@ -45,7 +47,7 @@ from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
 from asyncflow.run.status import Watch
 from asyncflow.run.worker_start import import_ahead
-from asyncflow.run_dir import KEY_FILE, RunDir, control_socket
+from asyncflow.run_dir import KEY_FILE, control_socket
 from asyncflow.telemetry.accuracy import Responses
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
@@ -164,9 +166,12 @@ class Job:
             await self.start(0 if self._evaluate_only else self.config.run.steps)
             if self.driver is None:
                 return True
-            return await self.until(self._is_done)
+            is_done = await self.until(self._is_done)
         finally:
             await self.stop()
+        if is_done and not self._evaluate_only and self.config.model.push_to_hub is not None:
+            await push_model(self.config, self.rows, self.evaluations, self.listener.log)
+        return is_done
 
     def interrupt(self, by: int | None = None) -> None:
         """End the run early, by a signal perhaps: a checkpoint, the model as of the last commit and the report are written."""
@@ -284,8 +289,15 @@ class Job:
     async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs, checked."""
         import_ahead(self.config, is_training=not self._evaluate_only)
-        made = RunDir(self.config.run_dir).initial_model if resumed is not None else None
-        return await prepare(self.config, scratch, evaluate_only=self._evaluate_only, made=made, is_served=self._is_served)
+        begun_with = model_begun_with(self.config.run_dir) if resumed is not None else None
+        return await prepare(
+            self.config,
+            scratch,
+            evaluate_only=self._evaluate_only,
+            begun_with=begun_with,
+            is_served=self._is_served,
+            log=self.listener.log,
+        )
 
     def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
         """The workers that it starts with."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.cluster import CLUSTERS
@@ -18,7 +13,7 @@ from asyncflow.cluster.remote_node import host_of, is_any
 from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.families import check_family, check_layout
+from asyncflow.engines.families import check_layout
 from asyncflow.engines.lora_files import check_lora_files
 from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_CHECKS,
@@ -46,14 +41,14 @@ from asyncflow.run.factories import (
     turn_format,
     weight_sync_facts,
 )
-from asyncflow.run.prompts import DataRows, read_source, short_enough, tokenize
+from asyncflow.run.model_card import may_push
+from asyncflow.run.model_source import SHAPES, Log, check_folder, is_made, model_folder
+from asyncflow.run.prompts import read_source, short_enough, tokenize
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
-from asyncflow.types import RunError, UserError
+from asyncflow.types import UserError
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
 
-SHAPES = "shapes:"
-"""Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -117,6 +112,8 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
             f"plan.values.num_workers={workers}, but the algorithm {config.algorithm.name} has no critic whose values they could "
             f"compute: take one that has, such as ppo, or leave it out"
         )
+    if config.model.push_to_hub is not None and is_here and not may_push():
+        raise UserError("model.push_to_hub needs a token of the Hugging Face Hub: log in with `hf auth login`, or set HF_TOKEN")
     _check_candidates(config, wants_them=algorithm.wants_varied_groups)
     if config.train.skip_zero_advantages and not algorithm.is_zero_without_advantages:
         raise UserError(
@@ -186,7 +183,7 @@ def _check_critic(config: Config) -> None:
             "strict"
         )
     if config.train.critic.path is not None:
-        _check_folder("train.critic.path", config.train.critic.path)
+        check_folder("train.critic.path", Path(config.train.critic.path), config.train.critic.path)
 
 
 def _check_critic_fits(critic: Path, policy: Path) -> None:
@@ -303,7 +300,6 @@ def check_shapes(config: Config) -> dict[str, Any]:
     fields = read_json(file)
     if not fields:
         raise UserError(f"model.path {model.path!r}: there is no file {file} with the fields of a model's config.json")
-    check_family(fields)
     check_train_engine(config, fields)
     if model.max_context_tokens is None:
         raise UserError("a model of shapes alone has no tokenizer to measure prompts with: set model.max_context_tokens")
@@ -336,11 +332,18 @@ def check_reward_model(config: Config) -> None:
 
 
 async def prepare(
-    config: Config, scratch: Path, *, evaluate_only: bool = False, made: Path | None = None, is_served: bool = False
+    config: Config,
+    scratch: Path,
+    *,
+    evaluate_only: bool = False,
+    begun_with: Path | None = None,
+    is_served: bool = False,
+    log: Log = print,
 ) -> Prepared:
-    """Load and check the data, the model and the reward. A `random:` model is made in `scratch`, unless it was `made` before.
+    """Load and check the data, the model and the reward. `begun_with`: the folder that an earlier attempt of the run began with.
 
-    `is_served`: processes from outside may put prompts, generate and train.
+    A model that is not a folder as it is (model_source.py) becomes one in `scratch`, unless the run was begun with it. `log` takes
+    lines about the progress. `is_served`: processes from outside may put prompts, generate and train.
     """
     check_choices(config)
     await check_devices(config)
@@ -360,8 +363,10 @@ async def prepare(
         await environments.start()
         await environments.close()
         tools = environments.facts.tools
-    is_made = made is not None and config.model.path.startswith("random:")
-    model = made if made is not None and is_made else await model_folder(config, source, scratch)
+    if begun_with is not None and is_made(config.model.path):
+        model = check_folder("model.path", begun_with, config.model.path)
+    else:
+        model = await model_folder(config, source, scratch, log)
     if not evaluate_only:
         check_train_engine(config, read_json(model / "config.json"))
     critic = critic_folder(config) if not evaluate_only else None
@@ -426,41 +431,6 @@ def _check_enough(config: Config, count: int, what: str) -> None:
         )
 
 
-async def model_folder(config: Config, source: DataRows | None, scratch: Path) -> Path:
-    """The model's folder, made first if it is a `random:` one, with a vocabulary of the data's words.
-
-    Raises `UserError` if it holds no causal language model.
-    """
-    path = config.model.path
-    if path.startswith(SHAPES):
-        raise UserError(
-            f"model.path {path!r} is a model's shapes alone, for --dry-run: set model.path to the folder of a model to train it"
-        )
-    if path.startswith("random:"):
-        texts = source.texts() if source is not None else ()
-        return await _random_model(config, texts, scratch / "random-model")
-    return _check_folder("model.path", path)
-
-
-def _check_folder(option: str, path: str) -> Path:
-    """Folder of a causal language model, which the option gives as `path`. Raises `UserError` where it holds none."""
-    folder = Path(path)
-    settings = read_json(folder / "config.json")
-    if not settings:
-        hint = "download it first: AsyncFlow loads no model from a hub" if not folder.exists() else "it has no config.json"
-        raise UserError(f"{option} {path!r} is no folder with a model in Hugging Face format: {hint}")
-    architectures = settings.get("architectures") or []  # none: the architecture follows from model_type
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise UserError(f"{option} {path!r} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
-    try:
-        check_family(settings)
-    except UserError as error:
-        raise UserError(f"{option} {path!r}: {error}") from error
-    if not [*folder.glob("*.safetensors")]:
-        raise UserError(f"{option} {path!r} has no weights in safetensors format; write them with transformers' save_pretrained")
-    return folder
-
-
 def _context(
     config: Config, model: Path, critic: Path | None, prompts: Sequence[Prompt], row_of: Callable[[Prompt], tuple[int, str]]
 ) -> int:
@@ -488,20 +458,3 @@ def _context(
                 f"{name} is {limit}: {way_out}"
             )
     return config.model.max_context_tokens or length + new
-
-
-async def _random_model(config: Config, texts: Iterable[str], folder: Path) -> Path:
-    """Make a model with random weights in a process of its own, since this one imports no torch."""
-    with tempfile.NamedTemporaryFile("wb", suffix=".jsonl") as file:
-        file.write(b"\n".join(msgspec.json.encode(text) for text in texts))
-        file.flush()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "asyncflow.engines.train.random_model", config.model.path, str(folder), "--texts", file.name,
-            "--seed", str(config.run.seed),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        _, errors = await process.communicate()
-    if process.returncode:
-        last = (errors.decode(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
-        raise (UserError if process.returncode == 2 else RunError)(f"model.path: {last}")
-    return folder

@@ -32,7 +32,7 @@ from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.run.factories import make_algorithm, train_engine_options, weights_need_key
 from asyncflow.run.fleet import rollout_worker, trainers
-from asyncflow.run.prepare import model_folder
+from asyncflow.run.model_source import RANDOM, model_folder
 from asyncflow.run.prompts import read_source
 from asyncflow.run_dir import CONFIG_FILE, KEY_FILE, RunDir
 from asyncflow.telemetry.spans import Recorder
@@ -71,7 +71,7 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
     folder = RunDir(config.run.dir / f"{config.run.name}-profile")
     folder.check(may_overwrite=True)
     folder.claim(dump(config))
-    is_to_make = config.model.path.startswith("random:")
+    is_to_make = config.model.path.startswith(RANDOM)
     model = await model_folder(config, read_source(config, "train") if is_to_make else None, folder.path)
     check_layout(read_json(model / "config.json"), config.layout)
     if weights_need_key(config):

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {
     "pyyaml": "yaml",
+    "huggingface-hub": "huggingface_hub",
     "prometheus-client": "prometheus_client",
     "math-verify": "math_verify",
     "mooncake-transfer-engine": "mooncake",

@@ -1,0 +1,113 @@
+"""A model of the Hugging Face Hub in the machine's cache: `python -m asyncflow.run.hub_download OWNER/NAME` prints its folder last.
+
+    owner/name, revision, file --> which files are missing, how many bytes --> the cache's folder of that commit
+
+A process of its own, which Ctrl-C ends at once: files that are whole stay, and a connection that breaks is continued. Only files
+that a run needs are taken, of the first level. With HF_HUB_OFFLINE=1, or where the Hub cannot be reached, the cache is taken;
+HF_HOME, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    DryRunError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm import tqdm
+
+from asyncflow.types import UserError
+
+FACTS: Final = ("*.json", "*.jinja", "*.txt", "*.model")
+WEIGHTS: Final = ("*.safetensors",)
+NOT_TAKEN: Final = ("*/*", "consolidated*", "*adapter*")  # copies for other libraries, and parts of models
+TELLS: Final = 20  # times at most that a download's progress is told
+
+
+def download(repo: str, revision: str | None, patterns: list[str], tell: Callable[[str], None]) -> str:
+    """Folder of the cache with these files of a repository. Raises `UserError`. `tell`: takes lines about the progress."""
+    where: dict[str, Any] = {"repo_id": repo, "revision": revision, "allow_patterns": patterns, "ignore_patterns": list(NOT_TAKEN)}
+    name = repo if revision is None else f"{repo}@{revision}"
+    try:
+        try:
+            files = [file for file in snapshot_download(**where, dry_run=True) if file.will_download]
+        except DryRunError:  # the Hub cannot be asked: the cache may have it, or this says what is wrong
+            return snapshot_download(**where)
+        total = sum(file.file_size for file in files)
+        if total:
+            tell(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB")
+        return snapshot_download(**where, tqdm_class=_bar(name, total, tell))
+    except RevisionNotFoundError as error:
+        raise UserError(f"the Hugging Face Hub has no revision {revision!r} of {repo}: name a branch, a tag or a commit") from error
+    except GatedRepoError as error:
+        raise UserError(
+            f"{repo} is gated: ask for access on its page, then log in with `hf auth login`, or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repo} is no folder here, and the Hugging Face Hub has no such model, or a private one: for that, log in with "
+            f"`hf auth login`, or set HF_TOKEN"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("0", "", "FALSE", "NO", "OFF")
+        why = "HF_HUB_OFFLINE is set" if is_offline else "the Hugging Face Hub cannot be reached"
+        raise UserError(
+            f"{name} is no folder here, {why}, and the cache does not have all of it: name a folder, or begin again where the Hub "
+            f"can be reached (files that are whole stay)"
+        ) from error
+    except Exception as error:  # of many libraries: the Hub's, its HTTP client's
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{name} cannot be had from the Hugging Face Hub: {said[0]} (files that are whole stay)") from error
+
+
+def _bar(name: str, total: int, tell: Callable[[str], None]) -> type[tqdm]:
+    """Class of progress bars that tell a line now and then, and draw nothing."""
+    told = 0
+
+    class DownloadBar(tqdm):
+        """Bar of the bytes of all files, or of the number of files, of which nothing is told."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*arguments, **{**options, "file": io.StringIO(), "disable": False})
+
+        def update(self, count: float | None = 1) -> bool | None:
+            nonlocal told
+            drawn = super().update(count)
+            if self.unit == "B" and total and (share := int(TELLS * self.n / total)) > told and share < TELLS:
+                told = share
+                tell(f"  {name}: {self.n / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+            return drawn
+
+    return DownloadBar
+
+
+def main() -> int:
+    """Run the module as a program. Lines about the progress, and last the folder, go to standard output."""
+    parser = argparse.ArgumentParser(prog="python -m asyncflow.run.hub_download", description="Download a model from the Hub.")
+    parser.add_argument("repo")
+    parser.add_argument("--revision")
+    parser.add_argument("--file", help="this file alone, such as a GGUF file")
+    parser.add_argument("--facts", action="store_true", help="no weights")
+    arguments = parser.parse_args()
+    patterns = [arguments.file] if arguments.file else [*FACTS, *(() if arguments.facts else WEIGHTS)]
+    try:
+        print(download(arguments.repo, arguments.revision, patterns, lambda line: print(line, flush=True)), flush=True)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Model card of a finished run, and the way of its model to the Hugging Face Hub.
+
+configuration, metrics, evaluations --> README.md in the model's folder --> hub_push.py, a process of its own
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncflow.config import Config, dump
+from asyncflow.loops.evaluation import Row
+from asyncflow.run.model_source import HubName, Log, run_module
+from asyncflow.run_dir import RunDir
+from asyncflow.types import RunError, UserError
+
+CARD_FILE = "README.md"
+_LIBRARIES = ("asyncflow-rl", "torch", "transformers")
+
+
+def may_push() -> bool:
+    """Whether this machine has a token of the Hub."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+async def push_model(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[Row], log: Log) -> None:
+    """Write the card of the run's final model, and send both to the Hub. A failure is told with a way out: the run is done."""
+    folder, name = RunDir(config.run_dir).model, config.model.push_to_hub
+    assert name is not None
+    (folder / CARD_FILE).write_text(model_card(config, rows, evaluations), encoding="utf-8")
+    try:
+        url = (
+            await run_module("asyncflow.run.hub_push", log, str(folder), name, *(["--private"] if config.model.private else []))
+        )[-1]
+    except (UserError, RunError) as error:
+        log(f"the model could not be pushed to the Hugging Face Hub: {error}; it is in {folder}: hf upload {name} {folder}")
+    else:
+        log(f"the model is at {url}")
+
+
+def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[Row]) -> str:
+    """Markdown with the Hub's header: what was trained, on what, how, and what came of it. `rows`: metrics by step."""
+    path, data = config.model.path, config.data.path or "prompts that came over the wire"
+    base, title = HubName.of(path), config.model.push_to_hub or config.run.name
+    header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if base is not None:
+        header["base_model"] = base.repo
+    if config.data.path is not None and "/" in data and not Path(data).exists():
+        header["datasets"] = [data]
+    header["tags"] = ["asyncflow", "reinforcement-learning", config.algorithm.name]
+    train, rollout = config.train, config.rollout
+    scorers = ", ".join(part.scorer.name for part in config.reward.parts.values())
+    models = [f"the reward model {config.reward.model.path}"] if config.reward.model is not None else []
+    lines = [
+        f"# {title.rpartition('/')[2]}",
+        "",
+        f"{_linked(path, base)}, trained with {config.algorithm.name.upper()} by AsyncFlow for {config.run.steps} steps of "
+        f"{train.prompts_per_step} prompts with {rollout.group_size} responses each, schedule {config.schedule.name}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| data | {data}{f', {config.data.subset}' if config.data.subset else ''} |",
+        f"| reward | {' and '.join([*([scorers] if scorers else []), *models])} |",
+        f"| learning rate | {train.learning_rate:g}, {train.learning_rate_schedule}, {train.warmup_steps} updates of warm-up |",
+        f"| sampling | temperature {rollout.temperature:g}, at most {rollout.max_new_tokens} tokens |",
+        f"| seed | {config.run.seed} |",
+    ]
+    means = [rows[step]["reward/mean"] for step in sorted(rows) if "reward/mean" in rows[step]]
+    if means:
+        lines.append(f"| mean reward, first and last step | {means[0]:.3f}, {means[-1]:.3f} |")
+    for row in evaluations:
+        found = [f"{key.removeprefix('accuracy/')} {value:.3f}" for key, value in row.items() if key.startswith("accuracy/")]
+        lines.append(f"| held-out accuracy after {row['step']} steps ({row['num_prompts']} prompts) | {', '.join(found)} |")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES)
+    lines += ["", f"Made with {versions}. The whole configuration:", "", "```yaml", dump(config).rstrip(), "```", ""]
+    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n" + "\n".join(lines)
+
+
+def _linked(path: str, base: HubName | None) -> str:
+    if base is None:
+        return Path(path).name
+    return f"[{base.repo}](https://huggingface.co/{base.repo})" + (f" at {base.revision}" if base.revision else "")

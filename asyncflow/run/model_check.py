@@ -1,0 +1,120 @@
+"""Whether AsyncFlow runs a model: which engines train it, which generate with it, and how much memory that takes.
+
+    model.path --> config.json, tokenizer (of the Hub's no weights) --> lines of text
+
+Parameters are counted on a model without memory (torch's meta device); the bytes are those of memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncflow.config import Config, parse
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.decoder_config import DecoderConfig
+from asyncflow.engines.devices import gpus
+from asyncflow.engines.families import why_not_packed
+from asyncflow.engines.train import TRAIN_ENGINE_CHECKS
+from asyncflow.model_folder import read_json
+from asyncflow.registry import build
+from asyncflow.run.factories import make_schedule, train_engine_options
+from asyncflow.run.memory import GIB, Shapes, host_parts, lines, rollout_parts, training_parts
+from asyncflow.run.model_source import Log, folder_of
+from asyncflow.settings import apply_override
+from asyncflow.types import UserError
+
+PROMPT_TOKENS = 512
+"""Of the longest prompt, which no data is there to tell."""
+
+
+async def checked(path: str, overrides: Sequence[str], scratch: Path, log: Log = print) -> list[str]:
+    """Lines about a model. `overrides`: of a run's configuration. Raises `UserError` if it is no causal language model."""
+    tree: dict[str, Any] = {"model": {"path": path}, "data": {"path": "generated:arithmetic"}}
+    for override in overrides:
+        apply_override(tree, override)
+    config = parse(tree)
+    folder = await folder_of(path, scratch, log, has_weights=False)
+    if not (fields := read_json(folder / "config.json")):
+        raise UserError(f"{path} is no folder with a model in Hugging Face format: it has no config.json")
+    module = _module(path, folder)
+    return [*_model(path, folder, module), *_training(config, fields), *_rollout(fields), *_memory(config, fields, module)]
+
+
+def _module(path: str, folder: Path) -> Any:
+    """The model without memory for its weights. Raises `UserError` if transformers has none for it."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(f"transformers has no causal language model for {path}: {str(error).splitlines()[0]}") from error
+
+
+def _model(path: str, folder: Path, module: Any) -> Iterator[str]:
+    context = getattr(module.config, "max_position_embeddings", None)
+    kind, count = module.config.model_type, module.num_parameters()
+    yield f"model           {path}: {type(module).__name__} ({kind}), {count:,} parameters"
+    yield f"context         {f'{context:,} tokens' if context else 'no limit is named'}"
+    try:
+        tokenizer = CheckpointTokenizer(folder)
+    except UserError as error:
+        yield f"tokenizer       {error}"
+    else:
+        template = "a chat template" if tokenizer.template_source is not None else "no chat template: data.chat_template=false"
+        yield f"tokenizer       end tokens {', '.join(map(str, tokenizer.end_token_ids))}; {template}"
+
+
+def _training(config: Config, fields: Mapping[str, Any]) -> Iterator[str]:
+    """What each train engine says to it."""
+    for name in TRAIN_ENGINE_CHECKS:
+        try:
+            build("train engine", name, {"options": train_engine_options(config), "fields": fields}, TRAIN_ENGINE_CHECKS)
+        except (UserError, KeyError) as error:
+            yield f"train.engine    {name}: no: {error if isinstance(error, UserError) else f'config.json has no {error}'}"
+            continue
+        why = why_not_packed(fields)
+        how = f"yes, each row a sequence of its own: {why}" if why else "yes, responses packed behind one copy of their prompt"
+        yield f"train.engine    {name}: {how}"
+
+
+def _rollout(fields: Mapping[str, Any]) -> Iterator[str]:
+    """What each rollout engine says to it."""
+    try:
+        DecoderConfig.from_fields(fields)
+    except (ValueError, KeyError) as error:
+        yield f"rollout.engine  slots: no: {error}"
+    else:
+        yield "rollout.engine  slots: yes"
+    yield "rollout.engine  transformers: yes"
+    yield "rollout.engine  vllm: as vLLM's list of models says (docs/vllm.md)"
+
+
+def _memory(config: Config, fields: Mapping[str, Any], module: Any) -> Iterator[str]:
+    try:
+        shapes = Shapes.of(fields)
+    except UserError as error:
+        count, sum_bytes = module.num_parameters(), 8 if config.train.accumulate == "exact" else 4
+        training, rollout = (4 + sum_bytes + 8) * count / GIB, (4 if config.rollout.dtype == "float32" else 2) * count / GIB
+        yield f"memory          {training:.2f} GiB of weights, sums and optimiser state to train, {rollout:.2f} GiB to generate"
+        yield f"                the rest is not known: {error}"
+        return
+    context = config.model.max_context_tokens or PROMPT_TOKENS + config.rollout.max_new_tokens
+    prompt = max(1, context - config.rollout.max_new_tokens)
+    staleness = make_schedule(config).max_staleness
+    yield from lines(config, shapes, prompt_tokens=prompt, context=context, max_staleness=staleness)
+    parts = [
+        *training_parts(config, shapes, prompt),
+        *rollout_parts(config, shapes, context),
+        *host_parts(config, shapes, staleness),
+    ]
+    needed, here = sum(part.num_bytes for part in parts) / GIB, psutil.virtual_memory().available / GIB
+    verdict = "enough" if needed < here else "too little"
+    yield f"this machine    all of it on the CPU: {needed:.1f} GiB of {here:.1f} available, {verdict}"
+    for name, what in gpus():
+        yield f"this machine    {name}: {what}"

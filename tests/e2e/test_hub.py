@@ -1,0 +1,60 @@
+"""Runs whose model is on the Hub, and goes there when they are done. The Hub is a stand-in (tests/hub.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import MODEL
+from tests.e2e.commands import run_command, write_config
+from tests.hub import TOKEN, Hub, served
+
+NAME, OURS = "somebody/tiny", "me/tiny-trained"
+
+
+def test_a_model_comes_from_the_hub_is_resumed_at_its_commit_and_goes_there_with_a_card(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    hub = Hub({NAME: {"main": MODEL}})
+    with served(hub):
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+        tree = small(model={"path": NAME, "push_to_hub": OURS}, run={"steps": 1})
+        config = write_config(tmp_path, tree)
+        first = run_command("train", config, **environment)
+        assert first.returncode == 0, first.stderr
+        assert f"downloading {NAME}" in first.stdout and f"the model is at {hub.url}/{OURS}" in first.stdout
+        files = hub.pushed[OURS]
+        assert files["private"] == b"True" and {"model.safetensors", "tokenizer.json", "config.json"} <= files.keys()
+        header, text = files["README.md"].decode().removeprefix("---\n").split("\n---\n", 1)
+        assert yaml.safe_load(header)["base_model"] == NAME and "reinforcement-learning" in yaml.safe_load(header)["tags"]
+        assert "trained with GRPO by AsyncFlow for 1 steps" in text and "mean reward, first and last step" in text
+
+        hub.revisions[NAME] = {"moved": MODEL}  # the branch is gone
+        resumed = run_command("train", config, "run.steps=2", "--resume", **environment)
+        assert resumed.returncode == 0, resumed.stderr
+        run_dir = Path(tree["run"]["dir"]) / tree["run"]["name"]
+        assert json.loads((run_dir / "job.json").read_text())["model"].endswith(Hub({NAME: {"main": MODEL}}).commit(NAME, "main"))
+
+
+def test_pushing_without_a_token_is_refused_before_anything_starts(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    config = write_config(tmp_path, small(model={"push_to_hub": OURS}))
+    refused = run_command("train", config, HF_HOME=str(tmp_path / "empty"))
+    assert refused.returncode == 2 and "model.push_to_hub needs a token of the Hugging Face Hub" in refused.stderr
+
+
+def test_check_says_whether_a_model_will_run_without_its_weights(tmp_path: Path) -> None:
+    hub = Hub({NAME: {"main": MODEL}})
+    with served(hub):
+        checked = run_command("check", NAME, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="0")
+    assert checked.returncode == 0, checked.stderr
+    for words in ("qwen2", "GiB", "train.engine", "rollout.engine"):
+        assert words in checked.stdout
+    assert not [path for _, path, _ in hub.asked if path.endswith(".safetensors")]

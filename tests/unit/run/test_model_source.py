@@ -1,0 +1,157 @@
+"""Where a model comes from: names on the Hub, downloaded, cached and resumed; GGUF files. The Hub is a stand-in (tests/hub.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncflow.run.model_source import HubName, check_folder, folder_of, gguf_file, is_made
+from asyncflow.types import UserError
+from tests.conftest import MODEL
+from tests.hub import TOKEN, Hub, served
+from tests.patience import patience
+
+NAME = "somebody/tiny-model"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub with one model of two revisions, one of which has what nobody needs; an empty cache."""
+    main, old = tmp_path / "main", tmp_path / "old"
+    shutil.copytree(MODEL, main)
+    shutil.copytree(MODEL, old)
+    (old / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (main / "pytorch_model.bin").write_bytes(b"a pickle")
+    (main / "onnx").mkdir()
+    (main / "onnx" / "model.safetensors").write_bytes(b"another")
+    (main / "consolidated.safetensors").write_bytes(b"the same once more")
+    with served(Hub({NAME: {"main": main, "old": old}, "somebody/secret": {"main": main}}, frozenset({"somebody/secret"}))) as hub:
+        for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+        yield hub
+
+
+def fetched(path: str, scratch: Path, lines: list[str] | None = None, *, has_weights: bool = True) -> Path:
+    told = [] if lines is None else lines
+    return asyncio.run(folder_of(path, scratch, told.append, has_weights=has_weights))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", HubName("Qwen/Qwen2.5-0.5B-Instruct")),
+        ("a/b@refs/pr/3", HubName("a/b", "refs/pr/3")),
+        ("a/b.gguf-repo/file-Q4.gguf@v1", HubName("a/b.gguf-repo", "v1", "file-Q4.gguf")),
+        ("/no/such/folder", None),
+        ("runs/a/model", None),
+        ("model", None),
+        ("recipes/models", None),  # is there
+        ("../up", None),
+    ],
+)
+def test_what_has_the_form_of_a_name_on_the_hub(path: str, name: HubName | None) -> None:
+    assert HubName.of(path) == name and is_made(path) == (name is not None)
+
+
+def test_a_model_is_downloaded_once_with_its_progress_and_without_what_no_run_needs(hub: Hub, tmp_path: Path) -> None:
+    lines: list[str] = []
+    folder = fetched(NAME, tmp_path, lines)
+    assert (folder / WEIGHTS).read_bytes() == (MODEL / WEIGHTS).read_bytes()
+    assert sorted(file.name for file in folder.iterdir()) == sorted(file.name for file in MODEL.iterdir() if file.suffix != ".md")
+    assert lines[0].startswith(f"downloading {NAME} from the Hugging Face Hub: ") and "MB" in lines[0]
+    hub.asked.clear()
+    again: list[str] = []
+    assert fetched(NAME, tmp_path, again) == folder and not again
+    assert not [path for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path]
+
+
+def test_a_revision_is_another_folder_and_one_that_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
+    folder = fetched(f"{NAME}@old", tmp_path)
+    assert '"eos_token_id": 7' in (folder / "generation_config.json").read_text()
+    assert fetched(f"{NAME}@{hub.commit(NAME, 'old')}", tmp_path) == folder != fetched(NAME, tmp_path)
+    with pytest.raises(UserError, match=f"the Hugging Face Hub has no revision 'new' of {NAME}"):
+        fetched(f"{NAME}@new", tmp_path)
+
+
+def test_without_the_hub_the_cache_is_taken_and_what_is_not_there_is_said(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="is no folder here, and the Hugging Face Hub has no such model, or a private one"):
+        fetched("somebody/nothing", tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=f"{NAME} is no folder here, HF_HUB_OFFLINE is set, and the cache does not have all of it"):
+        fetched(NAME, tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    folder = fetched(NAME, tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.asked.clear()
+    assert fetched(NAME, tmp_path) == folder and not hub.asked
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
+    assert fetched(NAME, tmp_path) == folder
+    with pytest.raises(UserError, match="the Hugging Face Hub cannot be reached"):
+        fetched("somebody/nothing", tmp_path)
+
+
+def test_a_private_model_takes_a_token(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="set HF_TOKEN"):
+        fetched("somebody/secret", tmp_path)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert (fetched("somebody/secret", tmp_path) / WEIGHTS).is_file()
+
+
+def test_the_facts_of_a_model_come_without_its_weights(hub: Hub, tmp_path: Path) -> None:
+    folder = fetched(NAME, tmp_path, has_weights=False)
+    assert (folder / "config.json").is_file() and not (folder / WEIGHTS).exists()
+    with pytest.raises(UserError, match="has no weights in safetensors format"):
+        check_folder("model.path", folder, NAME)
+
+
+def test_a_connection_that_breaks_is_continued_in_the_middle_of_a_file(hub: Hub, tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(25 << 20)  # huggingface_hub writes 10 MiB at a time
+    (hub.revisions[NAME]["main"] / WEIGHTS).write_bytes(content)
+    hub.cuts = (WEIGHTS, 22 << 20)
+    folder = fetched(NAME, tmp_path)
+    assert (folder / WEIGHTS).read_bytes() == content
+    assert [asked for method, path, asked in hub.asked if method == "GET" and path.endswith(WEIGHTS)] == ["", f"bytes={20 << 20}-"]
+
+
+def test_a_download_that_was_killed_keeps_the_files_that_are_whole(hub: Hub, tmp_path: Path) -> None:
+    hub.holds = WEIGHTS
+    command = [sys.executable, "-m", "asyncflow.run.hub_download", NAME]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline, others = time.monotonic() + patience(60), {file.name for file in MODEL.iterdir()} - {WEIGHTS}
+    try:
+        while {file.name for file in (tmp_path / "cache").rglob("snapshots/*/*")} != others:
+            assert time.monotonic() < deadline and process.poll() is None, "the other files have not come"
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    hub.holds = ""
+    hub.asked.clear()
+    assert (fetched(NAME, tmp_path) / WEIGHTS).read_bytes() == (MODEL / WEIGHTS).read_bytes()
+    assert {path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path} == {WEIGHTS}
+
+
+def test_gguf_files(tmp_path: Path) -> None:
+    for name in ("a-Q4.gguf", "b-Q8.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert gguf_file(tmp_path / "a-Q4.gguf") == tmp_path / "a-Q4.gguf"
+    with pytest.raises(UserError, match=r"has 2 GGUF files: name one of them"):
+        gguf_file(tmp_path)
+    (tmp_path / "b-Q8.gguf").unlink()
+    assert gguf_file(tmp_path) == tmp_path / "a-Q4.gguf"
+    (tmp_path / "config.json").write_text("{}")  # a folder in Hugging Face format, whatever else it holds
+    assert gguf_file(tmp_path) is None and gguf_file(tmp_path / "none") is None
