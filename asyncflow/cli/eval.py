@@ -77,7 +77,10 @@ def _config(
     _without_training(tree)
     split = tree["eval"].get("split") or tree["data"].get("split") or "test"
     tree["data"], tree["eval"] = {**tree["data"], "split": split}, {**tree["eval"], "split": split}
-    return parse(tree)
+    parsed = parse(tree)
+    if not parsed.rollout.num_workers:
+        raise UserError("rollout.num_workers: must be more than 0: an evaluation generates itself")
+    return parsed
 
 
 def _make_folder(out: Path) -> None:
