@@ -13,6 +13,7 @@ A child that dies takes this process with it: the owner learns of the status, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import inspect
@@ -46,6 +47,7 @@ from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, end_children, limit_memory, limit_output
 from asyncflow.user_file import import_file
 
+_M_ARENA_MAX = -8  # glibc's malloc.h
 Build = Callable[[], Any]
 Send = Callable[[bytes, Reply], None]
 
@@ -206,6 +208,17 @@ async def serve_together(player: Player, requests: BinaryIO, send: Send) -> None
         task.add_done_callback(answering.discard)
 
 
+def spare_address_space() -> None:
+    """Let threads reserve little: the limit of memory counts address space, and by default each takes 8 MB for its stack, and 64 MB
+    for an arena of malloc's."""
+    threading.stack_size(1 << 20)
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(AttributeError):  # another libc
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
 def main() -> None:
     """`python -m asyncflow.environments.worker PARENT_PID`."""
     die_with_parent(int(sys.argv[1]))
@@ -234,6 +247,7 @@ def main() -> None:
     is_deterministic, is_captured = getattr(environment, "is_deterministic", True), getattr(environment, "is_captured", False)
     ready = EnvironmentReady(at_once, bool(is_deterministic), bool(is_captured), tools)
     if at_once > 1:
+        spare_address_space()
         limit_memory(setup.limits.memory_bytes)
         limit_output(setup.limits.output_bytes)
         send(token, ready)

@@ -53,6 +53,9 @@ class Many(Echo):
         await asyncio.sleep(0)
         return Echo.reset(self, example, seed)
 
+class Crowd(Echo):
+    episodes_per_process = 100
+
 class Chat:
     def reset(self, example, seed):
         from asyncflow.environments.base import Opening
@@ -171,6 +174,13 @@ async def test_many_episodes_share_a_process_that_says_it_can_take_them(open_poo
     assert (await slow).reward == 1.0
     again = await asyncio.gather(*(episode.step(Action("say x")) for episode in episodes[1:]))
     assert [result.words for result in again] == [f"x 2 {i}" for i in range(1, 8)], "each has a state of its own"
+
+
+async def test_plain_functions_of_many_episodes_wait_at_once_within_the_limit_of_memory(open_pool: Open) -> None:
+    pool = await open_pool("Crowd")
+    episodes = [(await pool.begin({"name": str(i)}, i))[0] for i in range(100)]
+    results = await asyncio.gather(*(episode.step(Action("sleep 0.5")) for episode in episodes))
+    assert all(result.reward == 1.0 for result in results) and not pool.failures
 
 
 async def test_a_hanging_episode_takes_those_of_its_process_with_it_and_no_others(open_pool: Open) -> None:
