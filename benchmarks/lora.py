@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -135,6 +136,7 @@ async def sync(model: Path, folder: Path, step_seconds: float) -> list[Figure]:
             num_bytes[kind] = manifest.num_bytes
             await receiver.close()
             await sender.close()
+            shutil.rmtree(options.directory)
         median = {name: statistics.median(values) for name, values in seconds.items()}
         exposed = median["install None"] + median["fetch None"]
         figures.append(Figure(f"a version of {kind}: publish, beside training", 1e3 * median["publish None"], "ms"))
