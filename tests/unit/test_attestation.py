@@ -104,6 +104,13 @@ def one_bit(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
     engine._decoder.install({**tensors, name: flipped})
 
 
+def the_embedding_stays(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
+    """Of a model that ties its output layer: that is right, and the tokens that go in are looked up in the old one."""
+    before = engine._decoder.embedding.clone()
+    engine._decoder.install(tensors)
+    engine._decoder.embedding.copy_(before)
+
+
 FAULTS: list[tuple[Callable[[SlotEngine, Mapping[str, Tensor]], None], bool, str]] = [
     (nothing, True, "generates without 42 of the 42 tensors of version 2"),
     (nothing, False, "other weights than those of version 2"),
@@ -111,6 +118,7 @@ FAULTS: list[tuple[Callable[[SlotEngine, Mapping[str, Tensor]], None], bool, str
     (half_bound, True, "generates without"),
     (one_tensor_stays, True, f"in 1 of .* parts, {Q}.lora_B.weight|in 1 of .* parts, model.layers.1.self_attn.q_proj"),
     (one_tensor_stays, False, f"in 1 of .* parts, {Q}.weight"),
+    (the_embedding_stays, False, "in 1 of .* parts, model.embed_tokens.weight"),
     (rounded, True, "other weights"),
     (rounded, False, "other weights"),
     (one_bit, True, "in 1 of"),

@@ -282,10 +282,13 @@ class Decoder:
         sizes = [self.shapes[each][0] for each in linear.names]
         return torch.split(linear.unpacked(), sizes)[linear.names.index(name)]
 
-    def sums(self) -> dict[tuple[str, ...], int]:
-        """Sums of the bits of the weights that the passes read (asyncflow/attestation.py), by the names of those in one buffer."""
-        sums = {(name,): sum_of_bits(self.installed(name)) for name in self.slices}
-        return sums | {tuple(linear.names): sum_of_bits(linear.bits()) for linear in self.packed}
+    def sums(self) -> list[tuple[tuple[str, ...], int]]:
+        """Sums of the bits of the weights that the passes read (asyncflow/attestation.py), with the names of those in one buffer.
+
+        An embedding that is the output layer, too, may be there in both orders, and comes twice then.
+        """
+        sums = [((name,), sum_of_bits(self.installed(name))) for name in self.slices]
+        return sums + [(tuple(linear.names), sum_of_bits(linear.bits())) for linear in self.packed]
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[Sequence[int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys go to each of its slots."""

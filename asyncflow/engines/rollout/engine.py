@@ -106,7 +106,7 @@ class SlotEngine(ThreadedEngine):
             probe = partial(find_dependence, decoder, num_slots=num_slots, max_context=max_context)
             self.why_not_deterministic = self._hand_in(probe).result()
         self.is_deterministic = not self.why_not_deterministic
-        self._base = None if lora is None else sum_of_all(decoder.sums().values())
+        self._base = None if lora is None else sum_of_all(dict(decoder.sums()).values())
         if lora is not None and lora.path is not None:
             self._hand_in(partial(decoder.install, read_lora(Path(lora.path), lora))).result()
 
@@ -149,7 +149,7 @@ class SlotEngine(ThreadedEngine):
 
     def _attest(self) -> Attestation:
         sums = self._decoder.sums() if self._base is None else self._decoder.lora.sums()
-        return Attestation([(list(names), found) for names, found in sums.items()], self._base)
+        return Attestation([(list(names), found) for names, found in sums], self._base)
 
     async def export_weights(self) -> WeightSource:
         return InstalledWeights(self._decoder)

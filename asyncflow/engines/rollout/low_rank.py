@@ -89,13 +89,13 @@ class LoraLayers:
                 piece.copy_(tensors[name])
         self.use(bool(tensors))
 
-    def sums(self) -> dict[tuple[str, ...], int]:
-        """Sums of the bits of the adapters that layers compute with now, by the names of those in one buffer."""
-        sums: dict[tuple[str, ...], int] = {}
+    def sums(self) -> list[tuple[tuple[str, ...], int]]:
+        """Sums of the bits of the adapters that layers compute with now, each with the names of those in one buffer."""
+        sums: list[tuple[tuple[str, ...], int]] = []
         for linear, made in self._layers:
             if linear.lora is made:
                 for suffix, buffer in ((A, made.a), (B, made.b)):
-                    sums[tuple(name for name in made.slices if name.endswith(suffix))] = sum_of_bits(buffer)
+                    sums.append((tuple(name for name in made.slices if name.endswith(suffix)), sum_of_bits(buffer)))
         return sums
 
     def use(self, is_used: bool) -> None:
