@@ -12,7 +12,7 @@ from asyncflow.control.ledger import Candidates
 from asyncflow.control.modes import Bounded, SubStep
 from asyncflow.data.order import SeededOrder
 from asyncflow.loops.admissions import Admissions
-from asyncflow.loops.samples import Prompt, Shape
+from asyncflow.loops.samples import Prompt, Shape, prompt_hash
 from asyncflow.types import MAX_CANDIDATES, Batch, Interval, Ragged, RunError
 
 SHAPE = Shape(
@@ -134,3 +134,31 @@ def test_a_step_that_finds_no_more_candidates_ends_the_run_in_a_sentence() -> No
     for words in ("step 0 has gone through 5 prompts, of which 1 had", "it needs 2", "group_size", "train.max_candidates above 5"):
         assert words in str(refused.value)
     assert admissions.step(1)[0][0].group == N
+
+
+def test_rows_that_answer_another_prompt_than_their_group_has_now_are_not_used() -> None:
+    hashes = {0: prompt_hash(PROMPTS[0].ids), 1: prompt_hash(PROMPTS[3].ids)}
+    order: SeededOrder[Prompt] = SeededOrder([], seed=3)
+    order.push([PROMPTS[0], PROMPTS[1]])
+    admissions = Admissions(order, SubStep(), SHAPE, rows=completed([0, 2, 3], [0, 0, 0]), prompt_hashes=hashes)
+    assert admissions.has_prompts(0)
+    metas, batch = admissions.step(0, 1)
+    assert batch.indices.tolist() == [0] and admissions.begun(batch) == {0: 0}
+    assert [meta.interval.low for meta in metas] == [0, 0] and not admissions.has_prompts(1)
+
+
+def test_a_step_waits_for_prompts_where_they_come_from_outside() -> None:
+    order: SeededOrder[Prompt] = SeededOrder([], seed=3)
+    shape = replace(SHAPE, max_candidates=8)
+    admissions = Admissions(order, SCHEDULE, shape)
+    order.push([PROMPTS[0]])
+    assert not admissions.has_prompts(0)
+    order.push([PROMPTS[1]])
+    assert admissions.has_prompts(0)
+    admissions.step(0)
+    one, both = lacking(2, 0), lacking(2, 0, 1)
+    assert not admissions.has_prompts(0, one)
+    order.push([PROMPTS[2]])
+    assert admissions.has_prompts(0, one) and not admissions.has_prompts(0, both)
+    resumed = Admissions(SeededOrder([], seed=3), SCHEDULE, SHAPE, first=3, steps={3: {6: PROMPTS[5], 7: PROMPTS[1]}})
+    assert resumed.has_prompts(3) and not resumed.has_prompts(4)
