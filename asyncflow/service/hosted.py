@@ -49,7 +49,7 @@ class HostedRun:
         self._places: dict[str, Place] = {}
         self._run: StepwiseRun | None = None
         self._workers: OutsideWorkers | None = None
-        self.failure = ""
+        self.failure, self._is_stopping = "", False
         self._watching: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of what changes the run as a whole
@@ -127,7 +127,7 @@ class HostedRun:
     async def status(self) -> Status | None:
         """State of the run; None before it has begun, and when it is over."""
         run = self._run
-        if run is None or run.job.driver is None:
+        if run is None or run.job.driver is None or self._is_stopping:
             return None
         return await run.job.watch.status()
 
@@ -143,6 +143,7 @@ class HostedRun:
 
     async def stop(self) -> None:
         """Stop the run, if it is under way; model, trace and report are written."""
+        self._is_stopping = True
         if self._watching is not None:
             self._watching.cancel()
         if self._run is not None:

@@ -220,6 +220,7 @@ def test_prompts_come_over_the_wire_alone(background: Background, small: Callabl
     assert sorted(prompt.strip() for prompt in prompts) == sorted(row["question"] for row in PROMPTS)
 
 
+@pytest.mark.deep
 def test_a_process_that_joins_makes_what_the_runs_own_worker_would_have_made(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
