@@ -105,11 +105,12 @@ class EpisodePlayer:
                 row.prompt_ids = np.concatenate([request.prompt_ids, ids])
                 row.transcript.opened(ids)
                 if len(ids) >= max_tokens:
-                    row.environment.end()
                     what = f"the environment's first observation has {len(ids)} tokens"
                     raise EnvironmentFailure("invalid", f"{what}, and rollout.max_new_tokens is {max_tokens}")
         except EnvironmentFailure as failure:
             row.failure = failure
+            if row.environment is not None:  # its words cannot follow the prompt: its place is another row's
+                row.environment.end()
         finally:
             self.on_waiting(-1)
         return row

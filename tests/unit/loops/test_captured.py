@@ -14,7 +14,7 @@ import pytest
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling
-from asyncflow.environments.base import Action, EnvironmentFailure, TurnResult
+from asyncflow.environments.base import Action, EnvironmentFailure, Opening, TurnResult
 from asyncflow.environments.capture.endpoint import CaptureEndpoint
 from asyncflow.environments.capture.episode import JointsByTools
 from asyncflow.environments.chat import ChatFormat
@@ -245,3 +245,17 @@ async def test_rows_for_which_there_is_no_room_begin_when_others_have_ended(toke
                     assert (await player.play(row, turn, sampling, KEY)).ended == "stop"
                     room.release()
     assert begun == [[0], [1], [2]]
+
+
+async def test_an_environment_whose_first_words_cannot_follow_the_prompt_gives_its_place_back(
+    tokenizers: dict[str, CheckpointTokenizer],
+) -> None:
+    tokenizer, environment = tokenizers["qwen2.5"], Scripted([])
+
+    class Texts(Scripted):
+        async def begin(self, example: Mapping[str, Any], seed: int) -> tuple[Any, Any]:
+            return environment, Opening("a text behind a chat's prompt")
+
+    player = EpisodePlayer(ScriptedEngine(tokenizer, []), Texts([]), ChatFormat(tokenizer), EpisodeLimits(max_turns=2))
+    ((row,),) = [rows async for rows in player.begin(request(tokenizer, "2 + 2?"), [0], Sampling(max_new_tokens=99), KEY)]
+    assert "no text can stand behind" in str(row.failure) and environment.has_ended
