@@ -5,15 +5,15 @@
 Predictions are in FOLDER/predictions.json before anything that they foretell is run, measurements in FOLDER/measured.json. With
 `--seconds` no run begins later than that: another call with the same folder continues. A machine's speed drifts, by more than the
 errors that are looked for. So a configuration is predicted as a multiple of a base run's step time, the base is run again before
-every three configurations, and what is measured is a multiple of that: a ratio inside one call. A run beside which other
+every six configurations, and what is measured is a multiple of that: a ratio inside one call. A run beside which other
 programs have computed is made again. `--few`: the first configuration of each kind alone, to try the program.
 
 steps      The quickstart's model, of 0.44M parameters, with dp 1 and 2, and a random one of 4M are calibrated by a base run each.
-           Then configurations are predicted that differ from it in slots, prompts, group size, lengths, schedule and workers.
-           Responses are as long as they are drawn, so that learning does not change them.
+           Then configurations are predicted that differ from it in schedule, workers and slots, or in prompts, group size and
+           lengths. Responses are as long as they are drawn, so that learning does not change them.
 sleeping   Real processes with engines that sleep, against the simulation of the same. What is not simulated is the time that loops,
            queue and processes take.
-order      Twelve plans of one workload: the one predicted to be the fastest against the fastest.
+order      Twelve plans of one workload, which are among those of `steps`: the one predicted to be the fastest against the fastest.
 what_if    From the quickstart's own run to other configurations of it, whose models learn.
 flaw       Costs measured with dp 2, and the same with the collectives counted twice, held against the run's pieces.
 """
@@ -53,9 +53,9 @@ DRAWN, SLEEPING_ROLLOUT, SLEEPING_TRAIN = (
     f"{ROOT}/benchmarks/{name}"
     for name in ("lognormal.py:LognormalSlots", "sleeping_engines.py:SleepingRollout", "sleeping_engines.py:SleepingTrain")
 )
-STEPS = 8
+STEPS = 7
 ATTEMPTS = 2
-OTHERS = 0.1
+OTHERS = 0.5
 """Cores that other programs may take while a run is measured. It is made again where they take more, up to `ATTEMPTS` times."""
 PROMPT_TOKENS = 30
 
@@ -63,22 +63,19 @@ Override = Mapping[str, Any]
 """Of a base configuration: keys with dots; `sigma` of the lengths; and in multiples of the base's, `median` of the lengths,
 `prompts` of a step, and `slots`."""
 
-VARIED: Sequence[Override] = (
-    {"schedule": "delayed", "slots": 2},
-    {"schedule": "synchronous", "prompts": 1.5, "median": 0.67},
-    {"schedule": "delayed", "rollout.num_workers": 2, "slots": 0.5},
-    {"schedule": "sub_step", "rollout.num_workers": 2, "rollout.group_size": 4, "prompts": 2},
-    {"schedule": "periodic", "prompts": 0.5, "median": 2, "sigma": 0.9},
-    {"schedule": "periodic", "slots": 0.5, "median": 0.5},
-)
-BASES = (("tiny", 1), ("tiny", 2), ("4m", 1))
-"""Model, and data-parallel ranks."""
 PLANS: Sequence[Override] = [
     {"schedule": schedule, "rollout.num_workers": workers, "slots": slots}
     for schedule in ("synchronous", "periodic", "delayed")
     for workers in (1, 2)
     for slots in (0.5, 2)
 ]
+OTHER_WORK: Sequence[Override] = (
+    {"schedule": "synchronous", "prompts": 1.5, "median": 0.67},
+    {"schedule": "sub_step", "rollout.num_workers": 2, "rollout.group_size": 4, "prompts": 2},
+    {"schedule": "periodic", "prompts": 0.5, "median": 2, "sigma": 0.9},
+)
+BASES: Sequence[tuple[str, int, Sequence[Override]]] = (("tiny", 1, OTHER_WORK), ("tiny", 2, OTHER_WORK), ("4m", 1, PLANS))
+"""Model, data-parallel ranks, and what is predicted from its base."""
 WHAT_IFS: Sequence[Override] = (
     {"schedule": "delayed"},
     {"schedule": "delayed", "rollout.num_workers": 2},
@@ -193,11 +190,11 @@ class Records:
         return [replace(case, predicted=known[case.name]) for case in cases]
 
     def measure(self, base: Config, cases: Sequence[Case]) -> list[Case]:
-        """Cases with what is measured; before every three of them the base is run."""
+        """Cases with what is measured; before every six of them the base is run."""
         left = [case for case in cases if case.name not in self.measured]
-        for start in range(0, len(left), 3):
+        for start in range(0, len(left), 6):
             seconds = self.run(base).step_seconds
-            for case in left[start : start + 3]:
+            for case in left[start : start + 6]:
                 self.measured[case.name] = self.run(case.config).step_seconds / seconds
                 self.keep()
         done = [replace(case, measured=self.measured[case.name]) for case in cases]
@@ -282,14 +279,13 @@ def cases_of(
 
 def steps(records: Records) -> list[Figure]:
     """Step times of configurations that were not used for the calibration."""
-    found: list[tuple[Config, list[Case]]] = []
+    done: list[Case] = []
     known: dict[str, Costs] = {}
-    for name, dp in BASES:
+    for name, dp, overrides in BASES:
         tree = of_base(records.folder, f"{name}-dp{dp}", name, dp)
-        base, measurement, cases = cases_of(records, "steps", tree, VARIED[:1] if records.few else VARIED, known.get(name))
+        base, measurement, cases = cases_of(records, "steps", tree, overrides[:1] if records.few else overrides, known.get(name))
         known.setdefault(name, measurement.costs)
-        found.append((base, cases))
-    done = [case for base, cases in found for case in records.measure(base, cases)]
+        done += records.measure(base, cases)
     return errors("steps", done, 7, 15, None if records.few else 16)
 
 
@@ -305,7 +301,7 @@ def order(records: Records) -> list[Figure]:
 def from_quickstart(records: Records) -> list[Figure]:
     """What-ifs from the quickstart's own run."""
     own = [
-        "run.steps=12",
+        "run.steps=10",
         f"run.dir={records.folder}",
         "run.overwrite=true",
         f"model.path={TINY}",

@@ -1,6 +1,6 @@
 """The planner beside the figures of the two papers, simulated by computed costs; and how long it searches 1,024 devices.
 
-    python benchmarks/planner_papers.py [--parts scaling tables search plans] [--models 7B 32B] [--json FILE]
+    python benchmarks/planner_papers.py [--parts scaling tables search plans] [--models 7B 32B] [--sizes 32 64] [--json FILE]
 
 scaling   AsyncFlow's Figure 10: 7B and 32B on 32 to 1,024 devices; half of them train, half generate, and weights are one version
           old (`delayed`). The baseline has all tasks on all devices, one after another, at the same costs.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ OF_FIGURE_10 = [
 LENGTHS_8B = "plan.lengths={prompt: 150, response_median: 5000, response_sigma: 0.6}"
 LENGTHS_32B = "plan.lengths={prompt: 150, response_median: 2500, response_sigma: 0.6}"
 LENGTHS_7B = "plan.lengths={prompt: 104, response_median: 220, response_sigma: 0.5}"
+EAGER = {"pass_microseconds": 180_000.0, "launch_microseconds": 15_000.0}
+"""Fixed times of Periodic Asynchrony's system, whose kernels are started one by one: assumptions from three of its figures, of 7B.
+Micro-batches of one response (354 tokens; 54.5 tokens a second and device) take 0.81 s, those of 16 (4,104 tokens; 435.6) 1.62 s:
+0.73 s that do not depend on the tokens, in four passes. What a synchronous step (218.4) takes longer than an asynchronous one, 103
+s, is generation: some 25 ms a decode step, of which the weights explain 10. So two ratios of 7B are no predictions; those of 8B and
+32B are."""
 UNKNOWN_HALVES = "its times of training and of generation are not in the text, and the ratio is 2 only if they are equal"
 UNKNOWN_BATCH = "whether its batch grows with the devices is not in the text"
 MISSING = {
@@ -92,17 +99,17 @@ def divided(model: str, size: int, *, is_colocated: bool) -> list[str]:
     ]
 
 
-async def rates(model: str, simulators: Simulators, *, is_colocated: bool) -> list[float]:
+async def rates(model: str, sizes: Sequence[int], simulators: Simulators, *, is_colocated: bool) -> list[float]:
     """Throughput of Figure 10 by number of devices, per device."""
-    every = [await asked_for(MODELS[model], divided(model, size, is_colocated=is_colocated)) for size in SIZES]
-    return await asyncio.gather(*(rate(asked.config, asked, size, simulators) for asked, size in zip(every, SIZES, strict=True)))
+    every = [await asked_for(MODELS[model], divided(model, size, is_colocated=is_colocated)) for size in sizes]
+    return await asyncio.gather(*(rate(asked.config, asked, size, simulators) for asked, size in zip(every, sizes, strict=True)))
 
 
 async def scaling(models: list[str], simulators: Simulators) -> list[Figure]:
     """Throughput by number of devices, its linearity, and its ratio to the co-located baseline."""
     figures = []
     for model in models:
-        apart, together = [await rates(model, simulators, is_colocated=is_colocated) for is_colocated in (False, True)]
+        apart, together = [await rates(model, SIZES, simulators, is_colocated=is_colocated) for is_colocated in (False, True)]
         for size, ours, baseline in zip(SIZES, apart, together, strict=True):
             rest = f"co-located {baseline * size:12,.0f}: {ours / baseline:.2f}x"
             print(f"{model:4} {size:5} devices: {ours * size:12,.0f} tokens/s, {rest}")
@@ -137,6 +144,7 @@ async def tables(simulators: Simulators) -> list[Figure]:
 
     async def one(recipe: str, overrides: list[str], devices: int) -> float:
         asked = await asked_for(recipe, overrides)
+        asked = replace(asked, model=replace(asked.model, hardware=asked.model.hardware.model_copy(update=EAGER)))
         return await rate(asked.config, asked, devices, simulators)
 
     seen = dict(zip(runs, await asyncio.gather(*(one(*run) for run in runs.values())), strict=True))
@@ -174,11 +182,11 @@ async def search_figures() -> list[Figure]:
     ]
 
 
-async def plan_figures(models: list[str], simulators: Simulators) -> list[Figure]:
+async def plan_figures(models: list[str], sizes: list[int], simulators: Simulators) -> list[Figure]:
     """The planner's own plan at each size, over the paper's division."""
     figures = []
     for model in models:
-        for size, paper in zip(SIZES, await rates(model, simulators, is_colocated=False), strict=True):
+        for size, paper in zip(sizes, await rates(model, sizes, simulators, is_colocated=False), strict=True):
             asked = replace(await asked_for(MODELS[model], OF_FIGURE_10), devices=size)
             found = await find_plan(asked, rows=8_000)
             best = found.plans[0]
@@ -188,7 +196,7 @@ async def plan_figures(models: list[str], simulators: Simulators) -> list[Figure
     return figures
 
 
-async def run(parts: list[str], models: list[str]) -> list[Figure]:
+async def run(parts: list[str], models: list[str], sizes: list[int]) -> list[Figure]:
     figures: list[Figure] = []
     async with Simulators(2) as simulators:
         if "scaling" in parts:
@@ -196,7 +204,7 @@ async def run(parts: list[str], models: list[str]) -> list[Figure]:
         if "tables" in parts:
             figures += await tables(simulators)
         if "plans" in parts:
-            figures += await plan_figures(models, simulators)
+            figures += await plan_figures(models, sizes, simulators)
     if "search" in parts:
         figures += await search_figures()
     return figures
@@ -207,8 +215,9 @@ def main() -> Any:
     every = ["scaling", "tables", "search", "plans"]
     arguments.add_argument("--parts", nargs="+", choices=every, default=every)
     arguments.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="of Figure 10")
+    arguments.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=[*SIZES], help="devices of `plans`")
     given = arguments.parse_args()
-    return finish(asyncio.run(run(given.parts, given.models)), given.json)
+    return finish(asyncio.run(run(given.parts, given.models, given.sizes)), given.json)
 
 
 if __name__ == "__main__":

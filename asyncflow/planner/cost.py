@@ -166,7 +166,7 @@ def training(config: Config, model: Model) -> list[Figure]:
         {"flops": (linear * (forwards + BACKWARD) + attention * (forwards + ATTENTION_BACKWARD)) / layout.tp},
         times(ALL_REDUCES * layers * (forwards + 1), all_reduce(b * shapes.hidden, layout.tp)),
     )
-    fixed = added({"launches": float(forwards + 1)}, times(ALL_REDUCES * layers * (forwards + 1), hops(layout.tp)))
+    fixed = added({"passes": float(forwards + 1)}, times(ALL_REDUCES * layers * (forwards + 1), hops(layout.tp)))
     mine, reach = stage / layout.tp, _reach(layout.size, model.hardware)
     together, bubble = -(-group // pieces), 1.0
     if layout.pp > 1:

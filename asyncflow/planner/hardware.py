@@ -15,9 +15,9 @@ from asyncflow.settings import Section, checked, read_yaml
 from asyncflow.types import UserError
 
 Share = Annotated[float, Field(gt=0, le=1)]
-RESOURCES = ("flops", "memory_bytes", "link_bytes", "network_bytes", "host_bytes", "messages", "launches")
+RESOURCES = ("flops", "memory_bytes", "link_bytes", "network_bytes", "host_bytes", "messages", "launches", "passes")
 """Kinds of work: floating-point operations, bytes of the device's memory, bytes over a node's links, between nodes, and to and
-from host memory; calls of a collective, one for each hop of its ring; calls of an engine."""
+from host memory; calls of a collective, one for each hop of its ring; calls of an engine; passes of a micro-batch."""
 
 Rates = dict[str, float]
 """Seconds of one unit of each of `RESOURCES`."""
@@ -50,7 +50,10 @@ class Hardware(Section):
     message_microseconds: PositiveFloat
     """Latency of one hop of a collective."""
     launch_microseconds: PositiveFloat
-    """Fixed time of one call: a decode step, a micro-batch."""
+    """Fixed time of one call, such as a decode step."""
+    pass_microseconds: PositiveFloat | None = None
+    """Fixed time of one pass of a micro-batch, forward or backward, which starts each kernel by itself where a decode step has them
+    as one graph. None: that of a call."""
     per_node: PositiveInt
     """Devices of a node."""
     usable_memory: Share = 0.9
@@ -78,6 +81,7 @@ class Hardware(Section):
             "host_bytes": 1e-9 / (self.host_gb_per_second * share.links),
             "messages": 1e-6 * self.message_microseconds,
             "launches": 1e-6 * self.launch_microseconds,
+            "passes": 1e-6 * (self.pass_microseconds or self.launch_microseconds),
         }
 
 

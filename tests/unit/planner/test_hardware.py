@@ -25,6 +25,13 @@ def test_rates_are_peaks_times_the_share_that_is_reached() -> None:
     assert h100.usable_bytes == pytest.approx(0.9 * 80 * 2**30)
 
 
+def test_a_pass_takes_as_long_to_start_as_a_call_unless_it_is_given() -> None:
+    h100 = find("h100-80gb")
+    assert h100.rates("bfloat16")["passes"] == h100.rates("bfloat16")["launches"] == pytest.approx(0.0015)
+    eager = h100.model_copy(update={"pass_microseconds": 20_000.0}).rates("bfloat16")
+    assert (eager["passes"], eager["launches"]) == (pytest.approx(0.02), pytest.approx(0.0015))
+
+
 def test_a_field_that_is_missing_is_named(tmp_path: Path) -> None:
     tree = find("a100-80gb").model_dump()
     del tree["memory_gib"]
