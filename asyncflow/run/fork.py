@@ -31,7 +31,7 @@ from asyncflow.run.resume import (
     write_driver,
 )
 from asyncflow.run.saving import checkpoints_of
-from asyncflow.run_dir import CRITIC_DIR, RunDir, replace
+from asyncflow.run_dir import CRITIC_DIR, JOB_FILE, RunDir, replace
 from asyncflow.types import UserError
 
 FORK_FILE: Final = "fork.json"
@@ -66,18 +66,29 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
     began = parse_dumped(resumed.state.config)
     if config.run.steps <= version:
         raise UserError(f"run.steps is {config.run.steps}, and the fork begins after {version} steps: set it to more")
+    if began.model.path != config.model.path and not Path(config.model.path).is_dir():
+        raise UserError(f"model.path is {config.model.path!r}: a fork has that of {place}, {began.model.path!r}, or a folder")
     own.check(may_overwrite=config.run.overwrite)
     record = ForkRecord(str(origin.path.resolve()), version, sorted(keep), differences(began, config))
     own.claim(dump(config))
     if origin.initial_model.exists():
         shutil.copytree(origin.initial_model, own.initial_model)
+    if began.model.path == config.model.path:  # which says where the run found it
+        shutil.copyfile(origin.path / JOB_FILE, own.path / JOB_FILE)
     before, position, data = resumed.state, 0, ""
     pushed: list[SavedPrompt] = []
     if "data" in keep:  # what was admitted and not trained comes first
         pushed = [prompt for _, groups in sorted(before.steps.items()) for _, prompt in sorted(groups.items())] + before.pushed
         position, data = before.position, before.data
     state = DriverState(
-        version=version, config=dump(config), data=data, position=position, pushed=pushed, steps={}, record=RecordState()
+        version=version,
+        config=dump(config),
+        data=data,
+        position=position,
+        pushed=pushed,
+        steps={},
+        record=RecordState(),
+        num_pushed=len(pushed),
     )
     made = checkpoints_of(config)
     partial = made.partial(version)

@@ -47,7 +47,7 @@ from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
 from asyncflow.run.status import Watch
 from asyncflow.run.worker_start import import_ahead
-from asyncflow.run_dir import KEY_FILE, control_socket
+from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket
 from asyncflow.telemetry.accuracy import Responses
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
@@ -289,7 +289,8 @@ class Job:
     async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs, checked."""
         import_ahead(self.config, is_training=not self._evaluate_only)
-        begun_with = model_begun_with(self.config.run_dir) if resumed is not None else None
+        is_said = resumed is not None and (self.config.run_dir / JOB_FILE).exists()  # a fork may have a model of its own
+        begun_with = model_begun_with(self.config.run_dir) if is_said else None
         return await prepare(
             self.config,
             scratch,
