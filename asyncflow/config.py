@@ -120,7 +120,8 @@ class DataConfig(Section):
     split: str = "train"
     """Which split of a data set that has splits."""
     prompt_template: str | None = None
-    """The prompt, with columns of the data in braces. None: what is in `prompt_column`."""
+    """The prompt, with columns of the data in braces; empty where an environment brings the whole chat. None: what is in
+    `prompt_column`."""
     prompt_column: str | None = None
     """A column with a prompt, text or messages, or with a question. None: `prompt`, `question` or `problem`, which is there."""
     answer_column: str | None = None
@@ -485,7 +486,7 @@ class TelemetryConfig(Section):
 
 class EvalConfig(Section):
     path: str | None = None
-    """Held-out prompts, read as `data` says; none: no evaluation. `generated:arithmetic` takes problems no training run sees."""
+    """Held-out prompts, read as `data` says; null: no evaluation. `generated:arithmetic` takes problems no training run sees."""
     subset: str | None = None
     """Which part of a data set on the Hub. None: `data.subset`."""
     split: str = "test"
@@ -508,7 +509,7 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> EvalConfig:
-        if self.path is None and self.every_steps is not None:
+        if self.path is None and self.every_steps is not None and "path" not in self.model_fields_set:
             raise ValueError("every_steps is set, and path is not: nothing would be evaluated; set eval.path too")
         return self
 

@@ -49,7 +49,11 @@ class ChatFormat:
         with _failing_its_row():
             ids = joints.prompt_ids(joints.messages_of(words))
         if ids[: len(prompt_ids)].tolist() != prompt_ids.tolist():
-            raise EnvironmentFailure("invalid", "the messages of reset, rendered, do not begin with the data's prompt")
+            raise EnvironmentFailure(
+                "invalid",
+                "the messages of reset, rendered, do not begin with the data's prompt: leave them out, or set "
+                'data.prompt_template="" where they are the whole conversation',
+            )
         return ids[len(prompt_ids) :]
 
     def between(self, turn_ids: Array, words: Words | None, *, is_finished: bool) -> Array:

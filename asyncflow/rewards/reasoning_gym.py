@@ -27,7 +27,8 @@ class ReasoningGym:
         self._needs_tag = needs_tag
 
     def __call__(self, sample: Sample) -> float:
-        """The package's score, 0 to 1. Raises `ValueError` for a row that is not of reasoning-gym."""
+        """The package's score, 0 to 1; 0 for an answer that the task fails to read. Raises `ValueError` for a row that is not of
+        reasoning-gym."""
         if not isinstance(origin := sample.example.get("reasoning_gym"), dict):
             raise ValueError("the row is not of data.path=reasoning_gym:...: its column reasoning_gym is missing")
         answer = self._extract(sample.response)
@@ -36,7 +37,11 @@ class ReasoningGym:
         if answer is None:
             return 0.0
         task = self._create(msgspec.json.encode({name: origin[name] for name in ("task", "seed", "size", "options")}))
-        return float(task.score_answer(answer=answer, entry=task[origin["index"]]))
+        entry = task[origin["index"]]
+        try:
+            return float(task.score_answer(answer=answer, entry=entry))
+        except Exception:  # some tasks raise whatever their parser does
+            return 0.0
 
 
 def _create(origin: bytes) -> Any:

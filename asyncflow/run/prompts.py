@@ -58,19 +58,24 @@ def source_of(config: Config, rows: Sequence[Row], name: str) -> DataRows:
 def tokenize(
     config: Config, tokenizer: CheckpointTokenizer, source: DataRows, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Prompt]:
-    """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation. `tools`: specifications
-    that the template is given.
+    """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation. Where an environment
+    brings the whole chat (`data.prompt_template` is empty), a prompt is the token that every chat of the model begins with.
+    `tools`: specifications that the template is given.
 
     Raises `UserError` naming the row whose prompt has no token: nothing could be generated behind it.
     """
     columns, data = source.columns, config.data
+    options = {**data.chat_template_options, **({"tools": list(tools)} if tools else {})}
+    brings_chat = config.environment is not None and config.episodes.format.name == "chat" and data.prompt_template == ""
     prompts = []
     for number, row in enumerate(source.rows, 1):
         prompt = columns.prompt_of(row)
-        if isinstance(prompt, str) and not data.chat_template:
+        if brings_chat:
+            ids = tokenizer.encode_chat("A question.", options)[:1]
+        elif isinstance(prompt, str) and not data.chat_template:
             ids = tokenizer.encode(prompt)
         else:
-            ids = tokenizer.encode_chat(prompt, {**data.chat_template_options, **({"tools": list(tools)} if tools else {})})
+            ids = tokenizer.encode_chat(prompt, options)
         if not len(ids):
             raise UserError(
                 f"the prompt of row {number} of {source.name} has no tokens: leave such rows out, or name what makes a prompt by "

@@ -39,7 +39,7 @@ def run(recipe: str, model: Path, folder: Path, *overrides: str, **environment: 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     kept = [row for row in rows(next(folder.glob("*/samples.jsonl"))) if row["purpose"] == "train"]
-    assert len(kept) == 2  # one response of each prompt
+    assert len(kept) == 2, done.stdout + done.stderr  # one response of each prompt
     return kept
 
 
@@ -144,4 +144,4 @@ def test_verifiers(model: Path, tmp_path: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     episodes = run("verifiers", model, tmp_path, "environment.taskset=sums_for_run", **paths)
-    by_package(episodes, model, lambda row, turns: 0.5 * ("4" in turns[-1]) + 1 / len(turns[-1] or " "))
+    by_package(episodes, model, lambda row, turns: 0.5 * ("4" in turns[-1]) + 1 / len(turns[-1].strip() or " "))

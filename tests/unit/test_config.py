@@ -577,3 +577,8 @@ def test_credit_by_turn_needs_an_environment() -> None:
     with pytest.raises(UserError, match="there is no environment to give any"):
         check_choices(parse(tree))
     check_choices(parse({**tree, "environment": "my_file.py:Game"}))
+
+
+def test_a_path_that_is_null_switches_evaluation_off() -> None:
+    """Of a recipe that has one: `eval.path=null` is enough."""
+    assert parse({**NEEDED, "eval": {"path": None, "every_steps": 3}}).eval.path is None

@@ -116,3 +116,17 @@ def test_a_prompt_without_a_token_is_refused_by_its_row(tmp_path: Path) -> None:
     pushed = source_of(config, [{"prompt": ""}], "the pushed prompts")
     with pytest.raises(UserError, match="the prompt of row 1 of the pushed prompts has no tokens"):
         tokenize(config, Chatty(), pushed)
+
+
+def test_an_empty_template_is_the_token_that_chats_begin_with_where_an_environment_brings_them(
+    small: Small, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"game": 1}\n{"game": 2}\n')
+    data = {"path": str(tmp_path / "rows.jsonl"), "prompt_template": "", "limit": None}
+    chats = {"environment": "my_file.py:Game", "episodes": {"format": "chat"}}
+    config = parse(small(data=data, **chats))
+    [one, other] = tokenize(config, Chatty(), read_source(config, "train"))
+    assert one.ids.tolist() == other.ids.tolist() == Chatty().encode_chat("Anything.")[:1].tolist()
+    config = parse(small(data=data, environment=chats["environment"]))  # text stands behind the prompt
+    with pytest.raises(UserError, match="has no tokens"):
+        tokenize(config, Chatty(), read_source(config, "train"))
