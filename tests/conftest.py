@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 from collections import Counter
@@ -69,6 +70,12 @@ def vllm_server() -> Iterator[ServerProcess]:
         yield server
     finally:
         server.stop()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """A thread that a test has left behind must not keep pytest from ending: it is shown, and the tests have failed."""
+    faulthandler.dump_traceback_later(120, exit=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -105,6 +105,8 @@ SUITES = (
         variables={"ASYNCFLOW_VLLM_PYTHON": str(ROOT / ".venv-vllm" / "bin" / "python")},
     ),
 )
+SECONDS = 1800
+"""After which a suite is ended: three times what the longest takes. It is for what hangs, and leaves the gate time to say so."""
 ALSO_MADE = {"tinker": (".venv-tinker", ".venv-tinker-early"), "vllm": (".venv-vllm",)}
 """Environments that a suite needs beside the one that its tests run in."""
 
@@ -182,7 +184,12 @@ def run(suite: Suite, *, is_deep: bool) -> Result:
     began = time.monotonic()
     report.unlink(missing_ok=True)
     variables = {"ASYNCFLOW_TESTS": "deep", **suite.variables}
-    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
+    deadline = None if suite is EVERYTHING else SECONDS
+    try:
+        status = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False, timeout=deadline).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{suite.name} has not ended within {deadline} s: it was ended", flush=True)
+        status = 1
     seconds = time.monotonic() - began
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     if report.exists():

@@ -51,6 +51,8 @@ def echo_server() -> Iterator[str]:
     deadline = time.monotonic() + patience(20)
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.05)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:  # a thread that goes on would keep pytest from ending
+        server.should_exit = True
+        thread.join()
