@@ -36,7 +36,8 @@ class WorkerSpec:
     One that dies is started again up to `max_restarts` times, after a pause. `needs`: devices by kind (`CPU`, `GPU`, `NPU`), for
     a cluster that counts them. `outlives_others`: they need it until they have ended; it never ends by itself.
     `apart`: what its environment has instead where the workers of its pool lie on several machines. `imports`: modules that it
-    needs, which a cluster may have imported for several workers at once; none: it wants an interpreter of its own.
+    needs, which a cluster may have imported for several workers at once; none: it wants an interpreter of its own. `device`: what
+    PyTorch must find where it is placed, `rollout.device=cuda`, a key of the configuration and a kind; empty: a CPU.
     """
 
     name: str
@@ -47,6 +48,7 @@ class WorkerSpec:
     outlives_others: bool = False
     apart: Mapping[str, str] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
+    device: str = ""
 
 
 class WorkerDied(RunError):

@@ -7,7 +7,7 @@ from typing import Final
 
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
-from asyncflow.devices import COUNTED_AS, kind_of
+from asyncflow.devices import COUNTED_AS, CPU, kind_of
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.loops.samples import VALUES_TASK
@@ -26,6 +26,11 @@ def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
     return {"CPU": float(num_threads)} | ({accelerator: float(count)} if accelerator is not None and count else {})
 
 
+def asked(key: str, device: str) -> str:
+    """What PyTorch is asked for, where the worker is placed; empty where that is a CPU."""
+    return "" if kind_of(device) == CPU else f"{key}={kind_of(device)}"
+
+
 def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainers_there: bool) -> list[WorkerSpec]:
     """Specifications of all workers that a run starts with. `is_training`: trainers are among them, unless torchrun has started
     them (`are_trainers_there`)."""
@@ -35,42 +40,49 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     specs += [evaluator(config, f"{EVALUATORS}/{i}") for i in range(config.eval.num_workers)]
     if "reward" in tasks:
         device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.num_threads)
-        needs, known = devices(device, num_threads), imports(device=device)
+        needs, known, environment = devices(device, num_threads), imports(device=device), thread_environment(num_threads)
+        there = asked("reward.model.device", device)
         specs += [
-            WorkerSpec(f"reward/{i}", f"{MAINS}:reward_worker", thread_environment(num_threads), needs=needs, imports=known)
+            WorkerSpec(f"reward/{i}", f"{MAINS}:reward_worker", environment, needs=needs, imports=known, device=there)
             for i in range(config.plan.reward.num_workers)
         ]
     if is_training and not are_trainers_there:
         specs += trainers(config, f"{MAINS}:train_worker", weights_dir)
     if is_training and "reference" in tasks:
         needs, known = devices(config.train.device, config.train.num_threads), train_imports(config, config.train.device)
+        there = asked("train.device", config.train.device)
         specs += [
-            WorkerSpec(f"reference/{i}", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known)
+            WorkerSpec(f"reference/{i}", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known, device=there)
             for i in range(config.plan.reference.num_workers)
         ]
     if is_training and VALUES_TASK in tasks:
         device = config.train.critic.device
         needs, known = devices(device, config.train.num_threads), train_imports(config, device)
         mains = {"critic": "critic_worker"} | {f"values/{i}": "values_worker" for i in range(config.plan.values.num_workers)}
-        specs += [WorkerSpec(name, f"{MAINS}:{main}", training(config), needs=needs, imports=known) for name, main in mains.items()]
+        there = asked("train.critic.device", device)
+        specs += [
+            WorkerSpec(name, f"{MAINS}:{main}", training(config), needs=needs, imports=known, device=there)
+            for name, main in mains.items()
+        ]
     return specs
 
 
 def rollout_worker(config: Config, name: str) -> WorkerSpec:
     """Specification of a rollout worker, of those that a run starts with or that join it."""
-    return _generating(config, name, "rollout_worker", config.rollout.device)
+    return _generating(config, name, "rollout_worker", "rollout.device", config.rollout.device)
 
 
 def evaluator(config: Config, name: str) -> WorkerSpec:
     """Specification of a worker that only evaluates."""
-    return _generating(config, name, "evaluator", config.evaluators_device)
+    return _generating(config, name, "evaluator", "eval.device", config.evaluators_device)
 
 
-def _generating(config: Config, name: str, main: str, device: str) -> WorkerSpec:
+def _generating(config: Config, name: str, main: str, key: str, device: str) -> WorkerSpec:
     rollout = config.rollout
-    needs = devices(device, rollout.num_threads, own_devices_each(config))
-    known = rollout_imports(config, device)
-    return WorkerSpec(name, f"{MAINS}:{main}", thread_environment(rollout.num_threads), rollout.max_restarts, needs, imports=known)
+    num_devices = own_devices_each(config)
+    needs, there = devices(device, rollout.num_threads, num_devices), asked(key, device) if num_devices else ""
+    environment, known = thread_environment(rollout.num_threads), rollout_imports(config, device)
+    return WorkerSpec(name, f"{MAINS}:{main}", environment, rollout.max_restarts, needs, imports=known, device=there)
 
 
 def storage_unit(number: int) -> WorkerSpec:
@@ -85,9 +97,9 @@ def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
     several machines, at the driver."""
     size, needs = config.layout.size, devices(config.train.device, config.train.num_threads)
     environment, apart = training(config) | {RANKS_STORE: f"file://{folder}/ranks"}, {RANKS_STORE: AT_DRIVER}
-    known = train_imports(config, config.train.device)
+    known, there = train_imports(config, config.train.device), asked("train.device", config.train.device)
     return [
-        WorkerSpec(f"trainer/{rank}", entry, environment | _rank(rank, size), needs=needs, apart=apart, imports=known)
+        WorkerSpec(f"trainer/{rank}", entry, environment | _rank(rank, size), needs=needs, apart=apart, imports=known, device=there)
         for rank in range(size)
     ]
 

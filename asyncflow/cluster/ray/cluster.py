@@ -73,6 +73,7 @@ class RayCluster(SupervisedCluster):
                 self._options = msgspec.structs.replace(self._options, address=address)  # known for `auto`, too, from now on
             for name in self._options.in_order(workers, config):
                 await self._places.reserve(name, pools[name], self._options, config)
+            await self._look_for_devices([spec for specs in pools.values() for spec in specs if spec.device])
             await self._look_apart([spec for specs in pools.values() for spec in specs if spec.apart])
             await super().start(workers)
 
@@ -170,6 +171,23 @@ class RayCluster(SupervisedCluster):
         job_file = self._run_dir.absolute() / JOB_FILE
         digest = hashlib.sha256(job_file.read_bytes()).hexdigest() if job_file.exists() else ""
         return bool(await host.sees.remote(str(job_file), digest))
+
+    async def _look_for_devices(self, specs: Sequence[WorkerSpec]) -> None:
+        """Have PyTorch look for the devices of workers where they are placed, before any worker is started.
+
+        Raises `UserError` with the node that lacks one, `RunError` where a host says nothing.
+        """
+        hosts = [self._places.by_name[spec.name].host for spec in specs]
+        try:
+            async with asyncio.timeout(self._options.start_seconds):
+                nodes = await asyncio.gather(*(host.node.remote() for host in hosts))
+                asked = {(node, spec.device): host for node, spec, host in zip(nodes, specs, hosts, strict=True)}
+                lacking = await asyncio.gather(*(host.lacks.remote(device) for (_, device), host in asked.items()))
+        except (TimeoutError, import_ray().exceptions.RayError) as error:
+            raise RunError(f"the hosts of workers have not all said which devices they have: {first_sentence(error)}") from error
+        for (node, _), why in zip(asked, lacking, strict=True):
+            if why:
+                raise UserError(f"on the node {node[:12]} of the Ray cluster: {why}")
 
     async def _look_apart(self, specs: Sequence[WorkerSpec]) -> None:
         """Tell workers of one pool that do their work together whether they are on several nodes.

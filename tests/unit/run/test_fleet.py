@@ -90,3 +90,12 @@ def test_what_may_be_imported_for_several_workers_is_imported_for_ours_on_a_cpu_
     assert imports(rollout={"device": "cuda"}, train={"device": "cuda"}) == {"rollout/0": False, "trainer/0": False}
     own = {"engine": "my_engine.py:MyEngine"}
     assert imports(rollout=own, train=own) == {"rollout/0": False, "trainer/0": False}
+
+
+def test_each_worker_names_the_device_that_pytorch_must_find_where_it_is() -> None:
+    """None where it computes on the CPU, or others have the devices that its engine drives."""
+    found = config(rollout={"device": "cuda"}, train={"device": "cuda:1"}, eval={"path": "data", "num_workers": 1, "device": "cpu"})
+    asked = {spec.name: spec.device for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+    assert asked == {"rollout/0": "rollout.device=cuda", "trainer/0": "train.device=cuda", "evaluator/0": ""}
+    of_others = config(rollout={"device": "cuda", "engine": {"name": "vllm", "addresses": ["unix:a"]}})
+    assert [spec.device for spec in workers(of_others, Path(), is_training=False, are_trainers_there=False)] == [""]

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import torch
 
 from asyncflow.cluster import base
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
@@ -189,6 +190,13 @@ def test_a_host_tells_what_its_worker_prints_and_how_it_ends(run_dir: Path) -> N
     output, status = heard(host)
     assert "the wheel came off" in output and "all is well" not in output and status == 1
     host.leave()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_host_says_which_device_is_not_there() -> None:
+    host = RayHost()
+    assert host.lacks("rollout.device=cpu") == ""
+    assert host.lacks("rollout.device=cuda") == "rollout.device is 'cuda', but PyTorch sees no GPU here: set it to cpu."
 
 
 def test_a_host_kills_and_says_by_what_signal_it_ended(run_dir: Path) -> None:
@@ -468,6 +476,16 @@ async def test_there_is_no_room_for_what_the_cluster_does_not_have(run_dir: Path
             await cluster.start([spec(run_dir, "well", "rollout/0", needs={"CPU": 2.0})])
     finally:
         assert await cluster.stop(0.0) == []
+
+
+@needs_ray
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+async def test_a_device_that_its_node_lacks_is_said_before_any_worker_starts(cluster: RayCluster, run_dir: Path) -> None:
+    """What Ray counts as a GPU may be none for PyTorch."""
+    workers = [spec(run_dir, "stays"), spec(run_dir, "stays", "v", needs={"CPU": 1.0}, device="train.device=cuda")]
+    with pytest.raises(UserError, match=r"^on the node \w{12} of the Ray cluster: train.device is 'cuda', but PyTorch sees no GPU"):
+        await cluster.start(workers)
+    assert not (run_dir / "w").exists() and not (run_dir / "logs").exists()
 
 
 @needs_ray
