@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import ChainMap
+import re
+from collections import ChainMap, Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,6 +62,8 @@ from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError
 
 UNITS_SECONDS: Final = 60.0
+FAILURES_SAID: Final = 8
+"""Rows that fail for the same reason and are named one by one; after them each hundredth is."""
 """How long storage units in processes of their own may take to come, once they have been started."""
 
 
@@ -76,7 +79,7 @@ class Driver:
         kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None = None,
     ) -> None:
         """`kept`: reads what the run's journal has beside a checkpoint, and its prompts as tokens; None where it has none."""
-        self.config, self._log = config, observer.log
+        self.config, self._log, self._failures = config, observer.log, Counter[str]()
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
         self.schedule = make_schedule(config)
@@ -333,7 +336,11 @@ class Driver:
         dead = [letter for letter in dead if self.ledger.ledger.knows(letter.group)]  # surplus is dropped, whatever becomes of it
         for letter in dead:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
-            self._log(f"row {letter.row} failed for good{attempts}: {letter.error}")
+            kind = re.sub(r"\d+", "", letter.error)  # the same but for the numbers in it
+            self._failures[kind] += 1
+            if (number := self._failures[kind]) <= FAILURES_SAID or number % 100 == 0:
+                again = "" if number < FAILURES_SAID else f" ({number} rows by now; from here on each hundredth is said)"
+                self._log(f"row {letter.row} failed for good{attempts}: {letter.error}{again}")
         self.record.rows_died(dead)
         self.evaluating.held_out.rows_died(dead)
         self.background.start(self.queue.drop([letter.row for letter in dead]))

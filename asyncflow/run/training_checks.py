@@ -52,6 +52,7 @@ class TrainingChecks:
         self._failed: Counter[str] = Counter()  # attempts to score, by kind
         self._max_failed = context.config.reward.max_failed_fraction
         self._has_said_mismatch = False
+        self._has_trained = False  # in this attempt
 
     def consumed(self, task: str, step: int, update: int, rows: Sequence[int]) -> None:
         """A group's rows are to be trained by this update of the step."""
@@ -107,6 +108,7 @@ class TrainingChecks:
         for number, (totals, update) in enumerate(zip(of_updates, updates, strict=True)):
             rows = self._rows.pop((task, totals.step, number), [])
             self.skipped_in_a_row[task] = self.skipped_in_a_row[task] + 1 if update.is_skipped else 0
+            self._has_trained |= not update.is_skipped
             if update.is_skipped:
                 which = f"update {number + 1} of {len(updates)} of " if len(updates) > 1 else ""
                 self._skipped(task, f"{which}step {totals.step}", totals, update, rows)
@@ -151,6 +153,13 @@ class TrainingChecks:
             why = "nothing was left to train on"
         whose = "skipped, the weights" if is_policy else "skipped for the critic, whose weights"
         self._log(f"{which} is {whose} stay as they are: {why}")
+        if not update.normaliser and totals.dead and not self._has_trained and self._max_failed < 1:
+            self._fail(
+                RunError(
+                    f"all {totals.dead} rows of step {totals.step}, the first one, have failed: the messages above say why; mend "
+                    f"that, or set reward.max_failed_fraction=1 to go on all the same"
+                )
+            )
         if self.skipped_in_a_row[task] >= self._config.train.max_skipped_updates:
             ways_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
             if not is_policy:

@@ -25,6 +25,13 @@ from tests.processes import alive, words_of
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., Command]
 
+LOCKED_GAME = """class Game:
+    def reset(self, example, seed):
+        raise RuntimeError("the door 3 is locked")
+
+    def step(self, action):
+        return None, 1.0, True, {}
+"""
 BAD_REWARD = """
 import os, time
 def score(sample, *, how):
@@ -107,9 +114,9 @@ class Recorded(Listener):
         self.said.append(text)
 
 
-def run_inline(tree: Mapping[str, Any], *, resume: bool = False) -> tuple[Job, list[str]]:
+def run_inline(tree: Mapping[str, Any], *, resume: bool = False, recorded: Recorded | None = None) -> tuple[Job, list[str]]:
     """A whole run in this process, and what it said."""
-    recorded = Recorded()
+    recorded = Recorded() if recorded is None else recorded
 
     async def main() -> Job:
         job = Job(parse({**tree, "cluster": "inline"}), recorded, resume=resume)
@@ -160,6 +167,18 @@ def test_a_step_of_which_every_row_is_given_up_is_skipped(small: Small, tmp_path
     certificate = job.certificate
     assert certificate is not None and (certificate.steps, certificate.rows_dead, certificate.skipped_updates) == (1, 16, 1)
     assert (certificate.max_spans, certificate.overlapped_steps, certificate.voided) == (0, 0, [])
+
+
+def test_an_environment_that_never_works_ends_the_run_at_its_first_step_and_is_named_a_few_times(
+    small: Small, tmp_path: Path
+) -> None:
+    (tmp_path / "game.py").write_text(LOCKED_GAME)
+    recorded = Recorded()
+    with pytest.raises(RunError, match="all 16 rows of step 0, the first one, have failed: the messages above say why"):
+        run_inline(small(run={"steps": 20}, environment=f"{tmp_path / 'game.py'}:Game"), recorded=recorded)
+    failed = [text for text in recorded.said if "failed for good" in text]
+    assert len(failed) == 8 and all(f"door 3 is locked ({tmp_path / 'game.py'}:3)" in text for text in failed)
+    assert failed[-1].endswith("(8 rows by now; from here on each hundredth is said)")
 
 
 @pytest.mark.parametrize(
