@@ -34,6 +34,7 @@ def serve(
     ] = None,
     max_models: Annotated[int, typer.Option(min=1, help="With --tinker: models that may be in training at once.")] = 4,
     samplers: Annotated[int, typer.Option(min=1, help="With --tinker: models that may be sampled from at once.")] = 1,
+    full_weights: Annotated[bool, typer.Option(help="With --tinker: train all weights where clients ask for adapters.")] = False,
 ) -> None:
     """Serve a run over HTTP: clients start it, put prompts, train steps, generate for it or train for it."""
     try:
@@ -43,7 +44,10 @@ def serve(
     except ImportError as error:
         raise UserError(f"asyncflow serve needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error
     if tinker:
-        served = _serve_tinker(config, overrides or [], listen, certificate, self_signed, model_name, max_models, samplers)
+        given = overrides or []
+        served = _serve_tinker(
+            config, given, listen, certificate, self_signed, model_name, max_models, samplers, full_weights=full_weights
+        )
         raise typer.Exit(asyncio.run(served))
     loaded = load_planned(config, overrides or [])
     serving = _serve(loaded, listen, certificate, self_signed=self_signed, weights_from=weights_from, resume=resume)
@@ -100,6 +104,8 @@ async def _serve_tinker(
     name: str | None,
     max_models: int,
     samplers: int,
+    *,
+    full_weights: bool,
 ) -> int:
     """Serve a model by Tinker's API until a signal comes. Returns the exit status."""
     from asyncflow.service.app import AuditLog, make_app
@@ -121,7 +127,9 @@ async def _serve_tinker(
         trusted = make_self_signed(certificate, place.host)
     bounds = Bounds(models=max_models)
     try:
-        async with sessions_of(config, base, folder, num_samplers=samplers, bounds=bounds) as sessions:
+        async with sessions_of(
+            config, base, folder, num_samplers=samplers, bounds=bounds, trains_whole_weights=full_weights
+        ) as sessions:
             description = f"The model {base.name}, by the API of the tinker SDK."
             tickets = Tickets(time.monotonic)
             app = make_app(

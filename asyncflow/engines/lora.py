@@ -55,8 +55,8 @@ def read_lora(folder: Path, spec: LoraSpec) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX): tensor.float() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
 
 
-def merge_lora(base: Path, adapter: Path, out: Path) -> None:
-    """Write the weights of `base` with the adapter merged into them, W + (alpha / rank) B A, in their dtype, to the folder `out`.
+def merged_lora(base: Path, adapter: Path) -> dict[str, Tensor]:
+    """Weights of `base` with the adapter merged into them, W + (alpha / rank) B A, in their dtype.
 
     Raises `UserError` where one is not there, or the adapter is for another model.
     """
@@ -71,6 +71,12 @@ def merge_lora(base: Path, adapter: Path, out: Path) -> None:
         if (up.shape[0], low.shape[1]) != tuple(weight.shape):
             raise UserError(f"The adapter at {adapter} is for another model than {base}, whose {name} is {tuple(weight.shape)}.")
         tensors[f"{name}.weight"] = (weight.float() + (up @ low) * spec.scaling).to(weight.dtype)
+    return tensors
+
+
+def merge_lora(base: Path, adapter: Path, out: Path) -> None:
+    """Write what `merged_lora` makes to the folder `out`. Raises `UserError`."""
+    tensors = merged_lora(base, adapter)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 

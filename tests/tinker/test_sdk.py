@@ -32,7 +32,7 @@ def served(folder: Path) -> Iterator[Served]:
 @pytest.mark.parametrize("python", VERSIONS)
 def test_every_call_of_the_sdk_does_what_it_says(served: Served, folder: Path, python: Path) -> None:
     seen: dict[str, Any] = json.loads(served.run(python, CLIENTS / "basics.py", "tiny", version_of(python), cwd=folder))
-    assert seen["models"] == ["tiny"] and seen["info"] == ["tiny", False]
+    assert seen["models"] == ["tiny"] and seen["info"] == ["tiny", True, 8]
     # Training: the loss that `forward` says is the first one of `forward_backward`, and it falls.
     assert seen["forward_loss"] == pytest.approx(seen["losses"][0], rel=1e-5)
     assert seen["losses"] == sorted(seen["losses"], reverse=True) and seen["losses"][-1] < 0.7 * seen["losses"][0]
@@ -52,10 +52,11 @@ def test_every_call_of_the_sdk_does_what_it_says(served: Served, folder: Path, p
     assert with_moments[0] == pytest.approx(without[0], rel=1e-5) and with_moments[1] != pytest.approx(without[1], rel=1e-4)
     name = version_of(python)
     assert seen["paths"][0].endswith(f"/weights/{name}-state") and seen["paths"][1].endswith(f"/sampler_weights/{name}-sampler")
-    assert seen["run"] == ["tiny", False, seen["paths"][0]]
+    assert seen["run"] == ["tiny", True, seen["paths"][0]]
     assert seen["checkpoints"] == [f"sampler_weights/{name}-sampler", f"weights/{name}-state"]
     assert seen["left"] == [f"weights/{name}-state"]
-    assert seen["files"]["model.safetensors"] > 1_700_000 and {"config.json", "tokenizer.json"} < set(seen["files"])
+    assert seen["files"]["adapter_model.safetensors"] > 100_000
+    assert {"adapter_config.json", "tokenizer.json"} < set(seen["files"])
     mistakes = seen["mistakes"]
     assert "no loss 'dro' here" in mistakes["loss"] and "datum 0 has advantages" in mistakes["missing"]
     assert "no checkpoint" in mistakes["path"] and "no model 'nobody/nothing' here" in mistakes["model"]

@@ -1,6 +1,6 @@
 """Checkpoints of trained models on disk, by the paths that clients know them by: `tinker://MODEL/weights/NAME`.
 
-    checkpoints/MODEL/weights/NAME/           checkpoint.json, model-TIME/ (Hugging Face format), state/ (engine, with optimiser)
+    checkpoints/MODEL/weights/NAME/           checkpoint.json, model-TIME/ (Hugging Face format, or an adapter in PEFT's), state/
     checkpoints/MODEL/sampler_weights/NAME/   checkpoint.json, model-TIME/; external_weights/ likewise
     downloads/                                archives of checkpoints that a client has asked for
     snapshots/MODEL/NUMBER/                   weights that a sampler was made from without a name: the newest ones stay
@@ -35,10 +35,12 @@ _PARTIAL, _OVER = ".partial", ".over"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a checkpoint. Times are Unix seconds; `expires` None: never. `rank`: that a client has asked for, of an adapter."""
+    """Facts of a checkpoint. Times are Unix seconds; `expires` None: never. `rank`: that a client has asked for, of an adapter;
+    without `is_lora` all weights were trained instead."""
 
     base_model: str
     rank: int
+    is_lora: bool = False
     created: float
     num_bytes: int
     expires: float | None = None
@@ -111,6 +113,7 @@ class CheckpointStore:
         *,
         base_model: str,
         rank: int,
+        is_lora: bool,
         seconds: int | None,
         metadata: Mapping[str, str] | None,
     ) -> Checkpoint:
@@ -120,6 +123,7 @@ class CheckpointStore:
         record = Record(
             base_model=base_model,
             rank=rank,
+            is_lora=is_lora,
             created=now,
             num_bytes=sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()),
             expires=None if seconds is None else now + seconds,

@@ -63,9 +63,10 @@ class OfSession(WireMessage):
 
 
 class LoraConfig(WireMessage):
-    """The low-rank adapter that a client asks for. This server trains all weights instead."""
+    """Low-rank adapter that a client asks for. The output layer gets none: `train_unembed` has no effect. `seed`: of its first
+    values; None: the server's."""
 
-    rank: Annotated[int, Field(ge=1, le=1 << 16)]
+    rank: Annotated[int, Field(ge=1, le=1024)]
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True

@@ -24,10 +24,12 @@ from asyncflow.types import UserError
 RETRIEVE_SECONDS: Final = 20.0
 """How long `retrieve_future` waits for an answer; the SDK then asks again."""
 LINK_SECONDS: Final = 900.0
-MESSAGE: Final = (
+WHOLE_WEIGHTS: Final = (
     "This server trains all weights of the model, not an adapter: lora_config has no effect, and learning rates are those of full "
     "fine-tuning."
 )
+ADAPTERS: Final = "The output layer gets no adapter here: train_unembed has no effect."
+"""What clients are told at the beginning of a session."""
 LOOKS: Final = tuple(
     f"/api/v1/{path}"
     for path in (
@@ -42,7 +44,7 @@ LOOKS: Final = tuple(
 )
 """Paths whose POST requests change nothing, so that they leave no line in the audit log: results are asked for all the time."""
 CLIENT_CONFIG: Final = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_max_concurrent_requests": 256}
-CAPABILITIES: Final = {"training": "full_weights", "losses": ["cross_entropy", "importance_sampling", "ppo", "cispo", "custom"]}
+LOSSES: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "custom")
 
 
 def routes(sessions: Sessions, tickets: Tickets) -> APIRouter:
@@ -59,6 +61,7 @@ def routes(sessions: Sessions, tickets: Tickets) -> APIRouter:
 
 def _add_session_routes(router: APIRouter, sessions: Sessions) -> None:
     base = sessions.base
+    training, message = ("full_weights", WHOLE_WEIGHTS) if sessions.trains_whole_weights else ("lora", ADAPTERS)
 
     @router.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -79,11 +82,11 @@ def _add_session_routes(router: APIRouter, sessions: Sessions) -> None:
     @router.get("/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
         context = {"max_context_length": base.max_context, "trainable": True, "sampleable": True}
-        return {"supported_models": [{"model_name": base.name, **context}], **CAPABILITIES}
+        return {"supported_models": [{"model_name": base.name, **context}], "training": training, "losses": LOSSES}
 
     @router.post("/create_session")
     async def create_session(request: messages.CreateSession) -> dict[str, Any]:
-        return {"type": "create_session", "session_id": sessions.create_session(request), "info_message": MESSAGE}
+        return {"type": "create_session", "session_id": sessions.create_session(request), "info_message": message}
 
     @router.post("/session_heartbeat")
     async def heartbeat(request: messages.OfSession) -> dict[str, str]:
@@ -125,7 +128,8 @@ def _add_training_routes(router: APIRouter, sessions: Sessions) -> None:
             "type": "get_info",
             "model_id": model.model_id,
             "model_name": base.name,
-            "is_lora": False,
+            "is_lora": model.is_lora,
+            "lora_rank": model.rank if model.is_lora else None,
             "model_data": {"model_name": base.name, "tokenizer_id": base.name},
         }
 
@@ -203,7 +207,8 @@ def _add_checkpoint_routes(router: APIRouter, sessions: Sessions) -> None:
     @router.post("/weights_info")
     async def weights_info(request: messages.WeightsInfo) -> dict[str, Any]:
         checkpoint = await asyncio.to_thread(store.find, request.tinker_path)
-        return {"base_model": checkpoint.record.base_model, "is_lora": False, "lora_rank": checkpoint.record.rank}
+        record = checkpoint.record
+        return {"base_model": record.base_model, "is_lora": record.is_lora, "lora_rank": record.rank}
 
     @router.get("/training_runs")
     async def training_runs(limit: int = 20, offset: int = 0) -> dict[str, Any]:
@@ -303,11 +308,14 @@ def _future(request_id: str) -> dict[str, Any]:
 def _training_run(sessions: Sessions, model_id: str, found: list[Checkpoint]) -> dict[str, Any]:
     last = {kind: next((one for one in reversed(found) if one.kind == kind), None) for kind in KINDS}
     seen = sessions.last_request(model_id) or (found[-1].record.created if found else 0.0)
+    model = next((models[model_id] for models in (one.models for one in sessions.all()) if model_id in models), None)
+    trained = model or found[-1].record
     return {
         "training_run_id": model_id,
         "base_model": found[-1].record.base_model if found else sessions.base.name,
         "model_owner": "asyncflow",
-        "is_lora": False,
+        "is_lora": trained.is_lora,
+        "lora_rank": trained.rank if trained.is_lora else None,
         "last_request_time": datetime.fromtimestamp(seen, UTC).isoformat(),
         "last_checkpoint": (one := last["weights"]) and one.description(),
         "last_sampler_checkpoint": (two := last["sampler_weights"]) and two.description(),

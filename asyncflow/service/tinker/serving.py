@@ -7,27 +7,36 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from safetensors import safe_open
 
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import TrainEngine
+from asyncflow.engines.lora import merged_lora
+from asyncflow.engines.lora_files import CONFIG_FILE, spec_in
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.train import TRAIN_ENGINES
-from asyncflow.model_folder import read_json
+from asyncflow.model_folder import read_json, weight_files
 from asyncflow.registry import build
 from asyncflow.run.factories import train_engine_options
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import Samplers
 from asyncflow.service.tinker.sessions import Bounds, Sessions
-from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine
+from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine, NewAdapter
 from asyncflow.settings import apply_override
-from asyncflow.types import UserError
+from asyncflow.types import LoraSpec, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEY_PREFIX: Final = "tml-"
 """Of keys: the SDK takes no others."""
 DEFAULT_CONTEXT: Final = 2048
+ALPHA: Final = 32.0
+"""Of every adapter: clients choose learning rates by it."""
 KEPT_SNAPSHOTS: Final = 4
 KEPT_BYTES: Final = 64 << 20
 OPEN_RESULTS: Final = 20_000
@@ -65,7 +74,7 @@ def base_model(config: Config, name: str | None) -> BaseModel:
     )
 
 
-def engine_maker(config: Config) -> MakeEngine:
+def engine_maker(config: Config, base: BaseModel) -> MakeEngine:
     """Maker of the models' train engines. Raises `UserError` for a layout over several processes."""
     if config.layout.size > 1:
         raise UserError("asyncflow serve --tinker trains each model in its own process, on one device: leave out plan.train")
@@ -78,22 +87,54 @@ def engine_maker(config: Config) -> MakeEngine:
         check_shared_prompt=False,
     )
 
-    def make(folder: Path | None) -> TrainEngine:
-        path = Path(config.model.path) if folder is None else folder
-        arguments: dict[str, Any] = {**config.train.engine.options, "model_path": path, "options": options}
+    def make(folder: Path | None, adapter: NewAdapter | None) -> TrainEngine:
+        path, own = folder or base.folder, options
+        if folder is not None and holds_adapter(folder):
+            path, own = base.folder, replace(options, lora=replace(spec_in(folder), path=str(folder)))
+        elif folder is None and adapter is not None:
+            lora = LoraSpec(adapter.rank, ALPHA, targets_of(base.folder, adapter))
+            own = replace(options, lora=lora, seed=options.seed if adapter.seed is None else adapter.seed)
+        arguments: dict[str, Any] = {**config.train.engine.options, "model_path": path, "options": own}
         return cast(TrainEngine, build("train engine", config.train.engine.name, arguments, TRAIN_ENGINES))
 
     return make
 
 
+def targets_of(base: Path, adapter: NewAdapter) -> tuple[str, ...]:
+    """Linear layers of a model that get an adapter, by the last parts of their names; `()`: all but the output layer."""
+    if adapter.has_attention and adapter.has_mlp:
+        return ()
+    targets = set()
+    for file in weight_files(base):
+        with safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                linear, _, kind = name.rpartition(".")
+                is_linear = kind == "weight" and ".layers." in name and len(opened.get_slice(name).get_shape()) == 2
+                if is_linear and ("attn" in linear or "attention" in linear) == adapter.has_attention:
+                    targets.add(linear.rpartition(".")[2])
+    if not targets:
+        raise UserError(
+            "lora_config asks for an adapter of layers that the model does not have: leave train_attn and train_mlp out"
+        )
+    return tuple(sorted(targets))
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether a checkpoint's folder holds an adapter, and not a whole model."""
+    return (folder / CONFIG_FILE).is_file()
+
+
 @asynccontextmanager
 async def sessions_of(
-    config: Config, base: BaseModel, folder: Path, *, num_samplers: int, bounds: Bounds
+    config: Config, base: BaseModel, folder: Path, *, num_samplers: int, bounds: Bounds, trains_whole_weights: bool
 ) -> AsyncIterator[Sessions]:
-    """Sessions over the model of a configuration, whose checkpoints lie in `folder`. Loads `num_samplers` rollout engines."""
+    """Sessions over the model of a configuration, whose checkpoints lie in `folder`. Loads `num_samplers` rollout engines.
+
+    Adapters are merged into the base before they are sampled from: so one engine serves adapters of any rank, and whole models.
+    """
     if config.rollout.engine.name != "slots":
         raise UserError("asyncflow serve --tinker samples by the embedded engine: set rollout.engine to slots")
-    make_engine = engine_maker(config)
+    make_engine = engine_maker(config, base)
 
     def make_sampler() -> SlotEngine:
         return SlotEngine(
@@ -105,6 +146,9 @@ async def sessions_of(
             num_threads=config.rollout.num_threads,
         )
 
+    def load(weights: Path) -> dict[str, Tensor]:
+        return merged_lora(base.folder, weights) if holds_adapter(weights) else load_tensors(weights)
+
     try:
         engines = [await asyncio.to_thread(make_sampler) for _ in range(num_samplers)]
     except ValueError as error:
@@ -113,9 +157,10 @@ async def sessions_of(
         base,
         make_engine,
         store=CheckpointStore(folder, KEPT_SNAPSHOTS),
-        samplers=Samplers(engines, base.folder, load_tensors, bounds.queue),
+        samplers=Samplers(engines, base.folder, load, bounds.queue),
         results=Results(kept_bytes=KEPT_BYTES, largest_number=OPEN_RESULTS),
         bounds=bounds,
+        trains_whole_weights=trains_whole_weights,
     )
     try:
         yield sessions

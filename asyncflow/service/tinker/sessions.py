@@ -28,7 +28,7 @@ from asyncflow.service.tinker.answers import Answer, Failure, Fields
 from asyncflow.service.tinker.checkpoint_store import Checkpoint, CheckpointStore, Kind
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import SampleRequest, Samplers
-from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine, TrainedModel, answered
+from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine, NewAdapter, TrainedModel, answered
 from asyncflow.types import UserError
 
 SWEEP_SECONDS: Final = 5.0
@@ -87,9 +87,11 @@ class Sessions:
         samplers: Samplers,
         results: Results,
         bounds: Bounds,
+        trains_whole_weights: bool = False,
     ) -> None:
-        """`samplers` has the base model's weights at the start. Both are closed with the sessions."""
-        self.base, self.store, self.results = base, store, results
+        """`samplers` has the base model's weights at the start. Both are closed with the sessions. `trains_whole_weights`: of the
+        model, also where a client asks for an adapter."""
+        self.base, self.store, self.results, self.trains_whole_weights = base, store, results, trains_whole_weights
         self._make_engine, self._samplers, self._bounds = make_engine, samplers, bounds
         self._sessions: dict[str, Session] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}  # by request id
@@ -139,8 +141,13 @@ class Sessions:
     def create_model(self, request: messages.CreateModel) -> str:
         """Begin a model from the base model. Returns the request's id."""
         self._check_base(request.base_model)
-        made, rank = {"type": "create_model"}, DEFAULT_RANK if request.lora_config is None else request.lora_config.rank
-        return self._begin_model(request.session_id, request.model_seq_id, rank, None, made, has_optimizer=False)
+        made, asked = {"type": "create_model"}, request.lora_config
+        rank, adapter = DEFAULT_RANK if asked is None else asked.rank, None
+        if asked is not None and not self.trains_whole_weights:
+            if not (asked.train_attn or asked.train_mlp):
+                raise UserError("lora_config asks for an adapter of no layer: set train_attn or train_mlp")
+            adapter = NewAdapter(rank=rank, has_attention=asked.train_attn, has_mlp=asked.train_mlp, seed=asked.seed)
+        return self._begin_model(request.session_id, request.model_seq_id, rank, adapter, None, made, has_optimizer=False)
 
     def load_weights(self, request: messages.LoadWeights) -> str:
         """Load a checkpoint into a model, when its turn comes, or into a new one. Returns the request's id."""
@@ -151,7 +158,7 @@ class Sessions:
             made, checkpoint = {"type": "load_weights", "path": request.path}, self.store.find(request.path)
             number, has_optimizer = request.model_seq_id, request.optimizer
             rank = checkpoint.record.rank
-            return self._begin_model(request.session_id, number, rank, checkpoint, made, has_optimizer=has_optimizer)
+            return self._begin_model(request.session_id, number, rank, None, checkpoint, made, has_optimizer=has_optimizer)
         model = self.model(request.model_id)
 
         async def work() -> Answer:
@@ -272,7 +279,15 @@ class Sessions:
         return self._last_requests.get(model_id)
 
     def _begin_model(
-        self, session_id: str, number: int, rank: int, checkpoint: Checkpoint | None, made: dict[str, str], *, has_optimizer: bool
+        self,
+        session_id: str,
+        number: int,
+        rank: int,
+        adapter: NewAdapter | None,
+        checkpoint: Checkpoint | None,
+        made: dict[str, str],
+        *,
+        has_optimizer: bool,
     ) -> str:
         session = self.session(session_id)
         model_id = f"{session_id}:train:{number}"
@@ -289,6 +304,7 @@ class Sessions:
             self.base,
             self._make_engine,
             rank=rank,
+            adapter=adapter,
             store=self.store,
             results=self.results,
             micro_batch_tokens=self._bounds.micro_batch_tokens,

@@ -50,8 +50,19 @@ class BaseModel:
     max_context: int
 
 
-MakeEngine = Callable[[Path | None], TrainEngine]
-"""Makes a train engine of the base model (None), or of what such an engine has saved to a folder; takes seconds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewAdapter:
+    """Low-rank adapter as a client asks for it: its rank, which linear layers have it, and the seed of its first values."""
+
+    rank: int
+    has_attention: bool = True
+    has_mlp: bool = True
+    seed: int | None = None
+
+
+MakeEngine = Callable[[Path | None, NewAdapter | None], TrainEngine]
+"""Makes a train engine of what such an engine has saved to a folder, or else (None) of the base model with a new adapter, or
+(None) of all weights; takes seconds."""
 
 
 class TrainedModel:
@@ -64,18 +75,21 @@ class TrainedModel:
         make_engine: MakeEngine,
         *,
         rank: int,
+        adapter: NewAdapter | None,
         store: CheckpointStore,
         results: Results,
         micro_batch_tokens: int,
         largest_queue: int,
         queue_bytes: int,
     ) -> None:
-        """`rank`: of the adapter that the client asks for; older SDKs want to hear it again.
+        """`rank`: of the adapter that the client asks for; older SDKs want to hear it again. `adapter`: the one that is trained;
+        None: all weights are. A checkpoint that is loaded brings its own.
 
         `micro_batch_tokens`: tokens that are computed at once, at most, unless one example has more. `largest_queue`,
         `queue_bytes`: requests that wait for their turn.
         """
         self.model_id, self.base, self.rank = model_id, base, rank
+        self.is_lora, self._adapter = adapter is not None, adapter
         self._make_engine, self._store, self._results = make_engine, store, results
         self._micro_batch_tokens = micro_batch_tokens
         self._turns: Turns[Work] = Turns(largest_queue, queue_bytes)
@@ -100,6 +114,8 @@ class TrainedModel:
             await engine.load_state(state)
         await engine.begin_step()
         self._engine, self._broken = engine, ""
+        if checkpoint is not None:
+            self.is_lora, self.rank = checkpoint.record.is_lora, checkpoint.record.rank
 
     def submit(self, number: int | None, content: bytes, work: Work, num_bytes: int = 0) -> str:
         """Have work done when its turn comes. Returns the request's id, the same for a request that is repeated.
@@ -201,6 +217,7 @@ class TrainedModel:
                 name,
                 base_model=self.base.name,
                 rank=self.rank,
+                is_lora=self.is_lora,
                 seconds=request.ttl_seconds,
                 metadata=request.user_metadata,
             )
@@ -223,7 +240,7 @@ class TrainedModel:
 
     async def _made(self, folder: Path | None) -> TrainEngine:
         """A new engine. One that is made when nobody waits for it any more is closed."""
-        making = asyncio.create_task(asyncio.to_thread(self._make_engine, folder))
+        making = asyncio.create_task(asyncio.to_thread(self._make_engine, folder, self._adapter))
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:

@@ -47,7 +47,7 @@ def main(name, prefix):
     seen["models"] = [model.model_name for model in service.get_server_capabilities().supported_models]
     training = got(service.create_lora_training_client(base_model=name, rank=8))
     info = training.get_info()
-    seen["info"] = [info.model_data.model_name, info.is_lora]
+    seen["info"] = [info.model_data.model_name, info.is_lora, info.lora_rank]
     tokenizer = training.get_tokenizer()
 
     prompt = tokenizer.encode("Tom has 7 coins. Tom finds 5. How many coins does Tom have?\n")
@@ -69,7 +69,7 @@ def main(name, prefix):
         return loss, {"pieces": float(len(logprobs))}
 
     # A custom loss that is the cross entropy trains as the cross entropy does.
-    customs = got(service.create_lora_training_client(base_model=name))
+    customs = got(service.create_lora_training_client(base_model=name, rank=8))
     seen["custom"] = []
     for _ in range(4):
         done = customs.forward_backward_custom(batch, custom).result()

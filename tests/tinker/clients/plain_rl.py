@@ -1,6 +1,8 @@
 """The cookbook's rl_loop as a plain loop: the same prompts, groups, rewards and loss, transformers and AdamW, no server.
 
-python plain_rl.py MODEL BATCH_SIZE GROUP_SIZE LEARNING_RATE MAX_TOKENS        prints the mean reward of each step
+python plain_rl.py MODEL NAME BATCH_SIZE GROUP_SIZE LEARNING_RATE MAX_TOKENS ADAPTER        prints the mean reward of each step
+
+ADAPTER: first values of a low-rank adapter, which is trained.
 """
 
 import json
@@ -8,6 +10,7 @@ import sys
 
 import datasets
 import torch
+from adapter import add_adapter
 from tinker_cookbook import model_info, renderers
 from tinker_cookbook.recipes import rl_loop
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -24,14 +27,14 @@ EXAMPLE = [
 ]
 
 
-def main(folder, name, batch_size, group_size, learning_rate, max_tokens):
+def main(folder, name, batch_size, group_size, learning_rate, max_tokens, adapter):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer = get_tokenizer(name)
     renderer = renderers.get_renderer(model_info.get_recommended_renderer_name(name), tokenizer)
     rows = datasets.load_dataset("openai/gsm8k", "main")["train"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adamw = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    adamw = torch.optim.AdamW(add_adapter(model, adapter), lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     stop, curve = renderer.get_stop_sequences()[0], []
     for step in range(len(rows) // batch_size):
         total = 0.0
@@ -68,4 +71,4 @@ def main(folder, name, batch_size, group_size, learning_rate, max_tokens):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6]), sys.argv[7])

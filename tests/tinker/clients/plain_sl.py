@@ -1,6 +1,8 @@
 """The cookbook's sl_loop as a plain loop: the same batches in the same order, transformers and AdamW, no server.
 
-python plain_sl.py MODEL BATCH_SIZE LEARNING_RATE OUT        prints the mean NLL of each step; writes the model to OUT
+python plain_sl.py MODEL BATCH_SIZE LEARNING_RATE [ADAPTER]        prints the mean NLL of each step
+
+ADAPTER: first values of a low-rank adapter, which is trained then; without it all weights are.
 """
 
 import json
@@ -8,20 +10,22 @@ import sys
 
 import datasets
 import torch
+from adapter import add_adapter
 from tinker_cookbook import model_info, renderers
 from tinker_cookbook.supervised.data import conversation_to_datum
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from transformers import AutoModelForCausalLM
 
 
-def main(name, batch_size, learning_rate):
+def main(name, batch_size, learning_rate, adapter):
     torch.set_num_threads(1)
     tokenizer = get_tokenizer(name)
     renderer = renderers.get_renderer(model_info.get_recommended_renderer_name(name), tokenizer)
     rows = datasets.load_dataset("HuggingFaceH4/no_robots")["train"].shuffle(seed=0)
     steps = len(rows) // batch_size
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    adamw = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    trained = add_adapter(model, adapter) if adapter else model.parameters()
+    adamw = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     curve = []
     for step in range(steps):
         for group in adamw.param_groups:
@@ -42,4 +46,4 @@ def main(name, batch_size, learning_rate):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), "".join(sys.argv[4:]))

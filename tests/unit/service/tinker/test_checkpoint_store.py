@@ -14,7 +14,7 @@ def saved(store: CheckpointStore, name: str, content: str = "a", *, overwrite: b
     (partial / "model").mkdir()
     (partial / "model" / "file").write_text(content)
     metadata = {"renderer": "x"}
-    return store.commit("s:train:0", "weights", name, base_model="m", rank=8, seconds=seconds, metadata=metadata).path
+    return store.commit("s:train:0", "weights", name, base_model="m", rank=8, is_lora=True, seconds=seconds, metadata=metadata).path
 
 
 def test_a_checkpoint_is_there_when_it_is_whole_and_outlives_the_server(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from asyncflow.service.tinker.checkpoint_store import CheckpointStore
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import Samplers
 from asyncflow.service.tinker.sessions import Bounds, Sessions
-from asyncflow.service.tinker.trained_model import BaseModel
+from asyncflow.service.tinker.trained_model import BaseModel, NewAdapter
 from asyncflow.types import Objective, Ragged, TokenBatch
 from tests.patience import patience
 
@@ -38,7 +38,8 @@ from tests.patience import patience
 class Training:
     """Train engine whose log-prob of a target t is - t / 10, and whose weights are the number of its updates."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, adapter: NewAdapter | None) -> None:
+        self.adapter = adapter
         self.calls: list[Any] = []
         self.updates = 0 if folder is None else int((folder / "weights").read_text())
         self.added = 0.0
@@ -129,7 +130,7 @@ class Rollout:
 class World:
     """A server over such engines. `engines`: of the models, in the order in which they were made."""
 
-    def __init__(self, folder: Path, **bounds: Any) -> None:
+    def __init__(self, folder: Path, *, trains_whole_weights: bool = False, **bounds: Any) -> None:
         self.base_folder = folder / "base"
         self.base_folder.mkdir()
         (self.base_folder / "config.json").write_text('{"eos_token_id": 1}')
@@ -144,6 +145,7 @@ class World:
             samplers=Samplers([self.rollout], self.base_folder, load, 10),
             results=Results(kept_bytes=1 << 20, largest_number=100),
             bounds=Bounds(**bounds),
+            trains_whole_weights=trains_whole_weights,
         )
         self.audit_file = folder / "audit.jsonl"
         keys, audit = KeyRing.open(folder / "keys.json", time.time, "tml-"), AuditLog(self.audit_file)
@@ -155,8 +157,8 @@ class World:
         transport = httpx2.ASGITransport(app=self.app)
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://t/api/v1", headers={"X-API-Key": self.key})
 
-    def _make(self, folder: Path | None) -> Training:
-        self.engines.append(Training(folder))
+    def _make(self, folder: Path | None, adapter: NewAdapter | None) -> Training:
+        self.engines.append(Training(folder, adapter))
         return self.engines[-1]
 
     async def post(self, path: str, body: dict[str, Any], status: int = 200) -> Any:
@@ -175,7 +177,9 @@ class World:
         made = await self.post(
             "/create_session", {"tags": [], "user_metadata": {"a": 1}, "sdk_version": "0", "type": "create_session"}
         )
-        assert made["session_id"] and "all weights" in made["info_message"]
+        assert (
+            made["session_id"] and ("all weights" if self.sessions.trains_whole_weights else "no adapter") in made["info_message"]
+        )
         return made["session_id"]
 
     async def model(self, session: str, number: int = 0) -> str:
@@ -220,7 +224,7 @@ async def test_nothing_is_answered_without_a_key(tmp_path: Path) -> None:
                 assert answer.status_code in (401, 429), (method, path)
         world.client.headers["X-API-Key"] = world.key
         capabilities = (await world.client.get("/get_server_capabilities")).json()
-        assert capabilities["training"] == "full_weights" and capabilities["supported_models"][0]["model_name"] == "base"
+        assert capabilities["training"] == "lora" and capabilities["supported_models"][0]["model_name"] == "base"
         assert (await world.client.get("/healthz")).json() == {"status": "ok"}
         assert world.key.startswith("tml-")
 
@@ -341,10 +345,10 @@ async def test_what_was_saved_is_loaded_with_its_moments_or_without(tmp_path: Pa
         assert "no checkpoint" in missing["error"]
         assert (await world.done("/optim_step", stepped(model, 7)))["metrics"]  # the model is what it was
         run = (await world.client.get(f"/training_runs/{model}")).json()
-        assert run["last_checkpoint"]["tinker_path"] == saved["path"] and run["is_lora"] is False
+        assert run["last_checkpoint"]["tinker_path"] == saved["path"] and run["is_lora"] and run["lora_rank"] == 8
         assert run["last_checkpoint"]["expires_at"] and run["last_checkpoint"]["user_metadata"] == {"renderer": "x"}
         info = await world.post("/weights_info", {"tinker_path": saved["path"]})
-        assert info == {"base_model": "base", "is_lora": False, "lora_rank": 8}  # which the client had asked for
+        assert info == {"base_model": "base", "is_lora": True, "lora_rank": 8}
         assert (await world.client.delete(f"/training_runs/{model}/checkpoints/weights/a")).status_code == 200
         assert (await world.client.get(f"/training_runs/{model}/checkpoints")).json() == {"checkpoints": []}
 
@@ -441,9 +445,9 @@ async def test_an_engine_that_is_made_too_late_is_closed(tmp_path: Path, monkeyp
     async with opened(tmp_path) as world:
         make = world._make
 
-        def slowly(folder: Path | None) -> Training:
+        def slowly(folder: Path | None, adapter: NewAdapter | None) -> Training:
             may_go.wait(patience(10))
-            return make(folder)
+            return make(folder, adapter)
 
         monkeypatch.setattr(world.sessions, "_make_engine", slowly)
         session = await world.session()
@@ -481,3 +485,28 @@ async def test_mistakes_are_sentences(tmp_path: Path) -> None:
         failed = await world.done("/forward_backward", passed(model, 1, [0.0, 1.0], loss="dro"))
         assert failed["category"] == "user" and "no loss 'dro'" in failed["error"]
         assert messages.METADATA_BYTES == 1 << 16
+
+
+async def test_a_model_has_the_adapter_that_was_asked_for(tmp_path: Path) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        await world.model(session)
+        asked = {"session_id": session, "base_model": "base"}
+        part = {"rank": 4, "seed": 7, "train_mlp": False, "train_unembed": False}
+        await world.done("/create_model", {**asked, "model_seq_id": 1, "lora_config": part})
+        await world.done("/create_model", {**asked, "model_seq_id": 2})  # of nothing: all weights
+        assert [engine.adapter for engine in world.engines] == [
+            NewAdapter(rank=8), NewAdapter(rank=4, has_mlp=False, seed=7), None
+        ]  # fmt: skip
+        infos = [await world.post("/get_info", {"model_id": f"{session}:train:{n}"}) for n in range(3)]
+        assert [(info["is_lora"], info["lora_rank"]) for info in infos] == [(True, 8), (True, 4), (False, None)]
+        neither = {"rank": 4, "train_mlp": False, "train_attn": False}
+        body = {**asked, "model_seq_id": 3, "lora_config": neither}
+        assert "set train_attn or train_mlp" in str(await world.post("/create_model", body, 400))
+
+
+async def test_a_server_may_train_all_weights_instead(tmp_path: Path) -> None:
+    async with opened(tmp_path, trains_whole_weights=True) as world:
+        model = await world.model(await world.session())
+        assert world.engines[0].adapter is None and not (await world.post("/get_info", {"model_id": model}))["is_lora"]
+        assert (await world.client.get("/get_server_capabilities")).json()["training"] == "full_weights"
