@@ -19,7 +19,7 @@ from tests.tinker.world import CLIENTS, NAME, PYTHONS, Served, make_world, metri
 pytestmark = pytest.mark.skipif(not PYTHONS, reason="ASYNCFLOW_TINKER_PYTHONS names no interpreter that has the tinker SDK")
 VERSIONS = [pytest.param(python, id=version_of(python)) for python in PYTHONS]
 SL_BATCH, SL_RATE, SL_STEPS = 16, 5e-3, 90
-RL_BATCH, RL_GROUP, RL_RATE, RL_TOKENS, RL_STEPS = 8, 8, 5e-3, 12, 24
+RL_BATCH, RL_GROUP, RL_RATE, RL_TOKENS, RL_STEPS = 8, 8, 3e-3, 12, 24
 ADAPTER = LoraSpec(32, 32.0)
 """The loops ask for this rank."""
 

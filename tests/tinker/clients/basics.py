@@ -52,7 +52,7 @@ def main(name, prefix):
 
     prompt = tokenizer.encode("Tom has 7 coins. Tom finds 5. How many coins does Tom have?\n")
     batch = [datum(prompt, tokenizer.encode("12 is it")), datum(prompt, tokenizer.encode("never 3"))]
-    adam = types.AdamParams(learning_rate=1e-3, eps=1e-8)
+    adam = types.AdamParams(learning_rate=4e-3, eps=1e-8)
     before = training.forward(batch, "cross_entropy").result()
     losses = []
     for _ in range(4):
