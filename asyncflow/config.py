@@ -413,6 +413,9 @@ class TrainConfig(Section):
     """Where it computes: `cpu`, `cuda`, `cuda:1`. With several devices, rank n of a machine takes number n."""
     num_threads: PositiveInt = 1
     """Computing threads of each rank (CPU)."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often the run is resumed from its newest checkpoint, in the driver's own process, when a trainer has died, or another
+    worker that is not started again by itself: after a pause that doubles each time. 0: such a death ends the run."""
 
 
 class WeightSyncConfig(Section):
@@ -518,7 +521,10 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a run is resumed with `--resume`."""
 
     every_steps: PositiveInt | None = None
-    """How often a checkpoint is written, besides at the run's end, whatever ends it in order."""
+    """How often a checkpoint is written, by the count of steps, besides at the run's end, whatever ends it in order."""
+    every_minutes: PositiveFloat | None = 10.0
+    """How often a checkpoint is written by the clock, after the step that is under way then: less often where writing one takes
+    more than a hundredth of this time. None: never."""
     keep: Annotated[int, Field(ge=0)] = 2
     """How many checkpoints stay, the newest ones. 0: none are written."""
     stop_grace_seconds: PositiveFloat = 30.0

@@ -52,7 +52,12 @@ class WorkerSpec:
 
 
 class WorkerDied(RunError):
-    """A worker has ended before it was told to."""
+    """A worker has ended before it was told to. `has_failed`: by an error of its own, which it might find again; otherwise it was
+    killed, or its machine is gone."""
+
+    def __init__(self, why: str, worker: str, *, has_failed: bool) -> None:
+        super().__init__(why)
+        self.worker, self.has_failed = worker, has_failed
 
 
 class Cluster(Protocol):

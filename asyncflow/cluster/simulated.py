@@ -128,7 +128,7 @@ class SimulatedCluster:
         if self._over.done():
             return
         if error is not None:
-            self._over.set_exception(WorkerDied(self.failures[-1]))
+            self._over.set_exception(WorkerDied(self.failures[-1], worker.spec.name, has_failed=True))
         elif all(worker.main.done() for worker in self._workers.values()):
             self._over.set_result(None)
 
@@ -144,7 +144,7 @@ class SimulatedCluster:
             return
         if not worker.spec.max_restarts:
             if not self._over.done():
-                self._over.set_exception(WorkerDied(f"worker {name} was killed"))
+                self._over.set_exception(WorkerDied(f"worker {name} was killed", name, has_failed=False))
             return
         if restarts == worker.spec.max_restarts:
             self._on_death(name, "was killed once too often, and is not started again", True)

@@ -93,7 +93,8 @@ class SupervisedCluster(ABC):
         while await child.process.wait() and not child.leaving.is_set():
             why, limit = self._why(child), child.spec.max_restarts
             if not limit:
-                raise WorkerDied(f"worker {child.spec.name} {why}")
+                has_failed = (child.process.returncode or 0) > 0
+                raise WorkerDied(f"worker {child.spec.name} {why}", child.spec.name, has_failed=has_failed)
             if child.process.returncode == USER_ERROR_STATUS:
                 self._on_death(child.spec.name, f"{why}; it would fail again, so it is not started again", True)
                 return

@@ -199,6 +199,7 @@ class Driver:
         """Connect the callbacks of ledger and versions."""
         self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
         self.ledger.on_committed, self.ledger.on_decided = self._committed, self._decided
+        self.ledger.is_checkpoint_due = self.saves.is_due
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
         self.versions.on_installed = self.record.installed
 

@@ -1,6 +1,8 @@
 """A run: prepare, start, wait until it is done, stop, finish.
 
     prepared --start--> driver's services, workers, loops --done | interrupted | failed--> stop --> model, trace, report
+        ^                          |
+        +---- newest checkpoint ---+ a trainer has died
 
 consumes: the ends of loops and workers, the watchdog's verdict, the user's interrupt
 waits for: the first of these; for the commit of a step whose updates have begun; workers then have `run.stop_grace_seconds` to end
@@ -22,13 +24,13 @@ from typing import Any
 import msgspec
 
 from asyncflow.cluster import CLUSTERS
-from asyncflow.cluster.base import Cluster, WorkerSpec
+from asyncflow.cluster.base import Cluster, WorkerDied, WorkerSpec, restart_pause
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.control.signal import Signal
 from asyncflow.data.datasets import as_json
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.loops.evaluation import Row
+from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
 from asyncflow.rows import ANSWER
@@ -42,7 +44,7 @@ from asyncflow.run.model_card import push_model
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.record import Observer
-from asyncflow.run.resume import Resumed
+from asyncflow.run.resume import Resumed, evaluated_versions
 from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
 from asyncflow.run.status import Watch
@@ -101,6 +103,8 @@ class Job:
         self._evaluate_only, self._resume, self._is_served = evaluate_only, resume, is_served
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._attempt = Attempt(config, self.listener.log, resume=resume)
+        self._num_restarts = 0
+        self._has_trained = False  # this attempt, a group
         self._interrupted = asyncio.Event()
         self._changed = Signal()
 
@@ -111,16 +115,18 @@ class Job:
         Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
         """
         config, listener, attempt = self.config, self.listener, self._attempt
-        begun = await attempt.begin(self._prepare)
+        begun = await attempt.begin(self._inputs)
         self.rows, self.certificate = attempt.rows, attempt.certificate
         if begun is None:
             return
         assert attempt.weights_dir is not None
         self._prepared = prepared = begun.prepared
+        self._has_trained, there = False, evaluated_versions(config.run_dir)
+        self.evaluations = [row for row in self.evaluations if row["step"] in there]  # the others are made again
         num_kept = len(prepared.prompts), len(prepared.held_out)
         for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *prepared.notes, *advice(config)]:
             listener.log(line)
-        observer = Observer(listener.group, self._on_step, self._on_evaluation, listener.log)
+        observer = Observer(self._on_group, self._on_step, self._on_evaluation, listener.log)
         if self.journal is not None and not self._resume:
             self.journal.clear()
         driver = Driver(config, begun.prepared, observer, begun.resumed, self._kept if self.journal is not None else None)
@@ -161,12 +167,23 @@ class Job:
         return await self._running.until(self._changed.until(condition))
 
     async def run(self) -> bool:
-        """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`."""
+        """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`.
+
+        When a worker has died that is not started again by itself, a trainer for example, another attempt resumes the run from its
+        newest checkpoint, as `--resume` does, up to `train.max_restarts` times.
+        """
         try:
-            await self.start(0 if self._evaluate_only else self.config.run.steps)
-            if self.driver is None:
-                return True
-            is_done = await self.until(self._is_done)
+            while True:
+                try:
+                    await self.start(0 if self._evaluate_only else self.config.run.steps)
+                    if self.driver is None:
+                        return True
+                    is_done = await self.until(self._is_done)
+                    break
+                except WorkerDied as death:
+                    if not self._may_restart_after(death):
+                        raise
+                    await self._restart_after(death)
         finally:
             await self.stop()
         if is_done and not self._evaluate_only and self.config.model.push_to_hub is not None:
@@ -187,18 +204,44 @@ class Job:
             self.driver = None
             self._attempt.remove_weights()
 
-    async def _stop(self, driver: Driver) -> None:
+    def _may_restart_after(self, death: WorkerDied) -> bool:
+        """Whether another attempt follows a worker's death. Not where the worker would fail again: by an error of its own, before
+        anything was trained. Rollout workers, evaluators and storage units have restarts of their own."""
+        if death.worker.partition("/")[0] in ("rollout", EVALUATORS, "storage") or self._evaluate_only:
+            return False
+        would_fail_again = death.has_failed and not self._has_trained
+        may_restart = self._num_restarts < self.config.train.max_restarts and not self._interrupted.is_set()
+        return may_restart and not would_fail_again
+
+    async def _restart_after(self, death: WorkerDied) -> None:
+        """End this attempt at once, and make the next one, after a pause."""
+        pause = restart_pause(self._num_restarts)
+        self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
+        assert self.driver is not None, "a worker has died"
+        await self._stop(self.driver, goes_on=True)
+        self.driver = None
+        self._attempt.remove_weights()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._interrupted.wait(), pause)
+        self._num_restarts += 1
+        self._resume = True
+        self._attempt = Attempt(self.config, self.listener.log, resume=True)
+
+    async def _stop(self, driver: Driver, *, goes_on: bool = False) -> None:
+        """`goes_on`: another attempt follows, so workers are ended at once, and what a run leaves at its end is not written."""
         await driver.stop()
         await self._running.finish_step(self.config.run.stop_grace_seconds)
-        grace = self._grace_seconds(driver)
+        grace = 0.0 if goes_on else self._grace_seconds(driver)
         await self.scaling.stop()
         await self._running.stop(grace, partial(self._settle, driver, grace))
         await self._server.close()
         control_socket(self.config.run_dir).unlink(missing_ok=True)
-        if not self._evaluate_only:
+        if not self._evaluate_only and not goes_on:
             self._save_published_model(driver)
         await driver.saves.close()
         await driver.close()
+        if goes_on:
+            return
         if not self._evaluate_only:
             self.certificate = driver.record.certificate()
             self.certificate.write(self.config.run_dir)
@@ -286,6 +329,12 @@ class Job:
 
     # -- where it runs: a simulation has its own ----------------------------------------------------------------------------
 
+    async def _inputs(self, scratch: Path, resumed: Resumed | None) -> Prepared:
+        """The run's inputs: those of this process's attempt before, where there was one and a checkpoint is resumed."""
+        if self._num_restarts and resumed is not None:
+            return self._prepared
+        return await self._prepare(scratch, resumed)
+
     async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs, checked."""
         import_ahead(self.config, is_training=not self._evaluate_only)
@@ -365,6 +414,10 @@ class Job:
         is_to_be_read = not driver.has_begun
         is_hasty = self._running.has_failed or self.ended_by == signal.SIGINT
         return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
+
+    def _on_group(self, step: int) -> None:
+        self._has_trained = True
+        self.listener.group(step)
 
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
         self.rows[step] = {"step": step, **row}

@@ -95,8 +95,9 @@ class Running:
                 future.cancel()
 
     async def stop(self, grace_seconds: float, settle: Settle) -> None:
-        """Stop the workers, then the loops. `settle`: see `Cluster.stop`."""
-        for name in await self._cluster.stop(grace_seconds, settle):
+        """Stop the workers, then the loops. `settle`: see `Cluster.stop`. Without any grace nobody is told whom that killed."""
+        late = await self._cluster.stop(grace_seconds, settle)
+        for name in late if grace_seconds else ():
             self._log(f"worker {name} did not end within {grace_seconds:g} s and was killed")
         for loop in self._loops:
             loop.cancel()

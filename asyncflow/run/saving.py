@@ -52,6 +52,8 @@ from asyncflow.types import Array, Batch, Ragged, RunError, Values
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import held
 
+MAX_SHARE: Final = 0.01
+"""Share of a run's time that may pass while checkpoints are written that are due by the clock."""
 _COPIED_BYTES: Final = 1 << 20  # at once
 
 
@@ -81,6 +83,8 @@ class CheckpointCoordinator:
         self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
         self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this attempt
         self._has_critic = len(self._ledger.tasks.trained) > 1
+        self._clock = context.clock
+        self._begun_at, self._took_seconds = self._clock(), 0.0  # of the newest checkpoint
         self._came = Signal()
         self.settled = self._ledger.committed  # the last version of which there is a checkpoint, or will be none
         self.on_settled: Callable[[], None] = lambda: None
@@ -115,6 +119,13 @@ class CheckpointCoordinator:
                 what = "prompts that were pushed after the last checkpoint" if self._has_more else "a note that it has all rows"
                 self._log(f"{what} could not be kept: {error.strerror or error}")
 
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due by the clock: `checkpoint.every_minutes` after the last one, later where that took long."""
+        minutes = self._config.checkpoint.every_minutes
+        if minutes is None or not self._config.checkpoint.keep:
+            return False
+        return self._clock() - self._begun_at >= max(60 * minutes, self._took_seconds / MAX_SHARE)
+
     @remote
     async def begin(self, version: int) -> list[Manifest]:
         """The trainers begin to write the checkpoint of the last committed version. Returns what they are to keep of older weights.
@@ -124,6 +135,7 @@ class CheckpointCoordinator:
         if version != self._version:
             raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
         self._has_more = False
+        self._begun_at = self._clock()
         # The critic may have committed the step after the policy, and has by now.
         in_a_row = self._record.critic_skipped_in_a_row
         self._state = msgspec.structs.replace(self._state, critic_skipped_in_a_row=in_a_row)
@@ -184,6 +196,7 @@ class CheckpointCoordinator:
 
     def _settle(self, version: int) -> None:
         self.settled = version
+        self._took_seconds = self._clock() - self._begun_at
         self.on_settled()
 
     async def _write_own(self, version: int) -> None:

@@ -27,7 +27,7 @@ from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
-from asyncflow.config import Config, parse
+from asyncflow.config import CheckpointConfig, Config, parse
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.costs import Costs
 from asyncflow.engines.sleeping import REFERENCE, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
@@ -104,17 +104,21 @@ def simulate_lives(
     config: Config, ends: Sequence[float], *, costs: Costs | None = None, faults: Faults = NO_FAULTS, seed: int = 0
 ) -> Simulated:
     """Run in several attempts: each is over after so many virtual seconds, all at once, as when the power fails, and the next one
-    resumes from what is on the disk. The last one runs to the end.
+    resumes from what is on the disk. The last one runs to the end. A checkpoint is written after every step, unless the
+    configuration says how often.
 
     The laws are those of one run: what an attempt trained beyond the checkpoint that the next one resumes from does not count. The
     result is that of the last attempt.
     """
     check_choices(config)
+    how_often = config.checkpoint.model_dump(include={"every_steps", "every_minutes"})
+    if how_often == CheckpointConfig().model_dump(include=set(how_often)):
+        how_often = {"every_steps": 1}
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
         run_dirs = [Path(scratch) / str(attempt) / "run" for attempt in range(len(ends) + 1)]
         audit: Audit | None = None
         for attempt, run_dir in enumerate(run_dirs):
-            variant = _variant(config, seed, run_dir, {"every_steps": config.checkpoint.every_steps or 1})
+            variant = _variant(config, seed, run_dir, how_often)
             loop = VirtualLoop()
             job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, audit=audit)
             audit = job.audit

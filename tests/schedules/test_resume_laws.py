@@ -12,7 +12,11 @@ from unittest import mock
 
 import pytest
 
+from asyncflow.config import Config
 from asyncflow.loops.admissions import Admissions
+from asyncflow.run import saving
+from asyncflow.run.factories import make_algorithm
+from asyncflow.simulation.audit import Audit
 from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate, simulate_lives
 from asyncflow.types import Batch, GroupMeta
 from tests.depth import few, in_gate
@@ -47,6 +51,28 @@ def test_rows_are_taken_over_where_timing_decides_versions_and_nowhere_else() ->
     taken = {mode: counts["rows taken over"] for mode, counts in COUNTED.items()}
     assert taken["synchronous"] == taken["periodic"] == taken["delayed"] == 0
     assert sum(taken.values()) >= few(0, 1) and all(counts["lives"] == 2 * len(SEEDS) for counts in COUNTED.values())
+
+
+@pytest.mark.parametrize("mode", in_gate("periodic", of=["periodic", "delayed", "bounded"]))
+def test_checkpoints_by_the_virtual_clock_are_of_one_step_for_the_policy_and_its_critic(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that were of another step would keep a checkpoint from being whole, and the run from being resumed there."""
+    config, costs = next(one for seed in range(40) if has_critic((one := drawn(mode, seed))[0]))
+    checkpoint = config.checkpoint.model_copy(update={"every_minutes": 1e-6})
+    config = config.model_copy(update={"checkpoint": checkpoint})
+    whole, resumed_at = simulate(config, costs=costs), list[int]()
+    monkeypatch.setattr(saving, "MAX_SHARE", 1e9)  # each of them may take as long as it will
+    monkeypatch.setattr(Audit, "go_back", noted := mock.Mock(side_effect=lambda version, rows: resumed_at.append(version)))
+    run = simulate_lives(config, [0.9 * whole.seconds], costs=costs)
+    assert noted.called and resumed_at[0] > 0 and run.rows.keys() == whole.rows.keys()
+    monkeypatch.setattr(saving, "MAX_SHARE", 1e-9)
+    run = simulate_lives(config, [0.9 * whole.seconds], costs=costs)
+    assert resumed_at[1] in (0, 1)  # after the first there was none for ever
+
+
+def has_critic(config: Config) -> bool:
+    return make_algorithm(config).critic is not None
 
 
 @pytest.mark.parametrize("mode", in_gate("periodic", of=["periodic", "bounded"]))

@@ -810,6 +810,27 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     assert not [told for told in books.told if told[0] == "end"], "who trains hears of it from the rounds"
 
 
+async def test_a_checkpoint_that_is_due_by_the_clock_is_of_one_step_for_all_models_and_ranks() -> None:
+    """It is decided when the step's updates may be made, before any model has committed it."""
+    books = Service(tasks=TWO_MODELS)
+    is_due = False
+    books.service.is_checkpoint_due = lambda: is_due
+    for step, is_due_at_first in enumerate((False, True, False)):
+        await books.service.open([meta(step, step=step)])
+        books.service.done("rollout", rows_of(step))
+        for task in ("train", "critic"):
+            assert books.ledger.step_state(step).offer(step, 1, task)
+            await books.consume(step, consumed(*rows_of(step)), task, 0)
+        is_due = is_due_at_first
+        assert await books.service.totals(step, "critic") is not None
+        is_due = not is_due  # what the clock says later is of the next step
+        assert await books.service.totals(step) is not None
+        assert await books.service.commit(step, [UPDATE], "critic") == is_due_at_first
+        assert await books.service.commit(step, [UPDATE]) == is_due_at_first
+        assert await books.service.released(step) == await books.service.released(step) == is_due_at_first
+        is_due = False
+
+
 async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order() -> None:
     numbers = [[0.1, 1e16], [0.2, 1.0], [0.3, -1e16]]
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):

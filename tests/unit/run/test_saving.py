@@ -50,7 +50,7 @@ def made(tmp_path: Path, said: list[str]) -> Made:
 
     def make(**others: Any) -> CheckpointCoordinator:
         tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
-        config = parse(tree | {"rollout": {"group_size": 4}})
+        config = parse(tree | {"rollout": {"group_size": 4}, "checkpoint": others.pop("checkpoint", {})})
         shared: dict[str, Any] = {
             "config": config,
             "shape": shape_of(config),
@@ -59,6 +59,7 @@ def made(tmp_path: Path, said: list[str]) -> Made:
             "versions": SimpleNamespace(kept=lambda versions: []),
             "queue": SimpleNamespace(),
             "log": said.append,
+            "clock": lambda: 0.0,
         }
         own: dict[str, Any] = {
             "evaluating": SimpleNamespace(waiting=lambda version: []),
@@ -222,5 +223,41 @@ def test_a_checkpoint_that_is_one_is_not_given_up_for_what_fails_afterwards(
         assert checkpoints.newest(said.append) == 1 and saves.settled == 1
         (sentence,) = said
         assert "step-000001 is written, but" in sentence and "could not be written" not in sentence
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_is_due_by_the_clock_and_less_often_where_it_takes_more_than_a_hundredth_of_that_time(made: Made) -> None:
+    now = 0.0
+
+    async def main() -> None:
+        nonlocal now
+        saves = made(clock=lambda: now)
+        found = []
+        for moment in (0.0, 599.0, 600.0):
+            now = moment
+            found.append(saves.is_due())
+        assert found == [False, False, True]
+        await saves.begin(1)
+        assert not saves.is_due()  # while it is written, and for ten minutes after it was begun
+        now += 5.0
+        await saves.critic_written(1, "")
+        await saves.written(1)
+        now = 1199.0
+        assert not saves.is_due()
+        now = 1200.0
+        assert saves.is_due()
+        await saves.begin(1)
+        now += 9.0  # a hundredth of 900 seconds
+        await saves.critic_written(1, "No space left on device")
+        await saves.written(1)
+        now = 1200.0 + 899.0
+        assert not saves.is_due()
+        now = 1200.0 + 900.0
+        assert saves.is_due()
+        now = 0.0
+        others = [made(clock=lambda: now, checkpoint=never) for never in ({"every_minutes": None}, {"keep": 0})]
+        now = 1e9
+        assert not any(other.is_due() for other in others)
 
     asyncio.run(main())

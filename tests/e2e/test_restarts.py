@@ -1,0 +1,114 @@
+"""Trainers that die in the midst of a run: the run is resumed from its newest checkpoint, and trains what it would have trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.cluster.base import WorkerDied
+from asyncflow.config import parse
+from asyncflow.run.job import Job, Listener
+from asyncflow.telemetry.certificate import read_certificate
+from tests.conftest import merged
+from tests.depth import in_gate
+from tests.e2e.commands import rows
+from tests.e2e.lives import Life
+from tests.e2e.test_resume import STEPS, check_each_once, check_same, check_spans, tree
+from tests.patience import patience
+
+PERIODIC: dict[str, Any] = {"schedule": "periodic", "checkpoint": {"every_steps": 2}}
+DELAYED = merged(PERIODIC, {"schedule": "delayed", "train": {"old": "previous"}})
+TWO_RANKS = merged(PERIODIC, {"plan": {"train": {"dp": 2}}})
+CRITIC = merged(PERIODIC, {"algorithm": "ppo"})
+
+
+class Killer(Listener):
+    """Observer that kills workers: the `kills`, each after a step, the first time that it is committed."""
+
+    def __init__(self, config: Mapping[str, Any], kills: Mapping[int, str]) -> None:
+        self.said: list[str] = []
+        self.steps: list[int] = []
+        self._kills = dict(kills)
+        self.job = Job(parse(config), self)
+
+    def log(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        if (worker := self._kills.pop(step, None)) is not None:
+            self.job.kill(worker)
+
+    def run(self) -> bool:
+        async def main() -> bool:
+            async with asyncio.timeout(patience(120.0)):
+                return await self.job.run()
+
+        return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    in_gate(
+        (DELAYED, {0: "trainer/0", 4: "trainer/0"}),
+        of=[
+            (DELAYED, {0: "trainer/0", 4: "trainer/0"}),
+            (PERIODIC, {2: "trainer/0", 3: "trainer/0", 6: "trainer/0"}),
+            (TWO_RANKS, {2: "trainer/1", 5: "trainer/0"}),
+            (CRITIC, {2: "critic", 5: "trainer/0"}),
+        ],
+    ),
+)
+def test_a_run_whose_trainers_die_comes_to_the_bits_of_one_that_nothing_disturbed(
+    mode: dict[str, Any], kills: dict[int, str], tmp_path: Path
+) -> None:
+    whole = Life(tree(tmp_path / "whole", mode), resume=False)
+    assert whole.end(seconds=120) == 0, whole.said()
+    killer = Killer(tree(tmp_path / "killed", mode), kills)
+    assert killer.run(), killer.said
+    run_dir = killer.job.config.run_dir
+    if mode is TWO_RANKS:
+        check_spans(run_dir)
+        assert (run_dir / "eval.jsonl").read_text() == (whole.run_dir / "eval.jsonl").read_text()
+    else:
+        check_same(run_dir, whole.run_dir)
+        check_each_once(run_dir)
+    told = [line for line in killer.said if "the run is resumed from its newest checkpoint in" in line]
+    assert len(told) == len(kills) and all("SIGKILL" in line for line in told), killer.said
+    certificate = read_certificate(run_dir)
+    assert certificate is not None and not certificate.voided and certificate.steps == STEPS
+    assert len(certificate.resumed_at) == sum(step > 0 for step in kills)  # before the first checkpoint it begins anew
+    assert killer.steps[-1] == STEPS - 1 and len(killer.job.rows) == STEPS
+    assert killer.job.evaluations == rows(run_dir / "eval.jsonl")
+
+
+def test_a_trainer_that_dies_more_often_than_it_may_ends_the_run(tmp_path: Path) -> None:
+    mode = merged(PERIODIC, {"train": {"max_restarts": 1}, "eval": {"path": None, "every_steps": None}})
+    killer = Killer(tree(tmp_path, mode), {1: "trainer/0", 3: "trainer/0"})
+    with pytest.raises(WorkerDied, match=r"worker trainer/0 .* was ended by SIGKILL"):
+        killer.run()
+    assert sum("is resumed from its newest checkpoint" in line for line in killer.said) == 1
+    assert (killer.job.config.run_dir / "report.html").exists() and killer.job.certificate is not None
+    assert killer.job.certificate.resumed_at == [2]
+
+
+FAILING = """
+from asyncflow.engines.train.torch_engine import TorchEngine
+
+class Failing(TorchEngine):
+    async def forward_backward(self, micro_batches, objective):
+        raise LookupError("the wheel came off")
+"""
+
+
+def test_a_trainer_that_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(FAILING)
+    engine = {"path": f"{tmp_path / 'engine.py'}:Failing"}
+    killer = Killer(tree(tmp_path, merged(PERIODIC, {"train": {"engine": engine}})), {})
+    with pytest.raises(WorkerDied, match="the wheel came off"):
+        killer.run()
+    assert not [line for line in killer.said if "is resumed" in line]
