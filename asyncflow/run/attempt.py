@@ -254,8 +254,10 @@ class Attempt:
         checkpoints = checkpoints_of(self._config)
         await asyncio.to_thread(checkpoints.forget_after, version)
         await asyncio.to_thread(checkpoints.sweep)
-        # Not whole after this attempt, unless it says so itself.
-        await asyncio.to_thread(write_added, checkpoints.added(version), resumed.state, is_whole=False)
+        # Not whole after this attempt, unless it says so itself; and resumed once more, whether it leaves a checkpoint or not.
+        again = msgspec.structs.replace(resumed.state.record, resumed_at=resumed.record.resumed_at)
+        state = msgspec.structs.replace(resumed.state, record=again)
+        await asyncio.to_thread(write_added, checkpoints.added(version), state, is_whole=False)
         now = asyncio.get_running_loop().time()
         rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
         self.rows = {row["step"]: row for row in rows}

@@ -42,6 +42,13 @@ class BackgroundTasks:
         if self.failure.done():
             self.failure.exception()  # taken, if it came too late to be why the run ended: else the event loop reports it at exit
 
+    async def abandon(self) -> None:
+        """End the coroutines that are running, as they stand."""
+        under_way = list(self._under_way)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:

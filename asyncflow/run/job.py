@@ -229,11 +229,14 @@ class Job:
 
     async def _stop(self, driver: Driver, *, goes_on: bool = False) -> None:
         """`goes_on`: another attempt follows, so workers are ended at once, and what a run leaves at its end is not written."""
+        if goes_on:
+            await self._running.abandon(partial(self._settle, driver, 0.0))
         await driver.stop()
         await self._running.finish_step(self.config.run.stop_grace_seconds)
-        grace = 0.0 if goes_on else self._grace_seconds(driver)
         await self.scaling.stop()
-        await self._running.stop(grace, partial(self._settle, driver, grace))
+        if not goes_on:
+            grace = self._grace_seconds(driver)
+            await self._running.stop(grace, partial(self._settle, driver, grace))
         await self._server.close()
         control_socket(self.config.run_dir).unlink(missing_ok=True)
         if not self._evaluate_only and not goes_on:

@@ -159,12 +159,15 @@ class LaterDriverState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: dict[int, dict[int, SavedPrompt]]
     is_whole: bool = False
     num_pushed: int = 0
+    resumed_at: list[int] | None = None  # also by attempts that have left no checkpoint; None: as in the checkpoint
 
 
 def write_added(path: Path, state: DriverState, *, is_whole: bool = False) -> None:
     """Write the state that is newer than the checkpoint beside which `path` lies. `is_whole`: the run has ended, and lost no
     row."""
-    replace(path, msgspec.msgpack.encode(LaterDriverState(state.position, state.pushed, state.steps, is_whole, state.num_pushed)))
+    resumed_at = state.record.resumed_at
+    later = LaterDriverState(state.position, state.pushed, state.steps, is_whole, state.num_pushed, resumed_at)
+    replace(path, msgspec.msgpack.encode(later))
 
 
 def read_driver(folder: Path, added: Path | None = None) -> Resumed:
@@ -175,7 +178,9 @@ def read_driver(folder: Path, added: Path | None = None) -> Resumed:
         if added is not None and added.exists():
             more = msgspec.msgpack.decode(added.read_bytes(), type=LaterDriverState)
             later = {"position": more.position, "pushed": more.pushed, "steps": more.steps, "num_pushed": more.num_pushed}
-            state = msgspec.structs.replace(state, **later)
+            resumed_at = state.record.resumed_at if more.resumed_at is None else more.resumed_at
+            record = msgspec.structs.replace(state.record, resumed_at=resumed_at)
+            state = msgspec.structs.replace(state, **later, record=record)
             is_whole = more.is_whole
         rows = None
         if (folder / ROWS_FILE).exists():

@@ -95,10 +95,19 @@ class Running:
                 future.cancel()
 
     async def stop(self, grace_seconds: float, settle: Settle) -> None:
-        """Stop the workers, then the loops. `settle`: see `Cluster.stop`. Without any grace nobody is told whom that killed."""
-        late = await self._cluster.stop(grace_seconds, settle)
-        for name in late if grace_seconds else ():
+        """Stop the workers, then the loops. `settle`: see `Cluster.stop`."""
+        for name in await self._cluster.stop(grace_seconds, settle):
             self._log(f"worker {name} did not end within {grace_seconds:g} s and was killed")
+        await self._end_loops()
+
+    async def abandon(self, settle: Settle) -> None:
+        """End the loops and the background tasks, then the workers, at once: no evaluation is written that lacks what a worker had
+        yet to report."""
+        await self._end_loops()
+        await self._driver.background.abandon()
+        await self._cluster.stop(0.0, settle)
+
+    async def _end_loops(self) -> None:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)

@@ -55,7 +55,7 @@ def test_the_newest_whole_version_is_the_runs_model(small: Small, tmp_path: Path
     assert run_command("train", write_config(tmp_path, whole)).returncode == 0
     (tmp_path / "engine.py").write_text(DYING_ENGINE)
     engine = {"path": f"{tmp_path / 'engine.py'}:Dying"}
-    dying = small(**common, run={"name": "dying", "steps": 3}, train={"accumulate": "exact", "engine": engine})
+    dying = small(**common, run={"name": "dying", "steps": 3}, train={"accumulate": "exact", "engine": engine, "max_restarts": 0})
     done = run_command("train", write_config(tmp_path, dying))
     assert done.returncode == 1
     output = done.stdout + done.stderr

@@ -375,7 +375,7 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     check_kept(kept, trained)
     assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
     certificate = read_certificate(last.run_dir)
-    assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [3]
+    assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [3, 3]
     assert len(certificate.voided) == 1 and "at step 3, where the run was resumed" in certificate.voided[0]
 
 

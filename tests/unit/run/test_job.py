@@ -1,0 +1,41 @@
+"""After which deaths a run is resumed by its driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.cluster.base import WorkerDied
+from asyncflow.config import parse
+from asyncflow.run.job import Job
+
+
+@pytest.mark.parametrize(
+    ("worker", "state", "expected"),
+    [
+        ("trainer/1", {}, True),
+        ("critic", {}, True),
+        ("reward/0", {}, True),
+        ("values/2", {}, True),
+        ("trainer/0", {"has_failed": True}, False),  # it would fail again
+        ("trainer/0", {"has_failed": True, "has_trained": True}, True),
+        ("trainer/0", {"num_restarts": 2}, False),
+        ("trainer/0", {"is_interrupted": True}, False),
+        ("trainer/0", {"evaluate_only": True}, False),
+        ("rollout/0", {}, False),  # with rollout.max_restarts: 0
+        ("evaluator/0", {}, False),
+        ("storage/0", {}, False),
+    ],
+)
+async def test_a_run_is_resumed_after_the_death_of_a_worker_that_is_not_started_again_by_itself(
+    tmp_path: Path, worker: str, state: dict[str, Any], expected: bool
+) -> None:
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
+    job = Job(parse(tree | {"train": {"max_restarts": 2}}), evaluate_only=state.get("evaluate_only", False))
+    job._has_trained, job._num_restarts = state.get("has_trained", False), state.get("num_restarts", 0)
+    if state.get("is_interrupted"):
+        job.interrupt()
+    death = WorkerDied("worker it has ended", worker, has_failed=state.get("has_failed", False))
+    assert job._may_restart_after(death) == expected
