@@ -329,7 +329,7 @@ def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_ha
     last = Life(other)
     assert last.end() == 0, last.said()
     certificate = read_certificate(last.run_dir)
-    assert certificate is not None and certificate.resumed_at == [1], certificate
+    assert certificate is not None and certificate.resumed_at == [1, 1], certificate
     assert len(certificate.voided) == 1 and "at step 1, where the run was resumed" in certificate.voided[0]
 
 
