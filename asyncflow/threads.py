@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+PLACE_LINES: Final = 5
 
 
 def thread_environment(count: int) -> dict[str, str]:
@@ -38,6 +43,8 @@ class ComputeThread:
         self._calls = queue.SimpleQueue()
         self._setup = setup
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._is_busy = False
+        _living.add(self)
         self._thread.start()
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
@@ -46,6 +53,17 @@ class ComputeThread:
         future: asyncio.Future[T] = loop.create_future()
         self._calls.put((lambda: call(*args), future, loop))
         return await future
+
+    @property
+    def place(self) -> str:
+        """Name of the thread and the innermost lines that it is at, the innermost last; empty while nothing is computed."""
+        frame = sys._current_frames().get(self._thread.ident or 0) if self._is_busy else None
+        lines: list[str] = []
+        while frame is not None and len(lines) < PLACE_LINES and frame.f_code is not ComputeThread._loop.__code__:
+            code = frame.f_code
+            lines.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
+            frame = frame.f_back
+        return f"{self._thread.name}: {' > '.join(reversed(lines))}" if lines else ""
 
     def close(self) -> None:
         """End the thread after the calls already handed in."""
@@ -57,15 +75,25 @@ class ComputeThread:
         while (item := self._calls.get()) is not None:
             call, future, loop = item
             result, error = None, None
+            self._is_busy = True
             try:
                 result = call()
             except BaseException as caught:
                 error = caught
+            self._is_busy = False
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
             except RuntimeError:  # the loop is closed: nobody waits for this answer any more
                 return
             del item, call, future, loop, result, error  # what a call was given or has made may be a whole model
+
+
+_living: weakref.WeakSet[ComputeThread] = weakref.WeakSet()
+
+
+def places() -> list[str]:
+    """Places of this process's compute threads that compute now, see `ComputeThread.place`."""
+    return sorted(place for thread in list(_living) if (place := thread.place))
 
 
 def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

@@ -26,6 +26,7 @@ from asyncflow.cli.simulate import simulate
 from asyncflow.cli.status import status
 from asyncflow.cli.train import train
 from asyncflow.cli.verify import verify
+from asyncflow.cli.why import why
 from asyncflow.types import RunError, UserError
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ app.command()(plan)
 app.command()(reward)
 app.command()(report)
 app.command()(status)
+app.command()(why)
 app.command()(check)
 app.add_typer(cluster, name="cluster")
 app.add_typer(queue, name="queue")

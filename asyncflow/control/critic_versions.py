@@ -7,6 +7,7 @@ the critic trains step s when all of these are there: so of the steps before the
 
 from __future__ import annotations
 
+from asyncflow import waits
 from asyncflow.control.policy_versions import Target
 from asyncflow.control.signal import Signal
 from asyncflow.transport import remote
@@ -33,7 +34,7 @@ class CriticVersions:
     @remote
     async def reaches(self, step: int) -> Target | None:
         """Wait until the version is `step` or more, and return it. None: the run is stopping."""
-        await self._signal.until(lambda: self.is_stopping or self.newest.version >= step)
+        await self._signal.until(lambda: self.is_stopping or self.newest.version >= step, waits.CRITIC_VERSION, version=step)
         return None if self.is_stopping else self.newest
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ from itertools import chain
 
 import msgspec
 
+from asyncflow import waits
 from asyncflow.attestation import Attestation, fault_of
 from asyncflow.control.schedule import Progress, Schedule
 from asyncflow.control.signal import Signal
@@ -99,7 +100,7 @@ class PolicyVersions:
         None: the run is stopping, or the worker is to leave.
         """
         worker = client_name.get()
-        await self._signal.until(lambda: self._is_over_for(worker) or self._has_weights())
+        await self._signal.until(lambda: self._is_over_for(worker) or self._has_weights(), waits.JOINING)
         if self._is_over_for(worker):
             return None
         behind = self._behind()
@@ -122,7 +123,7 @@ class PolicyVersions:
         def has_target() -> bool:
             return self._has_weights() and (self._target(serving) != serving or worker in self.stale)
 
-        await self._signal.until(lambda: self._is_over_for(worker) or has_target())
+        await self._signal.until(lambda: self._is_over_for(worker) or has_target(), waits.TARGET, serving=serving)
         return None if self._is_over_for(worker) else self._as_target(worker, self._target(serving))
 
     @remote
@@ -136,7 +137,7 @@ class PolicyVersions:
         def is_granted() -> bool:
             return version < serving or self._schedule.may_install(version, self._progress, self)
 
-        await self._signal.until(lambda: is_over() or is_granted())
+        await self._signal.until(lambda: is_over() or is_granted(), waits.INSTALL_LEAVE, version=version)
         if is_over():
             return False
         self._grant(worker, version)
@@ -182,7 +183,7 @@ class PolicyVersions:
     @remote
     async def stopped(self) -> None:
         """Wait until the run is stopping."""
-        await self._signal.until(lambda: self.is_stopping)
+        await self._signal.until(lambda: self.is_stopping, waits.RUN_ENDS)
 
     # -- the driver's -------------------------------------------------------------------------------------------------------
 
@@ -235,13 +236,22 @@ class PolicyVersions:
             late = (w for w in self.workers.working if self._serving.get(w, -1) < version or w in self.stale)
             return self.published >= version and not any(late)
 
-        await self._signal.until(is_served)
+        await self._signal.until(is_served, waits.ALL_SERVE, version=version)
 
     @property
     def serving(self) -> dict[str, int]:
         """The version that each living worker serves. One that says nothing any more is left out until it does, and who is to
         leave; so they are from `installing`."""
         return {worker: version for worker, version in self._serving.items() if self._is_counted_on(worker)}
+
+    @property
+    def published_seconds(self) -> float | None:
+        """Seconds since the newest version was published; None before there was one."""
+        return None if self._published_at is None else self._clock() - self._published_at
+
+    def of_worker(self, worker: str) -> tuple[int | None, int | None, str]:
+        """The version that a worker serves, the one that it installs (None: none), and why it has no weights to serve, if so."""
+        return self._serving.get(worker), self._installing.get(worker), self.stale.get(worker, "")
 
     @property
     def share_attested(self) -> float | None:

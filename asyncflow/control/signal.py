@@ -5,27 +5,49 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from asyncflow.transport import client_name
+from asyncflow.waits import OpenWait, Wait
+
+
+class _Waiting:
+    """A wait that has not ended."""
+
+    __slots__ = ("condition", "facts", "future", "since", "wait", "who")
+    future: asyncio.Future[None]
+
+    def __init__(self, condition: Callable[[], bool], wait: Wait, facts: dict[str, int | str]) -> None:
+        self.condition, self.wait, self.facts = condition, wait, facts
+        self.who, self.since = client_name.get(), asyncio.get_running_loop().time()
+
 
 class Signal:
-    """`until(condition)` returns once the condition holds; it is looked at again after every `notify`, and at no other time."""
+    """`until(condition, wait)` returns once the condition holds; it is looked at again after every `notify`, and at no other
+    time."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._waiting: list[_Waiting] = []
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], wait: Wait, **facts: int | str) -> None:
+        """`wait` and its facts: what is waited for, for whoever asks why nothing moves."""
+        entry: _Waiting | None = None
         while not condition():  # once more after waking: another waiter may have changed things in between
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            entry = (condition, future)
+            entry = entry or _Waiting(condition, wait, facts)
+            entry.future = asyncio.get_running_loop().create_future()
             self._waiting.append(entry)
             try:
-                await future
+                await entry.future
             finally:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
 
     def notify(self) -> None:
         """The state has changed."""
-        for entry in [e for e in self._waiting if e[0]()]:
+        for entry in [each for each in self._waiting if each.condition()]:
             self._waiting.remove(entry)
-            if not entry[1].done():
-                entry[1].set_result(None)
+            if not entry.future.done():
+                entry.future.set_result(None)
+
+    def open_waits(self, now: float) -> list[OpenWait]:
+        """Waits that have not ended, each with the client that waits, the oldest first. `now`: the event loop's time."""
+        waiting = sorted(self._waiting, key=lambda each: each.since)
+        return [OpenWait(name=each.wait.name, seconds=now - each.since, who=each.who, facts=each.facts) for each in waiting]

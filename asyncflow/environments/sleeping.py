@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncflow.environments.base import Action, EnvironmentFailure, Opening, TurnResult, Words
 from asyncflow.types import Array
+from asyncflow.waits import PROCESS, waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,8 @@ class SleepingEpisode:
         self._num_turns += 1
         rng = random.Random(self._story)
         seconds = of.seconds * rng.lognormvariate(0.0, of.sigma)
-        await asyncio.sleep(min(seconds, of.deadline_seconds))
+        with waiting(PROCESS, seconds=of.deadline_seconds, process="environment process", pid=0):
+            await asyncio.sleep(min(seconds, of.deadline_seconds))
         if seconds > of.deadline_seconds:
             raise EnvironmentFailure("timeout", f"the environment had not answered after {of.deadline_seconds:g} s")
         done = rng.random() * (of.turns - self._num_turns + 1) < 1.0

@@ -54,6 +54,7 @@ from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import WeightSource, row_index
+from asyncflow.waits import PROMPTS, PUBLISHING, waiting
 from asyncflow.weight_sync.base import WeightSender
 
 
@@ -109,7 +110,7 @@ async def feed(
             await admit_evaluation(queue, ledger, evaluation, step, shape)
         if step < admissions.first:
             continue
-        if not await ledger.may_admit(step) or not await ledger.until(partial(admissions.has_prompts, step)):
+        if not await ledger.may_admit(step) or not await ledger.until(partial(admissions.has_prompts, step), PROMPTS, step=step):
             return
         # Not behind an evaluation of the version before: that would hold the step up.
         is_behind = evaluation is not None and evaluation.is_planned(step - 1)
@@ -119,7 +120,7 @@ async def feed(
         ledger.begun(admissions.begun(batch))
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
         while (candidates := await ledger.wanted(step)) is not None:
-            if not await ledger.until(partial(admissions.has_prompts, step, candidates)):
+            if not await ledger.until(partial(admissions.has_prompts, step, candidates), PROMPTS, step=step):
                 return
             metas, batch = admissions.more(step, candidates)
             await ledger.add_candidates(metas)
@@ -320,7 +321,8 @@ class Publishing:
 
     async def _publish(self, step: int, weights: WeightSource) -> None:
         began = self._spans.clock()
-        await publish(step + 1, weights, self._sender, self._versions)
+        with waiting(PUBLISHING, version=step + 1):
+            await publish(step + 1, weights, self._sender, self._versions)
         self._spans.beside("publish", began, step=step, version=step + 1)
 
 

@@ -25,6 +25,7 @@ from asyncflow.telemetry.accuracy import Responses, figures
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import DeadRow, Want
 from asyncflow.types import Batch, GroupMeta, Interval
+from asyncflow.waits import EVALUATION_DUE
 from asyncflow.weight_sync.base import Manifest
 
 EVALUATORS: Final = "evaluator"
@@ -206,7 +207,7 @@ class Evaluations:
         """Make evaluations until the last version is evaluated, or the run is stopping. The evaluators end then."""
         last = self._held_out.settings.last_version
         while self._held_out.is_due(last) and self._under_way != last:
-            await self._signal.until(lambda: bool(self._waiting) or self._ledger.is_stopping)
+            await self._signal.until(lambda: bool(self._waiting) or self._ledger.is_stopping, EVALUATION_DUE)
             if self._ledger.is_stopping:
                 return
             self._under_way = version = min(self._waiting)

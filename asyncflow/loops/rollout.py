@@ -30,6 +30,7 @@ from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.samples import EVALUATE_TASK, GroupRequest, requests
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import Want
+from asyncflow.waits import FETCH, OWN_RESPONSES, waiting
 from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Rollout:
         async with asyncio.TaskGroup() as groups:
             while True:
                 self._show_lane()
-                await self._changed.until(lambda: self._is_leaving or self._may_take())
+                await self._changed.until(lambda: self._is_leaving or self._may_take(), OWN_RESPONSES)
                 if self._is_leaving:
                     return  # when the groups that were taken have ended
                 version, self._is_asking = self._installed, True
@@ -139,7 +140,7 @@ class Rollout:
                         groups.create_task(self._produce(leased, request))
                 self._changed.notify()
                 if leased is None and not self._is_stale:  # withdrawn, or closed; who is stale may serve the same again
-                    await self._changed.until(partial(self._has_moved_on, version))
+                    await self._changed.until(partial(self._has_moved_on, version), OWN_RESPONSES)
 
     def _may_take(self) -> bool:
         return not self._is_installing and not self._is_stale and self._room() > 0
@@ -202,7 +203,7 @@ class Rollout:
 
     async def _has_ended(self, version: int) -> bool:
         """Wait for what may not be ended under this version. False: the run is stopping, and what is under way is abandoned."""
-        ended = asyncio.ensure_future(self._changed.until(partial(self._may_change_to, version)))
+        ended = asyncio.ensure_future(self._changed.until(partial(self._may_change_to, version), OWN_RESPONSES))
         try:
             await self._unless_stopped(ended)
             return ended.done()
@@ -225,7 +226,8 @@ class Rollout:
         then, takes nothing, and asks `PolicyVersions` again, for which they may be too old by now."""
         start, manifest = self._spans.clock(), target.manifest
         try:
-            tensors = self._original() if manifest is None else await self._receiver.fetch(manifest)
+            with waiting(FETCH, version=target.version):
+                tensors = self._original() if manifest is None else await self._receiver.fetch(manifest)
         except WeightSyncError as error:
             self._is_stale = True
             await self._queue.withdraw(self._task)

@@ -60,11 +60,12 @@ from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError
+from asyncflow.waits import BEGUN
 
 UNITS_SECONDS: Final = 60.0
+"""How long storage units in processes of their own may take to come, once they have been started."""
 FAILURES_SAID: Final = 8
 """Rows that fail for the same reason and are named one by one; after them each hundredth is."""
-"""How long storage units in processes of their own may take to come, once they have been started."""
 
 
 class Driver:
@@ -79,7 +80,7 @@ class Driver:
         kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None = None,
     ) -> None:
         """`kept`: reads what the run's journal has beside a checkpoint, and its prompts as tokens; None where it has none."""
-        self.config, self._log, self._failures = config, observer.log, Counter[str]()
+        self.config, self.log, self._failures = config, observer.log, Counter[str]()
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
         self.schedule = make_schedule(config)
@@ -89,7 +90,7 @@ class Driver:
 
         has_key = config.queue.listen is not None or weights_need_key(config)
         self._credentials = Credentials.create(config.run_dir / KEY_FILE) if has_key else None
-        self._signal = signal = Signal()
+        self.signal = signal = Signal()
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
         ledger = Ledger(
@@ -164,9 +165,9 @@ class Driver:
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
         events = TaskEvents(on_done=done, on_dead=self._rows_failed)
         if task == EVALUATE_TASK:
-            return replace(events, on_lost=self._lost, on_change=self._signal.notify)
+            return replace(events, on_lost=self._lost, on_change=self.signal.notify)
         if task == "rollout":
-            return replace(events, on_lost=self._lost, on_leased=self._begun, on_change=self._signal.notify)
+            return replace(events, on_lost=self._lost, on_leased=self._begun, on_change=self.signal.notify)
         return events
 
     def _make_order(
@@ -265,7 +266,7 @@ class Driver:
 
     async def begun(self) -> None:
         """Wait until the trainer serves weights (`has_begun`)."""
-        await self._signal.until(lambda: self.has_begun)
+        await self.signal.until(lambda: self.has_begun, BEGUN)
 
     async def stop(self) -> None:
         """Tell every loop, here and in the workers, that the run is over."""
@@ -341,7 +342,7 @@ class Driver:
             self._failures[kind] += 1
             if (number := self._failures[kind]) <= FAILURES_SAID or number % 100 == 0:
                 again = "" if number < FAILURES_SAID else f" ({number} rows by now; from here on each hundredth is said)"
-                self._log(f"row {letter.row} failed for good{attempts}: {letter.error}{again}")
+                self.log(f"row {letter.row} failed for good{attempts}: {letter.error}{again}")
         self.record.rows_died(dead)
         self.evaluating.held_out.rows_died(dead)
         self.background.start(self.queue.drop([letter.row for letter in dead]))

@@ -47,6 +47,7 @@ from asyncflow.run.record import Observer
 from asyncflow.run.resume import Resumed, evaluated_versions
 from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
+from asyncflow.run.standstill import Standstill
 from asyncflow.run.status import Watch
 from asyncflow.run.worker_start import import_ahead
 from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket
@@ -55,7 +56,8 @@ from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import Server
-from asyncflow.types import RunError, UserError
+from asyncflow.types import RunError, UserError, first_error
+from asyncflow.waits import OUTCOME, OpenWaits
 
 
 class Listener:
@@ -114,7 +116,8 @@ class Job:
         The first `steps` steps may be trained at once. The loops begin first, so that prompts are there when the first worker is.
         Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
         """
-        config, listener, attempt = self.config, self.listener, self._attempt
+        config, listener, attempt, waits = self.config, self.listener, self._attempt, OpenWaits()
+        waits.begin()
         begun = await attempt.begin(self._inputs)
         self.rows, self.certificate = attempt.rows, attempt.certificate
         if begun is None:
@@ -131,9 +134,12 @@ class Job:
             self.journal.clear()
         driver = Driver(config, begun.prepared, observer, begun.resumed, self._kept if self.journal is not None else None)
         driver.saves.on_settled = self._changed.notify
-        self.watch = watch = Watch(driver)
-        driver.serve("status", watch)
         self._server, self._cluster = self._place(driver, attempt.weights_dir)
+        fleet = self._fleet(attempt.weights_dir)
+        names = [spec.name for spec in fleet]
+        self._standstill = Standstill(driver, waits, names, self._cluster.pids, writes=self._writes_situations)
+        self.watch = watch = Watch(driver, self._standstill)
+        driver.serve("status", watch)
         self._running = Running(driver, self._cluster, self._interrupted, listener.log)
         self.scaling = Scaling(
             config,
@@ -149,8 +155,8 @@ class Job:
         await driver.transfer_queue.open()
         await self._open_doors()
         driver.ledger.allow(steps, steps)
-        self._running.begin(driver.loops())
-        if not await self._running.start(self._fleet(attempt.weights_dir)):
+        self._running.begin([*driver.loops(), self._standstill.run()])
+        if not await self._running.start(fleet):
             return
         driver.progress()  # it has not stood still, however long there was no room for them
         self.scaling.begin()
@@ -164,7 +170,7 @@ class Job:
         if self._interrupted.is_set():  # perhaps before there were any workers
             return condition()
         assert self.driver is not None
-        return await self._running.until(self._changed.until(condition))
+        return await self._running.until(self._changed.until(condition, OUTCOME))
 
     async def run(self) -> bool:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`.
@@ -229,7 +235,9 @@ class Job:
 
     async def _stop(self, driver: Driver, *, goes_on: bool = False) -> None:
         """`goes_on`: another attempt follows, so workers are ended at once, and what a run leaves at its end is not written."""
-        if goes_on:
+        if not goes_on:
+            await self._say_why()
+        else:
             await self._running.abandon(partial(self._settle, driver, 0.0))
         await driver.stop()
         await self._running.finish_step(self.config.run.stop_grace_seconds)
@@ -330,6 +338,8 @@ class Job:
             raise RunError(f"worker {worker} has no process of its own that could be killed")
         os.kill(pids[worker], signal.SIGKILL)
 
+    _writes_situations = True  # but not in a simulation
+
     # -- where it runs: a simulation has its own ----------------------------------------------------------------------------
 
     async def _inputs(self, scratch: Path, resumed: Resumed | None) -> Prepared:
@@ -362,6 +372,19 @@ class Job:
         chosen = self.config.cluster
         cluster = build("cluster", chosen.name, {**chosen.options, "run_dir": self.config.run_dir}, CLUSTERS)
         return driver.server(weights_dir / "queue"), cluster
+
+    async def _say_why(self) -> None:
+        """The last situation on the disk says why the run ends. So does the log, with who waited for whom, where that is not in
+        order: it has failed, or somebody has interrupted it while nothing moved."""
+        failure = self._running.failure
+        error = first_error(failure) if isinstance(failure, BaseExceptionGroup) else failure
+        why = (
+            str(error) or repr(error) if error is not None else "it was interrupted" if self._interrupted.is_set() else "it is done"
+        )
+        words = await self._standstill.ended(why)
+        is_stuck = self._interrupted.is_set() and self._standstill.has_stood
+        if words and words not in why and (is_stuck or (error is not None and not isinstance(error, UserError))):
+            self.listener.log(f"at the end: {words}")
 
     async def _settle(self, driver: Driver, grace: float) -> None:
         """The cluster's workers have ended: who else needs storage units is waited for."""
@@ -415,7 +438,7 @@ class Job:
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
         is_to_be_read = not driver.has_begun
-        is_hasty = self._running.has_failed or self.ended_by == signal.SIGINT
+        is_hasty = self._running.failure is not None or self.ended_by == signal.SIGINT
         return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
 
     def _on_group(self, step: int) -> None:

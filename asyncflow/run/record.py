@@ -35,6 +35,7 @@ from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import OWN_TRACKER, Tracker, make_trackers
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
+from asyncflow.waits import METRICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class RunRecord:
 
     async def finished(self, version: int) -> None:
         """Wait until the metrics of so many steps are written."""
-        await self._finished.until(lambda: self._num_finished >= version)
+        await self._finished.until(lambda: self._num_finished >= version, METRICS, version=version)
 
     def close(self) -> None:
         """Close the files."""

@@ -14,16 +14,17 @@ from typing import Any
 from asyncflow.cluster.base import Cluster, Settle, WorkerSpec
 from asyncflow.run.driver import Driver
 from asyncflow.types import RunError
+from asyncflow.waits import WORKERS_START, waiting
 
 
 class Running:
     """A run's workers and the driver's loops. Every wait also watches these: one that fails ends the wait.
 
-    `has_failed`: what the run waited for (`until`) has not come, for an error, or for an interrupt that ends the run at once.
+    `failure`: what has ended the run before what it waited for (`until`) came: an error, or an interrupt that ends it at once.
     """
 
     def __init__(self, driver: Driver, cluster: Cluster, interrupted: asyncio.Event, log: Callable[[str], None]) -> None:
-        self.has_failed = False
+        self.failure: BaseException | None = None
         self._driver, self._cluster, self._interrupted, self._log = driver, cluster, interrupted, log
         self._loops: list[asyncio.Task[None]] = []
 
@@ -32,7 +33,8 @@ class Running:
         starting = asyncio.ensure_future(self._cluster.start(fleet))
         interrupted = asyncio.ensure_future(self._interrupted.wait())
         try:
-            await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
+            with waiting(WORKERS_START, workers=len(fleet)):
+                await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 return False
             await starting
@@ -60,8 +62,8 @@ class Running:
                 if over in done and not reached.done():
                     raise RunError("every worker has ended, but the run has not")
             return reached.done()
-        except BaseException:
-            self.has_failed = True
+        except BaseException as error:
+            self.failure = error
             raise
         finally:
             for future in (reached, interrupted, over):
@@ -71,7 +73,7 @@ class Running:
         """A step whose updates have begun is made to its end, for as long as something moves: half of them is no state that a run
         could end with. What the workers are given to end in begins after its commit. Says so after `grace_seconds`."""
         ledger = self._driver.ledger
-        if self.has_failed or not ledger.is_finishing:
+        if self.failure is not None or not ledger.is_finishing:
             return
         finished = asyncio.ensure_future(ledger.finished())
         over = self._over()

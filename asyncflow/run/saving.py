@@ -49,6 +49,7 @@ from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import remote
 from asyncflow.types import Array, Batch, Ragged, RunError, Values
+from asyncflow.waits import CHECKPOINT, CRITIC_PART, waiting
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import held
 
@@ -176,7 +177,7 @@ class CheckpointCoordinator:
     async def _part_of_critic(self, version: int) -> str:
         if not self._has_critic:
             return ""
-        await self._came.until(lambda: version in self._parts)
+        await self._came.until(lambda: version in self._parts, CRITIC_PART, version=version)
         return self._parts.pop(version)
 
     @remote
@@ -321,7 +322,8 @@ class CheckpointWriter:
             is_written,
         ):  # first what the next publish may want to write over
             try:
-                await part
+                with waiting(CHECKPOINT, version=version):
+                    await part
             except (OSError, RunError) as error:
                 whys.append(error.strerror or str(error) if isinstance(error, OSError) else str(error))
         why = whys[0] if whys else ""

@@ -12,6 +12,8 @@ import asyncio
 import msgspec
 
 from asyncflow.run.driver import Driver
+from asyncflow.run.standstill import Standstill
+from asyncflow.telemetry.why import sentence
 from asyncflow.transport import remote
 from asyncflow.types import RunError
 
@@ -32,8 +34,8 @@ class Status(msgspec.Struct, frozen=True):
 class Watch:
     """Watchdog of a run, and its service `status`."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, standstill: Standstill) -> None:
+        self._driver, self._standstill = driver, standstill
 
     @remote
     async def status(self) -> Status:
@@ -68,7 +70,7 @@ class Watch:
                     f". What a worker that hangs holds is others' after queue.lease_seconds ({lease:g}): take less than {limit:g}"
                 )
                 raise RunError(
-                    f"nothing has moved for {limit:g} s (run.stall_timeout_seconds). "
+                    f"nothing has moved for {limit:g} s (run.stall_timeout_seconds): {sentence(self._standstill.situation())}. "
                     f"Workers: {'; '.join(status.workers) or 'none yet'}. Waited for: {'; '.join(status.waits) or 'nothing'}"
                     f"{late if lease >= limit else ''}"
                 )

@@ -22,6 +22,7 @@ import msgspec
 from asyncflow.sandbox import guard
 from asyncflow.sandbox.frames import MAX_FRAME_BYTES, TOKEN_BYTES
 from asyncflow.types import RunError, UserError
+from asyncflow.waits import PROCESS, waiting
 
 LAST_WORDS_BYTES = 4096
 DRAIN_SECONDS = 0.2  # for the pipes of a process that has ended: somebody outside its group may hold them open
@@ -96,7 +97,8 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         # A timer, not asyncio.timeout: an answer that came in time counts even where this loop was too busy to look.
         timer = loop.call_later(seconds, _settle, reply, TimeoutError())
         try:
-            return await reply
+            with waiting(PROCESS, seconds=seconds, process=self._what, pid=self.pid):
+                return await reply
         finally:
             timer.cancel()
             del self._asked[token]

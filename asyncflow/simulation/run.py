@@ -49,6 +49,7 @@ from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.transport import Peer, Server
 from asyncflow.types import Array, RunError, UserError, first_error
+from asyncflow.waits import PROCESS, waiting
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
 
 LATE_REWARD = 50.0
@@ -236,6 +237,8 @@ class SimulatedJob(Job):
         audit.counts["stalls"] += cluster.num_stalls
         audit.counts["leavers that were cut short"] += cluster.num_cut_short
 
+    _writes_situations = False  # virtual time has no threads
+
     # -- in the places of what a machine has --------------------------------------------------------------------------------
 
     async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
@@ -408,7 +411,8 @@ class _Scorer:
     async def score(self, sample: Sample) -> Score:
         seconds = self._job.reward_seconds(self._name, sample)
         async with self._processes:
-            await asyncio.sleep(min(seconds, self._deadline_seconds))
+            with waiting(PROCESS, seconds=self._deadline_seconds, process="reward worker", pid=0):
+                await asyncio.sleep(min(seconds, self._deadline_seconds))
         if seconds > self._deadline_seconds:
             raise RewardFailure("timeout", f"the scorer had not answered after {self._deadline_seconds:g} s")
         return Score(float(int(sample.response) % 2), ())

@@ -15,10 +15,13 @@ import psutil
 from asyncflow.own_metrics import Sums, add
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.telemetry.trace import SpanLog
+from asyncflow.threads import places
 from asyncflow.transport import remote
+from asyncflow.waits import OpenWait, OpenWaits
 
 SETTLE_SECONDS = 1.0
 CLOCK_PROBES = 8
+LONG_SECONDS = 5.0  # of one state of a lane, after which a worker says where its threads are
 MAX_UNSCORED = 16  # of a report
 
 
@@ -38,6 +41,8 @@ class WorkerState(msgspec.Struct, frozen=True):
 
     `why_not_deterministic`: why its engine may not make a lost response again exactly; empty if it does. `reward_failures`: by
     kind, since the worker began; `num_scored`: responses that got a reward; `own_metrics`: of scorers, since the last report.
+    `waits`: the oldest ones that are open; `threads`: where its compute threads are, if its lane has been in one state for some
+    seconds.
     """
 
     worker: str
@@ -51,6 +56,8 @@ class WorkerState(msgspec.Struct, frozen=True):
     reward_failures: dict[str, int]
     num_scored: int
     own_metrics: Sums = {}
+    waits: list[OpenWait] = []
+    threads: list[str] = []
 
 
 class Hub:
@@ -101,6 +108,10 @@ class Hub:
         state = self._heard.get(worker)
         return state is not None and self._clock() - state > seconds
 
+    def silence(self, worker: str) -> float | None:
+        """Seconds since this worker has reported; None if it never has, or has gone."""
+        return self._clock() - self._heard[worker] if worker in self._heard else None
+
     def left(self, worker: str) -> None:
         """A worker has gone: nobody waits for its reports."""
         self._heard.pop(worker, None)
@@ -143,7 +154,8 @@ async def driver_clock(hub: Hub, own: Callable[[], float]) -> Callable[[], float
 
 
 class Reporter:
-    """A worker's end: buffers its spans and samples, and sends them, with what a rollout worker sets here for the certificate."""
+    """A worker's end: buffers its spans and samples, and sends them, with what a rollout worker sets here for the certificate, and
+    what the worker waits for: the task that makes it, and those begun there."""
 
     def __init__(self, hub: Hub, worker: str, clock: Callable[[], float], device: str, flush_seconds: float) -> None:
         self.recorder = Recorder(worker, clock, lambda span: self._spans.append(span), device)
@@ -156,6 +168,8 @@ class Reporter:
         self._samples: list[dict[str, Any]] = []
         self._unscored: list[UnscoredResponse] = []
         self._process = psutil.Process()
+        self._waits = OpenWaits()
+        self._waits.begin()
 
     def keep_sample(self, sample: Mapping[str, Any]) -> None:
         """Send a sampled response with the next report."""
@@ -178,7 +192,10 @@ class Reporter:
         (task, cause, since), spans, samples, unscored = self.recorder.state, self._spans, self._samples, self._unscored
         self._spans, self._samples, self._unscored = [], [], []
         rss = self._process.memory_info().rss
+        now = self._clock()
+        open_waits = self._waits.now(asyncio.get_running_loop().time())
+        threads = places() if task != "wait" and now - since >= LONG_SECONDS else []
         certified = self.why_not_deterministic, dict(self.reward_failures), self.num_scored, self.own_metrics
         self.own_metrics = {}
-        state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, self._clock(), rss, *certified)
+        state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, now, rss, *certified, open_waits, threads)
         await asyncio.shield(self._hub.report(spans, samples, unscored, state))  # who is cancelled here has taken the spans already

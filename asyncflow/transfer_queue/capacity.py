@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from asyncflow.waits import CAPACITY, waiting
+
 
 class CapacityState(msgspec.Struct):
     """Rows and bytes that are reserved, admissions that wait, and the seconds that all admissions have waited so far."""
@@ -45,7 +47,8 @@ class Capacity:
         entry = (rows, num_bytes, loop.time(), turn)
         self._waiting.append(entry)
         try:
-            await turn
+            with waiting(CAPACITY, rows=rows):
+                await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # its turn had come in the very moment in which it went
                 self.release(rows, num_bytes)

@@ -28,6 +28,7 @@ from asyncflow.transfer_queue.schema import FILTERED
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
 from asyncflow.transport import Credentials, Peer
 from asyncflow.types import Array, Batch, GroupMeta
+from asyncflow.waits import UNIT, waiting
 
 STATUS_SECONDS = 3.0
 ANY_GROUP = Want(groups=1)
@@ -193,7 +194,8 @@ class TransferQueueClient:
             if len(rows) < len(unit_of):
                 groups = np.flatnonzero(np.isin(outputs.groups, outputs.indices[rows] >> self.schema.group_bits))
                 part = take(self.schema, outputs, rows, groups)
-            stored[rows] = await self._unit(number).complete(lease.token, WireBatch.of(part))
+            with waiting(UNIT, unit=number, rows=len(rows)):
+                stored[rows] = await self._unit(number).complete(lease.token, WireBatch.of(part))
         self.leases.let_go(lease, outputs.indices.tolist())
         return stored
 

@@ -55,6 +55,7 @@ class _Parked:
     want: Want
     answer: asyncio.Future[Lease | None]
     key: int
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Controller:
         if self._is_closed:
             return None
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        self._parked.append(_Parked(_asker(), want, answer, key))
+        self._parked.append(_Parked(_asker(), want, answer, key, _now()))
         self._serve()
         lease = await answer
         if lease is None:
@@ -200,6 +201,11 @@ class Controller:
         for worker, rows in self.table.leases.holders().items():
             held[worker.rpartition("@")[0] or worker] += rows
         return dict(held)
+
+    def askers(self) -> list[tuple[str, float]]:
+        """Who asks for rows and has none yet, by name, and since when."""
+        parked = (request for request in self._parked if not request.answer.done())
+        return [(request.worker.rpartition("@")[0] or request.worker, request.since) for request in parked]
 
     def abandon(self, worker: str) -> None:
         """A client has gone (its `client_key`): all that it held is delivered again."""

@@ -13,10 +13,10 @@ from asyncflow.transfer_queue.schema import TaskSpec
 class HeldLease:
     """A lease: the rows handed out (whether one is still held, its page says), and how much is left of them."""
 
-    __slots__ = ("deadline", "num_rows", "num_tokens", "number", "rows", "worker")
+    __slots__ = ("deadline", "num_rows", "num_tokens", "number", "rows", "since", "worker")
 
-    def __init__(self, number: int, worker: str, deadline: float) -> None:
-        self.number, self.worker, self.deadline = number, worker, deadline
+    def __init__(self, number: int, worker: str, since: float, deadline: float) -> None:
+        self.number, self.worker, self.since, self.deadline = number, worker, since, deadline
         self.rows = array("q")
         self.num_rows = self.num_tokens = 0
 
@@ -44,7 +44,7 @@ class LeaseTable:
     def open(self, worker: str, now: float) -> HeldLease:
         """A new lease, to be filled and added."""
         self._last += 1
-        return HeldLease(self._last, worker, now + self._lease_seconds)
+        return HeldLease(self._last, worker, now, now + self._lease_seconds)
 
     def add(self, held: HeldLease) -> None:
         """Add a lease that has rows."""

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from asyncflow.transfer_queue.lease_table import LeaseTable
+from asyncflow.transfer_queue.lease_table import HeldLease, LeaseTable
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Pick, StaleToken, Token, Want
 from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, RowState, span
 from asyncflow.transfer_queue.picking import ReadyRows
@@ -189,6 +189,17 @@ class Table:
         page = self._pages.page_of(row)
         state = page.state[row - page.first] if page is not None else ABSENT
         return RowState(state) if state else None
+
+    def holder(self, row: int) -> HeldLease | None:
+        """The lease that holds a row, if one does."""
+        page = self._pages.page_of(row)
+        number = page.lease[row - page.first] if page is not None else 0
+        return self.leases[number] if number else None
+
+    def meta(self, group: int) -> GroupMeta | None:
+        """Facts of a group; None if it is not known."""
+        page = self._pages.page_of_group(group)
+        return self._pages.meta(page, group) if page is not None and page.kind[group - page.first_group] else None
 
     def rows_of(self, unit: int) -> Array:
         """int64: all known rows that live on a unit, sorted."""

@@ -34,6 +34,7 @@ from torch import Tensor
 from asyncflow.threads import ComputeThread
 from asyncflow.transport import ConnectionLost, Peer, Server, proxy, remote
 from asyncflow.types import Array, UserError
+from asyncflow.waits import PULL, waiting
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.door import Dialler, ServedSender
 from asyncflow.weight_sync.files import VersionFiles, make_private
@@ -121,24 +122,26 @@ class NodeReceiver:
     async def _pull(self, manifest: Manifest) -> Path:
         clock = asyncio.get_running_loop().time
         async with self._one_by_one:
-            file: Array | None = None
-            digest, done = xxhash.xxh3_128(), 0
-            progress = clock()
-            while done < manifest.num_bytes:
-                try:
-                    async with contextlib.aclosing(self._chunks(manifest, done)) as chunks:
-                        async for chunk in chunks:
-                            if file is None:  # not sooner: a version that is gone is to cost no other
-                                file = await self._thread.run(self._begin, manifest)
-                            await self._thread.run(copy_and_hash, file[done : done + len(chunk)], chunk, digest)
-                            done, progress = done + len(chunk), clock()
-                except (ConnectionLost, TimeoutError) as error:
-                    if clock() + _RETRY_SECONDS > progress + self._deadline_seconds:
-                        raise WeightSyncError(
-                            f"the trainer's sender at {manifest.served_at} sent {self._name} nothing of version {manifest.version} "
-                            f"for {self._deadline_seconds:g} s: {error or 'it does not answer'}"
-                        ) from error
-                    await asyncio.sleep(_RETRY_SECONDS)
+            with waiting(PULL, version=manifest.version, address=manifest.served_at) as pull:
+                file: Array | None = None
+                digest, done = xxhash.xxh3_128(), 0
+                progress = clock()
+                while done < manifest.num_bytes:
+                    try:
+                        async with contextlib.aclosing(self._chunks(manifest, done)) as chunks:
+                            async for chunk in chunks:
+                                if file is None:  # not sooner: a version that is gone is to cost no other
+                                    file = await self._thread.run(self._begin, manifest)
+                                await self._thread.run(copy_and_hash, file[done : done + len(chunk)], chunk, digest)
+                                done, progress = done + len(chunk), clock()
+                                pull.moved(len(chunk))
+                    except (ConnectionLost, TimeoutError) as error:
+                        if clock() + _RETRY_SECONDS > progress + self._deadline_seconds:
+                            raise WeightSyncError(
+                                f"the trainer's sender at {manifest.served_at} sent {self._name} nothing of version "
+                                f"{manifest.version} for {self._deadline_seconds:g} s: {error or 'it does not answer'}"
+                            ) from error
+                        await asyncio.sleep(_RETRY_SECONDS)
             if digest.hexdigest() != manifest.hash:
                 raise WeightSyncError(
                     f"what {manifest.served_at} sent of version {manifest.version} does not have the hash of its manifest: it is "

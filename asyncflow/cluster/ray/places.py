@@ -22,6 +22,7 @@ from asyncflow.cluster.ray.host import RayHost
 from asyncflow.cluster.ray.plan import RayOptions, Wish
 from asyncflow.config import Config
 from asyncflow.types import RunError, UserError
+from asyncflow.waits import RAY_ROOM, waiting
 
 _NODE_LABEL: Final = "ray.io/node-id"
 
@@ -121,7 +122,8 @@ class RayPlaces:
                         strategy=options.strategy(name),
                         bundle_label_selector=options.labels(name, wanted, config, {_NODE_LABEL: self._connection.node}),
                     )
-                is_there = await _in_thread(group.wait, ASK_SECONDS)
+                with waiting(RAY_ROOM, workers=", ".join(spec.name for spec, _ in wanted)):
+                    is_there = await _in_thread(group.wait, ASK_SECONDS)
                 self.check_open()
                 if is_there:
                     pool = _Pool(group, set(), name, [bundle for _, bundle in wanted])

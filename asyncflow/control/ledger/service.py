@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from asyncflow import waits
 from asyncflow.control.ledger.candidates import Candidates, Decided
 from asyncflow.control.ledger.messages import Consumed, StepTotals, TrainedGroup, Update
 from asyncflow.control.ledger.steps import Ledger
@@ -21,6 +22,7 @@ from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
+from asyncflow.waits import Wait
 
 
 class RoundGroup(msgspec.Struct, frozen=True):
@@ -72,7 +74,7 @@ class LedgerService:
 
     async def wanted(self, step: int) -> Candidates | None:
         """Wait until the step has too few candidates, and return them. None: its members are known, or the run is stopping."""
-        await self.until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None)
+        await self.until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None, waits.CANDIDATES, step=step)
         return None if self.is_stopping else self.ledger.lacking(step)
 
     def decide(self, group: int, *, is_varied: bool) -> None:
@@ -88,7 +90,11 @@ class LedgerService:
     @remote
     async def may_admit(self, step: int) -> bool:
         """Wait until the step's prompts may enter the queue. False: the run is stopping."""
-        return await self.until(lambda: step < self._may_be_admitted and self._schedule.may_admit(step, self._progress))
+
+        def may_be() -> bool:
+            return step < self._may_be_admitted and self._schedule.may_admit(step, self._progress)
+
+        return await self.until(may_be, waits.MAY_ADMIT, step=step)
 
     def num_newest(self, num_groups: int, group_size: int) -> int:
         """Number of groups of the step admitted now that only its own version may generate. See `Schedule.num_newest`."""
@@ -108,8 +114,12 @@ class LedgerService:
             return has_come() and self._schedule.may_start(task, step, self._progress)
 
         if task != self.ledger.tasks.policy:
-            return await self.until(may_begin)
-        answer = await self.until(lambda: step in self._may_train or (step < self.limit and may_begin()))
+            return await self.until(may_begin, waits.STEP_START, step=step, task=task)
+
+        def may_train() -> bool:
+            return step in self._may_train or (step < self.limit and may_begin())
+
+        answer = await self.until(may_train, waits.STEP_START, step=step, task=task)
         if step not in self._may_train:
             self._may_train = {step - 1: True, step: answer}
         return self._may_train[step]
@@ -125,7 +135,11 @@ class LedgerService:
 
     async def may_take(self, step: int, task: str) -> None:
         """Wait until those who train can use one more group of the step. See `StepState.may_take`."""
-        await self._signal.until(lambda: self.ledger.is_open(step) and self.ledger.step_state(step).may_take(task))
+
+        def may_take() -> bool:
+            return self.ledger.is_open(step) and self.ledger.step_state(step).may_take(task)
+
+        await self._signal.until(may_take, waits.TAKING, step=step)
 
     def offer(self, step: int, task: str, handed: Handed, tokens: int) -> None:
         """A complete group of the step is leased, of so many tokens, for those who train. Nothing, if it was delivered again."""
@@ -137,7 +151,10 @@ class LedgerService:
     async def closed(self, step: int, task: str) -> bool:
         """Wait until the task has committed the step. False: the run is stopping before the step's first update is made."""
         await self._signal.until(
-            lambda: self.ledger.committed_by(task) > step or (self.is_stopping and not self._is_final.get(step))
+            lambda: self.ledger.committed_by(task) > step or (self.is_stopping and not self._is_final.get(step)),
+            waits.COMMIT,
+            step=step,
+            task=task,
         )
         return self.ledger.committed_by(task) > step
 
@@ -150,7 +167,9 @@ class LedgerService:
         state = self.ledger.step_state(step)
         state.read.add(task)
         self._signal.notify()
-        await self.until(lambda: number < len(state.taken_by(rank, task)) or state.is_taken(task))
+        await self.until(
+            lambda: number < len(state.taken_by(rank, task)) or state.is_taken(task), waits.READ, step=step, number=number
+        )
         taken = state.taken_by(rank, task)
         return self._handed.pop((task, taken[number])) if number < len(taken) else None
 
@@ -165,7 +184,9 @@ class LedgerService:
         key, state = (task, step), self.ledger.step_state(step)
         state.statistics.setdefault(task, {}).update(found)
         self._signal.notify()
-        is_there = await self.until(lambda: key in self._has_sums or step in self._is_final or state.has_statistics(task))
+        is_there = await self.until(
+            lambda: key in self._has_sums or step in self._is_final or state.has_statistics(task), waits.STATISTICS, step=step
+        )
         if key not in self._has_sums:
             before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
             self._has_sums = before | {key: is_there or self._is_final.get(step, False)}
@@ -196,7 +217,7 @@ class LedgerService:
             state.give_out(task, update)
             return state.round_of_rank(rank, number, task, update) is not None or state.is_given_out(task, update)
 
-        await self._signal.until(is_known)
+        await self._signal.until(is_known, waits.ROUND, step=step, number=number, task=task)
         self._signal.notify()  # the other ranks, whose round it is, too
         groups = state.round_of_rank(rank, number, task, update)
         return None if groups is None else [RoundGroup(group, self._handed.pop((task, group), None)) for group in groups]
@@ -222,7 +243,7 @@ class LedgerService:
                 self.ledger.step_state(step).is_taken(each) for each in self.ledger.tasks.trained
             )
 
-        may_go_on = await self.until(lambda: step in self._is_final or may_be_made())
+        may_go_on = await self.until(lambda: step in self._is_final or may_be_made(), waits.EVALUATIONS, step=step)
         if step not in self._is_final:
             before = {s: is_final for s, is_final in self._is_final.items() if s == step - 1}  # another model may still be at it
             self._is_final = before | {step: may_go_on}
@@ -232,7 +253,7 @@ class LedgerService:
             self.changed()  # whoever would end with the run goes on
         if not self._is_final[step]:
             return None
-        await self._signal.until(lambda: self.ledger.is_consumed(step, task, update))
+        await self._signal.until(lambda: self.ledger.is_consumed(step, task, update), waits.CONSUMED, step=step)
         return self.ledger.totals(step, task, update)
 
     @remote
@@ -249,7 +270,7 @@ class LedgerService:
     async def released(self, step: int) -> bool:
         """Wait until every task that trains has committed the step: nobody needs its rows any more. Returns whether a checkpoint is
         written after it, because somebody has asked for one or it is due by the clock."""
-        await self._signal.until(lambda: not self.ledger.is_open(step))
+        await self._signal.until(lambda: not self.ledger.is_open(step), waits.RELEASED, step=step)
         return step in self._steps_to_keep
 
     def ask_for_checkpoint(self) -> int:
@@ -303,7 +324,7 @@ class LedgerService:
 
     async def finished(self) -> None:
         """Wait until no step is being made to its end."""
-        await self._signal.until(lambda: not self.is_finishing)
+        await self._signal.until(lambda: not self.is_finishing, waits.COMMIT, step=self.ledger.committed)
 
     def changed(self) -> None:
         """Wake whoever waits for what is true now. Tell the queue which tasks get no more rows of a step, or of an evaluation."""
@@ -315,7 +336,7 @@ class LedgerService:
                     self.ledger.forget(task, step)
         self._signal.notify()
 
-    async def until(self, condition: Callable[[], bool]) -> bool:
+    async def until(self, condition: Callable[[], bool], wait: Wait, **facts: int | str) -> bool:
         """Wait until the condition holds, which changes with what the ledger hears of (`changed`). False: the run is stopping."""
-        await self._signal.until(lambda: self.is_stopping or condition())
+        await self._signal.until(lambda: self.is_stopping or condition(), wait, **facts)
         return not self.is_stopping

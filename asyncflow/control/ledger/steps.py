@@ -76,6 +76,10 @@ class Ledger:
             raise ValueError(f"{topic} step {step} is not open")
         return self._steps[topic, step]
 
+    def open_evaluations(self) -> list[StepState]:
+        """States of the evaluations that are open."""
+        return [state for (topic, _), state in self._steps.items() if topic == "eval"]
+
     # -- what belongs to which step ---------------------------------------------------------------------------------------
 
     def open(self, metas: Iterable[GroupMeta]) -> None:

@@ -21,6 +21,7 @@ from asyncflow.registry import build
 from asyncflow.run.health import Health
 from asyncflow.transport import client_name
 from asyncflow.types import RunError
+from asyncflow.waits import EVALUATION_DUE
 
 A, B = "rollout/0", "rollout/1"
 OF_A, OF_B = (f"worker {worker} has no weights to serve, and tries again: " for worker in (A, B))
@@ -123,13 +124,14 @@ def test_whoever_becomes_silent_or_is_heard_again_is_told_of_though_nothing_else
 
     async def main() -> None:
         looking, waiting = (
-            asyncio.create_task(work) for work in (world.health.run(), world.signal.until(lambda: bool(world.silent)))
+            asyncio.create_task(work)
+            for work in (world.health.run(), world.signal.until(lambda: bool(world.silent), EVALUATION_DUE))
         )
         await asyncio.sleep(30.0)
         assert not world.said and not waiting.done()
         world.silent = {A, "trainer/0"}  # leases last 120 s, and whoever says nothing for 60 s is silent
         await asyncio.wait_for(waiting, 16.0)
-        heard = asyncio.create_task(world.signal.until(lambda: not world.silent))
+        heard = asyncio.create_task(world.signal.until(lambda: not world.silent, EVALUATION_DUE))
         await asyncio.sleep(60.0)
         assert world.said == [f"worker {A} says nothing any more: what it holds is given to others"] and not heard.done()
         world.silent = set()

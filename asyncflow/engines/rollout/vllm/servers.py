@@ -22,6 +22,7 @@ from functools import partial
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm.hosts import ServerHost
 from asyncflow.types import RunError, UserError
+from asyncflow.waits import SERVER, SERVER_START, waiting
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +94,10 @@ class ServerHandle:
         """
         limit = asyncio.timeout(None)
         try:
-            async with limit:
-                self._asked.add(limit)
-                yield self.client
+            with waiting(SERVER, server=self.host.name):
+                async with limit:
+                    self._asked.add(limit)
+                    yield self.client
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -326,7 +328,8 @@ class ServerPool:
             errors = [instance.error for instance in self.instances if instance.error is not None]
             if len(errors) == len(self.instances):
                 raise errors[-1]
-            await self._changed.wait()
+            with waiting(SERVER_START):
+                await self._changed.wait()
 
     async def close(self) -> None:
         """End those that the run has started, and hang up on the others."""

@@ -1,0 +1,292 @@
+"""What stands, and why: a run's situations on disk, and its words in the log.
+
+consumes: ledger, leases, versions, the workers' reports, open waits
+waits for: the next second; in a simulation, for a tenth of `run.stall_timeout_seconds` in which nothing has moved
+is unblocked by: the clock
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from asyncflow.control.ledger.step_state import StepState
+from asyncflow.loops.samples import EVALUATE_TASK
+from asyncflow.run.driver import Driver
+from asyncflow.telemetry.situation import UNKNOWN, SeenGroup, SeenStep, SeenWorker, Situation, write_situation
+from asyncflow.telemetry.why import GONE, sentence
+from asyncflow.waits import LEASE, PROCESS, OpenWait, OpenWaits
+
+SECONDS: Final = 1.0
+"""Between two situations; and what nothing has moved for when processes are looked at."""
+LOGGED_SHARE: Final = 0.1
+"""Of `run.stall_timeout_seconds`: for so long nothing has moved when the log says why."""
+MOST: Final = 8
+"""Groups of a step that a situation has."""
+DRIVER_SECONDS: Final = 5.0
+"""A situation that is older: its driver stands, or its disk does."""
+STORAGE: Final = "storage/"
+
+
+class Standstill:
+    """Watches a run for what stands. `fleet`: names of the workers that it starts with."""
+
+    def __init__(
+        self, driver: Driver, waits: OpenWaits, fleet: Sequence[str], pids: Callable[[], Mapping[str, int]], *, writes: bool
+    ) -> None:
+        """`waits`: the driver's own. `pids`: of workers on this machine. `writes`: whether situations go to the run's folder."""
+        self._driver, self._waits, self._fleet, self._pids = driver, waits, fleet, pids
+        self._folder = driver.config.run_dir if writes else None
+        self._said = ""  # the cause that the log has named last
+        self._writing: asyncio.Task[None] | None = None
+        self._why_unwritten = ""
+
+    async def run(self) -> None:
+        """Write a situation every second, and say in the log what has stood for too long. For ever."""
+        driver, loop = self._driver, asyncio.get_running_loop()
+        patience = LOGGED_SHARE * driver.config.run.stall_timeout_seconds
+        while True:
+            idle = loop.time() - driver.last_progress
+            await asyncio.sleep(SECONDS if self._folder is not None else max(SECONDS, patience - idle))
+            idle = loop.time() - driver.last_progress
+            if self._folder is None and idle < patience:
+                continue
+            situation = self.situation()
+            if self._folder is not None:
+                await self._write(self._folder, situation)
+            if idle < patience:
+                self._said = ""
+            elif not situation.is_held and not driver.ledger.is_stopping:
+                self._say(idle, sentence(situation))
+
+    def _say(self, idle: float, cause: str) -> None:
+        """Say once what the cause is, and again when it is another one."""
+        if _timeless(cause) != self._said:
+            self._said = _timeless(cause)
+            self._driver.log(f"nothing has moved for {idle:.0f} s: {cause}")
+
+    @property
+    def has_stood(self) -> bool:
+        """Whether nothing has moved for so long that the log says why."""
+        idle = asyncio.get_running_loop().time() - self._driver.last_progress
+        return idle >= LOGGED_SHARE * self._driver.config.run.stall_timeout_seconds
+
+    async def ended(self, why: str) -> str:
+        """The run ends, and not in order: the last situation says `why`. Returns who waited for what, in words."""
+        situation = self.situation(ended=why)
+        if self._folder is not None:
+            await self._write(self._folder, situation)
+        return sentence(situation)
+
+    def situation(self, ended: str = "") -> Situation:
+        """Everything that the driver knows of who waits for what, now."""
+        driver, now = self._driver, asyncio.get_running_loop().time()
+        idle, config, versions = now - driver.last_progress, driver.config, driver.versions
+        looks = idle >= SECONDS or bool(ended)
+        return Situation(
+            run=config.run.name,
+            time=time.time(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            committed=driver.ledger.ledger.committed,
+            steps=config.run.steps,
+            idle=idle,
+            published=versions.published,
+            published_seconds=versions.published_seconds,
+            is_held=driver.ledger.is_held or driver.waits_outside,
+            limits={
+                "run.stall_timeout_seconds": config.run.stall_timeout_seconds,
+                "queue.lease_seconds": config.queue.lease_seconds,
+                "weight_sync.deadline_seconds": config.weight_sync.deadline_seconds,
+                "reward.deadline_seconds": config.reward.deadline_seconds,
+                "episodes.deadline_seconds": config.episodes.deadline_seconds,
+            },
+            workers=self._workers(now, looks=looks),
+            open_steps=self._open_steps(now),
+            waits=[*self._waits.now(now), *driver.signal.open_waits(now), *self._asked(now)],
+            ended=ended,
+        )
+
+    # -- workers ------------------------------------------------------------------------------------------------------------
+
+    def _workers(self, now: float, *, looks: bool) -> list[SeenWorker]:
+        """All workers that the run has or is to have, trainers first. `looks`: whether their processes are looked at."""
+        driver, pids = self._driver, self._pids() if looks else {}
+        of_pools = {versions.workers.pool: versions for versions in driver.all_versions}
+        names = {name: None for name in self._fleet if name.partition("/")[0] not in of_pools}
+        names |= {name: None for versions in of_pools.values() for name in versions.workers.working}
+        names |= dict.fromkeys(sorted(driver.hub.states))
+        return [
+            self._worker(name, pids, looks=looks and bool(pids))
+            for name in sorted(names, key=lambda name: (not name.startswith("trainer/"), _natural(name)))
+        ]
+
+    def _worker(self, name: str, pids: Mapping[str, int], *, looks: bool) -> SeenWorker:
+        driver = self._driver
+        pool = name.partition("/")[0]
+        versions = next((each for each in driver.all_versions if each.workers.pool == pool), None)
+        state, silence, pid = driver.hub.states.get(name), driver.hub.silence(name), pids.get(name, 0)
+        serving, installing, stale = (None, None, "") if versions is None else versions.of_worker(name)
+        seen = SeenWorker(
+            name=name,
+            pid=pid,
+            process=_process(pid) if looks and pid else "",
+            silence=0.0 if name.startswith(STORAGE) else silence,  # it reports nothing
+            task="serve",
+            serving=serving,
+            installing=installing,
+            stale=stale,
+        )
+        if state is None or silence is None:
+            return seen
+        return msgspec.structs.replace(
+            seen,
+            task=state.task,
+            cause=state.cause,
+            seconds=state.time - state.since + silence,
+            waits=[_now(wait, silence, looks=looks) for wait in state.waits],
+            threads=state.threads,
+        )
+
+    # -- steps --------------------------------------------------------------------------------------------------------------
+
+    def _open_steps(self, now: float) -> list[SeenStep]:
+        """The steps that training has come to, and open evaluations."""
+        ledger = self._driver.ledger.ledger
+        first = min(ledger.committed_by(task) for task in ledger.tasks.trained)
+        steps = [
+            self._step(state, "train", now) if state is not None else SeenStep(topic="train", step=step, is_open=False)
+            for step in range(first, min(ledger.committed + 1, self._driver.config.run.steps))
+            for state in (ledger.step_state(step) if ledger.is_open(step) else None,)
+        ]
+        return [*steps, *(self._step(state, "eval", now) for state in ledger.open_evaluations())]
+
+    def _step(self, state: StepState, topic: str, now: float) -> SeenStep:
+        tasks, config = self._driver.ledger.ledger.tasks, self._driver.config
+        rows: dict[int, tuple[str, list[int]]] = {}  # by group: the first task that it lacks, and those rows
+        for task in tasks.before:
+            for row in state.todo[task]:
+                of_group = rows.setdefault(row >> state.group_bits, (task, []))
+                if of_group[0] == task:
+                    of_group[1].append(row)
+        groups = sorted((self._group(group, *lacks, topic, now) for group, lacks in rows.items()), key=_head)
+        asked: list[int] = []
+        if topic == "train" and (under_way := next((one for one in state.updates[tasks.policy] if one.members), None)) is not None:
+            asked = list(under_way.asked)
+            untaken = [group for group in sorted(under_way.members) if group not in rows and group not in under_way.order]
+            groups += [self._group(group, tasks.policy, sorted(under_way.members[group]), topic, now) for group in untaken]
+        each = config.layout.tp * config.layout.pp
+        return SeenStep(
+            topic=topic,
+            step=state.step,
+            groups=groups[:MOST],
+            lacking=len(groups),
+            members_left=state.num_left,
+            asked=asked,
+            leaders=[f"trainer/{rank * each}" for rank in range(len(asked))],
+        )
+
+    def _group(self, group: int, task: str, rows: list[int], topic: str, now: float) -> SeenGroup:
+        controllers = self._driver.transfer_queue.controllers
+        name = EVALUATE_TASK if topic == "eval" and task == "rollout" and self._driver.config.eval.num_workers else task
+        table = controllers[name].table
+        row = min(rows)
+        state, held, meta = table.state_of(row), table.holder(row), table.meta(group)
+        seen = SeenGroup(group=group, task=name, rows=len(rows), state=UNKNOWN if state is None else state.name.lower())
+        if meta is not None:
+            seen = msgspec.structs.replace(seen, low=meta.interval.low, high=meta.interval.high)
+        if held is not None:
+            holder = held.worker.rpartition("@")[0] or held.worker
+            seen = msgspec.structs.replace(seen, holder=holder, seconds=now - held.since, left=held.deadline - now)
+        return seen
+
+    def _asked(self, now: float) -> list[OpenWait]:
+        """Requests for rows that are parked at the tasks' controllers."""
+        return [
+            OpenWait(name=LEASE.name, seconds=now - since, who=worker, facts={"task": task})
+            for task, controller in self._driver.transfer_queue.controllers.items()
+            for worker, since in controller.askers()
+        ]
+
+    # -- the file -----------------------------------------------------------------------------------------------------------
+
+    async def _write(self, folder: Path, situation: Situation) -> None:
+        """In a thread, since a disk may hang; no second one is begun meanwhile. Of a disk that is full the log says so, once."""
+        if self._writing is not None and not self._writing.done():
+            return
+        self._writing = asyncio.create_task(self._written(folder, situation))
+        await asyncio.wait([self._writing], timeout=SECONDS)
+
+    async def _written(self, folder: Path, situation: Situation) -> None:
+        try:
+            await asyncio.to_thread(write_situation, folder, situation)
+        except OSError as error:
+            if error.strerror != self._why_unwritten:
+                self._why_unwritten = error.strerror or str(error)
+                self._driver.log(f"`asyncflow why` knows nothing new of this run: {folder}: {self._why_unwritten}")
+
+
+def state_of_driver(situation: Situation) -> str:
+    """What has become of a run since its situation, in words, by what the operating system says of its driver: no question is
+    asked of the run."""
+    age, moved = max(0.0, time.time() - situation.time), f"nothing has moved for {situation.idle:.0f} s"
+    if situation.ended:
+        return f"it ended {age:.0f} s ago: {situation.ended}. When it ended, {moved}:"
+    if situation.host != socket.gethostname():
+        return f"as of {age:.0f} s ago, on {situation.host}, {moved}:"
+    process = _process(situation.pid)
+    if process in GONE or _began_after(situation):
+        return f"its driver (process {situation.pid}) is gone: it was killed, {age:.0f} s ago or later. At last {moved}:"
+    if age > DRIVER_SECONDS:
+        return f"its driver (process {situation.pid}, {process}) has written nothing for {age:.0f} s. Before that {moved}:"
+    return f"{moved}:"
+
+
+def _began_after(situation: Situation) -> bool:
+    """Whether the process that has the driver's number is another one."""
+    try:
+        return psutil.Process(situation.pid).create_time() > situation.time
+    except psutil.Error:
+        return True
+
+
+def _head(group: SeenGroup) -> tuple[int, float, int]:
+    """Sorts first the likeliest cause: a group whose notice is lost, then the one that somebody has had longest."""
+    order = ("done", "leased", "ready", "waiting", UNKNOWN)
+    return (order.index(group.state) if group.state in order else len(order), -group.seconds, group.group)
+
+
+def _natural(name: str) -> tuple[str, int]:
+    pool, _, number = name.partition("/")
+    return pool, int(number) if number.isdigit() else -1
+
+
+def _process(pid: int) -> str:
+    """What the operating system says of a process."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.Error:
+        return "gone"
+
+
+def _now(wait: OpenWait, age: float, *, looks: bool) -> OpenWait:
+    """An open wait that was reported so many seconds ago, at this moment; what is waited for is looked at if it is a process."""
+    facts = wait.facts
+    if looks and wait.name == PROCESS.name and isinstance(pid := facts.get("pid"), int):
+        facts = {**facts, "state": _process(pid)}
+    left = None if wait.left is None else wait.left - age
+    still = None if wait.still is None else wait.still + age
+    return msgspec.structs.replace(wait, seconds=wait.seconds + age, left=left, still=still, facts=facts)
+
+
+def _timeless(cause: str) -> str:
+    """The words without their numbers of seconds, by which a cause is known for the one that was told before."""
+    return "".join(word for word in cause.split() if not word.replace(".", "").rstrip("),;").isdigit())

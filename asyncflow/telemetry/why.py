@@ -1,0 +1,413 @@
+"""Why nothing moves: the chain of waits from the trainer back to its cause, in words, and who waits for whom. Pure.
+
+    trainer/0 waits for group 412 of step 7, since 41 s
+      rollout/3 has it, since 41 s
+        rollout/3 waits for the weights of version 7, since 12 s: 0 bytes have come
+
+Each link names the one behind it; the last one is the cause. A circle of waits is the cause itself: nothing inside the run ends it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from asyncflow.telemetry.idle import WAIT
+from asyncflow.telemetry.situation import DONE, LEASED, READY, UNKNOWN, SeenGroup, SeenStep, SeenWorker, Situation
+from asyncflow.waits import (
+    ALL_SERVE,
+    CANDIDATES,
+    CAPACITY,
+    CHECKPOINT,
+    CONSUMED,
+    CRITIC_VERSION,
+    EVALUATIONS,
+    FETCH,
+    INSTALL_LEAVE,
+    JOINING,
+    LEASE,
+    MAY_ADMIT,
+    PROMPTS,
+    PUBLISHING,
+    PULL,
+    RAY_ROOM,
+    READ,
+    RELEASED,
+    ROUND,
+    STATISTICS,
+    STEP_START,
+    TARGET,
+    UNIT,
+    UNITS,
+    WAITS,
+    WORKERS_START,
+    OpenWait,
+)
+
+SILENT_SECONDS: Final = 3.0
+"""Silence of a worker beyond which it is the cause: it reports several times a second."""
+AT_WORK_SECONDS: Final = 1.0
+"""A wait of a lane that works is its cause from then on: rewards of some rows are waited for while others are generated."""
+STOPPED: Final = ("stopped", "tracing-stop")
+GONE: Final = ("gone", "zombie", "dead")
+TRAINER: Final = "trainer"
+CRITIC: Final = "critic"
+STALL: Final = "run.stall_timeout_seconds"
+_LEASES: Final = "queue.lease_seconds"
+_BACKGROUND: Final = frozenset(wait.name for wait in (FETCH, PULL, PUBLISHING, CHECKPOINT))
+"""Waits beside a lane that works."""
+_POOLS: Final = {"rollout": "rollout", "evaluate": "evaluator", "train": TRAINER, "critic_update": CRITIC}
+"""Pool of workers that works for a task, where it has another name."""
+_TRAINED: Final = ("train", "critic_update")
+_OF_A_STEP: Final = frozenset(
+    wait.name for wait in (STEP_START, ROUND, READ, STATISTICS, EVALUATIONS, CONSUMED, RELEASED, CRITIC_VERSION)
+)
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A link of the chain: `text` is a whole sentence. `on`: who is waited for; empty at the cause. `ends`: what ends the wait at
+    the latest."""
+
+    who: str
+    text: str
+    on: str = ""
+    ends: str = ""
+
+
+def chain(situation: Situation) -> list[Link]:
+    """The chain of waits from the trainer to its cause."""
+    return list(_Chain(situation).links())
+
+
+def graph(situation: Situation) -> list[Link]:
+    """What each worker waits for, or does, and whom it waits for: the edges of who waits for whom."""
+    return [next(_Chain(situation).of_worker(worker.name)) for worker in situation.workers]
+
+
+def sentence(situation: Situation) -> str:
+    """The chain as one sentence, with the deadline of its cause."""
+    links = chain(situation)
+    ends = f" (ended by {links[-1].ends})" if links and links[-1].ends else ""
+    return "; ".join(link.text for link in links) + ends
+
+
+class _Chain:
+    """Chain of waits of one situation. Every method yields the links from a worker, a step or a group on."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._at = situation
+        self._workers = {worker.name: worker for worker in situation.workers}
+        self._trainer = next((name for name in self._workers if name.startswith(f"{TRAINER}/")), "")
+        self._seen: set[str] = set()
+
+    def links(self) -> Iterator[Link]:
+        if (start := self._starting()) is not None:
+            yield start
+        elif self._trainer:
+            yield from self.of_worker(self._trainer)
+        else:
+            yield from self._of_steps("the run", f"step {self._at.committed}")
+
+    # -- workers ------------------------------------------------------------------------------------------------------------
+
+    def of_worker(self, name: str) -> Iterator[Link]:
+        """From a worker on."""
+        if name in self._seen:
+            yield self._link(name, f"{name} is waited for by those that it waits for: nothing inside the run ends that")
+            return
+        self._seen.add(name)
+        worker = self._workers.get(name)
+        if worker is None:
+            yield self._link(name, f"{name} is not there")
+        elif (off := self._off(worker)) is not None:
+            yield off
+        elif worker.task != WAIT:
+            yield from self._at_work(worker)
+        elif worker.cause == "leader":
+            yield from self._follower(worker)
+        elif name.startswith((f"{TRAINER}/", CRITIC)):
+            yield from self._trains(worker)
+        elif name.startswith(("rollout/", "evaluator/")):
+            yield from self._generates(worker)
+        else:
+            yield from self._idle(worker)
+
+    def _off(self, worker: SeenWorker) -> Link | None:
+        """A worker that does nothing, whatever its last report says."""
+        name, pid = worker.name, f"process {worker.pid}" if worker.pid else "process"
+        restart = _LEASES if name.startswith(("rollout/", "evaluator/")) else STALL
+        if worker.process in GONE:
+            return self._link(
+                name, f"{name} is not there: its {pid} has ended", ends="its cluster, which starts it again or ends the run"
+            )
+        if worker.process in STOPPED:
+            return self._link(name, f"{name} does nothing: its {pid} is stopped (SIGSTOP) and goes on after SIGCONT", ends=restart)
+        if worker.silence is None:
+            state = f": its {pid} is {worker.process}" if worker.process else ""
+            return self._link(name, f"{name} is not connected: it has not come yet, or has gone{state}")
+        if worker.silence > SILENT_SECONDS:
+            state = f", its {pid} is {worker.process}" if worker.process else ""
+            last = worker.cause if worker.task == WAIT else worker.task
+            doing = f"last heard of in {worker.task}" if worker.task != WAIT else f"last heard of waiting for {last}"
+            return self._link(name, f"{name} has not reported for {_s(worker.silence)}{state}; {doing}", ends=restart)
+        return None
+
+    def _at_work(self, worker: SeenWorker) -> Iterator[Link]:
+        """A worker whose lane is busy: with its own work, or with a wait inside it."""
+        name, does = worker.name, f"{worker.name} is in {worker.task}, since {_s(worker.seconds)}"
+        where = f", in thread {'; '.join(worker.threads)}" if worker.threads else ""
+        wait = _culprit(worker)
+        if wait is not None and wait.seconds >= AT_WORK_SECONDS:
+            yield from self._held_up(worker, wait)
+        elif name.startswith(f"{TRAINER}/") and (other := self._other_rank(worker)) is not None:
+            text = f"{does}{where}; {other}, which computes it together with it, is not in it"
+            yield self._link(name, text, other, "EXCHANGE_SECONDS (600 s)")
+            yield from self.of_worker(other)
+        else:
+            yield self._link(name, f"{does}{where}")
+
+    def _other_rank(self, worker: SeenWorker) -> str | None:
+        """Another rank that does not take part in what this one computes: it is off, or at something else."""
+        others = [w for name, w in self._workers.items() if name.startswith(f"{TRAINER}/") and name != worker.name]
+        off = [other.name for other in others if self._off(other) is not None]
+        return next(iter([*off, *(other.name for other in others if other.task not in (WAIT, worker.task))]), None)
+
+    def _follower(self, worker: SeenWorker) -> Iterator[Link]:
+        yield self._link(worker.name, f"{worker.name} follows {self._trainer}, since {_s(worker.seconds)}", self._trainer)
+        yield from self.of_worker(self._trainer)
+
+    def _trains(self, worker: SeenWorker) -> Iterator[Link]:
+        """A trainer, or the critic, whose lane waits."""
+        parked = next((wait for wait in self._parked(worker.name) if wait.name in _OF_A_STEP), None)
+        if worker.cause == "publish" or parked is None:
+            yield from self._idle(worker)
+        elif parked.name == RELEASED.name:
+            text = f"{worker.name} waits for {CRITIC} to commit step {parked.facts.get('step')}, since {_s(parked.seconds)}"
+            yield self._link(worker.name, text, CRITIC)
+            yield from self.of_worker(CRITIC)
+        else:
+            yield from self._of_steps(worker.name, f"{parked.words}", parked)
+
+    def _generates(self, worker: SeenWorker) -> Iterator[Link]:
+        """A rollout worker, or an evaluator, whose lane waits."""
+        name = worker.name
+        if worker.stale:
+            text = f"{name} has no weights to serve, and tries again: {worker.stale}"
+            yield self._link(name, text, ends="weight_sync.deadline_seconds")
+            return
+        if (wait := _culprit(worker)) is not None:
+            yield from self._held_up(worker, wait)
+            return
+        parked = {wait.name: wait for wait in self._parked(name)}
+        leave = parked.get(INSTALL_LEAVE.name)
+        if leave is not None:
+            yield self._link(name, f"{name} waits for {leave.words}, since {_s(leave.seconds)}")
+            return
+        target = parked.get(JOINING.name) or parked.get(TARGET.name)
+        if worker.cause in ("prompts", "weights") and target is not None:
+            text = f"{name} has nothing that it may generate, since {_s(worker.seconds)}: it waits for {target.words}"
+            yield self._link(name, text, self._trainer)
+            yield from self._publication()
+            return
+        yield from self._idle(worker)
+
+    def _publication(self) -> Iterator[Link]:
+        """The trainer, where a version of it is waited for: its publication, or else its training."""
+        worker = self._workers.get(self._trainer)
+        publishing = next((wait for wait in worker.waits if wait.name == PUBLISHING.name), None) if worker is not None else None
+        if worker is not None and publishing is not None and self._off(worker) is None:
+            yield self._open(worker.name, publishing)
+        elif worker is not None:
+            yield from self.of_worker(worker.name)
+
+    def _idle(self, worker: SeenWorker) -> Iterator[Link]:
+        """A worker that waits for what its lane says, and of which nothing more is known."""
+        name = worker.name
+        wait = _culprit(worker) or next((wait for wait in self._parked(name) if wait.name in WAITS), None)
+        if wait is not None:
+            yield from self._held_up(worker, wait)
+        else:
+            yield self._link(name, f"{name} waits for {worker.cause}, since {_s(worker.seconds)}")
+
+    def _held_up(self, worker: SeenWorker, wait: OpenWait) -> Iterator[Link]:
+        """A worker in an open wait, and the storage unit that it waits for if that is off."""
+        link, unit = self._open(worker.name, wait), self._workers.get(f"storage/{wait.facts.get('unit')}")
+        off = self._off(unit) if unit is not None and wait.name == UNIT.name else None
+        yield link if off is None else msgspec.structs.replace(link, on=off.who)
+        if off is not None:
+            yield off
+
+    def _open(self, name: str, wait: OpenWait) -> Link:
+        """An open wait, which is the cause as far as the run knows."""
+        moved = ""
+        if wait.name in (FETCH.name, PULL.name):
+            still = wait.seconds if wait.still is None else wait.still
+            moved = f": {wait.moved} bytes have come, none for {_s(still)}"
+        if wait.facts.get("state"):
+            moved = f", which is {wait.facts['state']}"
+        ends = WAITS[wait.name].ends
+        if wait.left is not None:
+            ends = f"its deadline, in {_s(max(0.0, wait.left))}"
+        return self._link(name, f"{name} waits for {wait.words}, since {_s(wait.seconds)}{moved}{self._published(wait)}", ends=ends)
+
+    def _published(self, wait: OpenWait) -> str:
+        seconds = self._at.published_seconds
+        if wait.name not in (FETCH.name, PULL.name) or seconds is None or wait.facts.get("version") != self._at.published:
+            return ""
+        return f"; the trainer published them {_s(seconds)} ago"
+
+    # -- steps and groups ---------------------------------------------------------------------------------------------------
+
+    def _of_steps(self, who: str, what: str, parked: OpenWait | None = None) -> Iterator[Link]:
+        """Whoever waits for something of a step: for its next group, a rank, or an evaluation."""
+        at, since = self._at, "" if parked is None else f", since {_s(parked.seconds)}"
+        number = at.committed if parked is None else int(parked.facts.get("step", at.committed))
+        step = next((each for each in at.open_steps if (each.topic, each.step) == ("train", number)), None)
+        is_start = parked is not None and parked.name == STEP_START.name
+        if step is None or not step.is_open:
+            yield self._link(who, f"{who} waits for step {number}{since}, whose prompts are not in the queue", "driver")
+            yield from self._admission(number)
+        elif step.groups and not (is_start and step.groups[0].task in _TRAINED):
+            yield from self._of_group(who, step, since)
+        elif step.members_left:
+            text = f"{who} waits for step {number}{since}: {step.members_left} of its members are not found among its candidates"
+            yield self._link(who, text, "driver")
+            yield from self._admission(number)
+        elif (behind := self._rank_behind(who, step)) is not None:
+            yield self._link(who, f"{who} waits for {what}{since}, which {behind} has not asked for", behind)
+            yield from self.of_worker(behind)
+        elif (evaluation := next((each for each in at.open_steps if each.topic == "eval" and each.groups), None)) is not None:
+            text = f"{who} waits{since} for an evaluation of version {evaluation.step}, whose weights its update displaces"
+            yield self._link(who, text, f"evaluation {evaluation.step}")
+            yield from self._of_group("the evaluation", evaluation, "")
+        else:
+            told = "the schedule does not let it begin" if is_start else "it has not been told"
+            yield self._link(who, f"{who} waits for {what}{since}: all of its groups are there, and {told}")
+
+    def _rank_behind(self, who: str, step: SeenStep) -> str | None:
+        """Leading rank that has not asked for a round that others have asked for."""
+        if not step.asked or min(step.asked) == max(step.asked):
+            return None
+        rank = step.asked.index(min(step.asked))
+        behind = step.leaders[rank] if rank < len(step.leaders) else None
+        return None if behind == who else behind
+
+    def _of_group(self, who: str, step: SeenStep, since: str) -> Iterator[Link]:
+        """Whoever waits for the first group that a step lacks."""
+        group, of = step.groups[0], f"step {step.step}" if step.topic == "train" else f"the evaluation of version {step.step}"
+        more = f" (and {step.lacking - 1} more)" if step.lacking > 1 else ""
+        yield self._link(who, f"{who} waits for group {group.group} of {of}{more}{since}", f"group {group.group}")
+        if group.state == DONE:
+            text = f"group {group.group} is done by task {group.task}, and the ledger has not been told: a notice is lost"
+            yield self._link(f"group {group.group}", text)
+        elif group.state == LEASED:
+            text = f"{group.holder or 'nobody known'} has it for task {group.task}, since {_s(group.seconds)}"
+            ends = f"{_LEASES}, in {_s(max(0.0, group.left))}, unless it renews"
+            holder = group.holder if group.holder in self._workers else ""
+            yield self._link(f"group {group.group}", text, holder, ends)
+            if holder:
+                yield from self.of_worker(holder)
+        elif group.state == READY:
+            yield from self._ready(group)
+        elif group.state == UNKNOWN:
+            yield self._link(f"group {group.group}", f"group {group.group} is not in the queue of task {group.task}", "driver")
+            yield from self._admission(step.step)
+        else:
+            text = f"group {group.group} lacks columns that task {group.task} reads: no storage unit has told its queue of them"
+            yield self._link(f"group {group.group}", text)
+
+    def _ready(self, group: SeenGroup) -> Iterator[Link]:
+        """A group that lies ready, and that nobody has taken."""
+        who, pool = f"group {group.group}", _POOLS.get(group.task, group.task)
+        workers = [w for name, w in self._workers.items() if name == pool or name.startswith(f"{pool}/")]
+        lies = f"group {group.group} lies ready for task {group.task}"
+        if group.task in _TRAINED:
+            asks = any(wait.name == LEASE.name and wait.facts.get("task") == group.task for wait in self._parked("driver"))
+            why = "which asks for such rows, has not got it" if asks else "which takes it when a rank can use it, has not taken it"
+            yield self._link(who, f"{lies}, and the driver, {why}", "driver")
+            return
+        if group.task not in ("rollout", "evaluate"):
+            asking = self._asking(workers, group.task)
+            yield from self._taker(who, lies, workers, asking)
+            return
+        lies += f", for version {group.low}" if group.low == group.high else f", for versions {group.low} to {group.high}"
+        able = [w for w in workers if w.serving is not None and group.low <= w.serving <= group.high and not w.stale]
+        if able:
+            yield from self._taker(who, lies, able, self._asking(able, group.task))
+        elif self._at.published < group.low:
+            yield self._link(who, f"{lies}, and the newest that is published is {self._at.published}", self._trainer)
+            yield from self._publication()
+        elif workers:
+            late = min(workers, key=self._lateness)
+            served = ", ".join(f"{w.name} serves {'none' if w.serving is None else w.serving}" for w in workers[:4])
+            yield self._link(who, f"{lies}, which nobody serves ({served})", late.name)
+            yield from self.of_worker(late.name)
+        else:
+            yield self._link(who, f"{lies}, and there is no {pool} worker")
+
+    def _taker(self, who: str, lies: str, workers: list[SeenWorker], asking: list[str]) -> Iterator[Link]:
+        off = [w for w in workers if self._off(w) is not None]
+        if asking and not off:
+            text = f"{lies}, and {asking[0]} asks for such rows: the queue has not handed it out"
+            yield self._link(who, text)
+            return
+        if not workers:
+            yield self._link(who, f"{lies}, and there is no worker for that")
+            return
+        first = min(workers, key=self._lateness)
+        yield self._link(who, f"{lies}, and nobody has taken it", first.name)
+        yield from self.of_worker(first.name)
+
+    def _lateness(self, worker: SeenWorker) -> tuple[int, float]:
+        """Sorts first whoever is the likeliest cause: off, stale, in a wait of its own, then by how long its state has lasted."""
+        kind = 0 if self._off(worker) is not None else 1 if worker.stale else 2 if _culprit(worker) is not None else 3
+        return kind, -worker.seconds
+
+    def _asking(self, workers: list[SeenWorker], task: str) -> list[str]:
+        names = {worker.name for worker in workers}
+        waits = (wait for wait in self._at.waits if wait.name == LEASE.name and wait.who in names)
+        return [wait.who for wait in waits if wait.facts.get("task") == task]
+
+    # -- the driver ---------------------------------------------------------------------------------------------------------
+
+    def _starting(self) -> Link | None:
+        """The cluster that has not started the workers yet."""
+        waits = {wait.name: wait for wait in self._at.waits if not wait.who}
+        wait = waits.get(RAY_ROOM.name) or waits.get(WORKERS_START.name) or waits.get(UNITS.name)
+        return None if wait is None else self._open("the driver", wait)
+
+    def _admission(self, step: int) -> Iterator[Link]:
+        """Why prompts of a step are not in the queue."""
+        names = (CAPACITY.name, PROMPTS.name, MAY_ADMIT.name, CANDIDATES.name)
+        of_driver = [wait for wait in self._at.waits if wait.name in names and wait.who in ("", "driver")]
+        wait = min(of_driver, key=lambda each: names.index(each.name), default=None)
+        if wait is None:
+            yield self._link("driver", f"the driver has not admitted step {step}")
+        else:
+            yield self._open("the driver", wait)
+
+    def _parked(self, name: str) -> list[OpenWait]:
+        return [wait for wait in self._at.waits if wait.who == name and wait.name != ALL_SERVE.name]
+
+    def _link(self, who: str, text: str, on: str = "", ends: str = STALL) -> Link:
+        """A link, with the seconds behind each configuration key of what ends it."""
+        limits = self._at.limits
+        ends = re.sub(r"[a-z_]+\.[a-z_]+", lambda key: f"{key[0]} ({limits[key[0]]:g} s)" if key[0] in limits else key[0], ends)
+        return Link(who, text, on, ends)
+
+
+def _culprit(worker: SeenWorker) -> OpenWait | None:
+    """The open wait that a worker's lane is held up by: the oldest one; of those in its background only while the lane waits, and
+    of a fetch the bytes that it waits for."""
+    waits = [wait for wait in worker.waits if wait.name not in _BACKGROUND]
+    if not waits and worker.task == WAIT:
+        waits = sorted(worker.waits, key=lambda wait: wait.name != PULL.name)
+    return waits[0] if waits else None
+
+
+def _s(seconds: float) -> str:
+    """Seconds, as they are read."""
+    return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"

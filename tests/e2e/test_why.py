@@ -1,0 +1,180 @@
+"""Hangs that are planted in real processes: `asyncflow why` names them, of a live run, a killed one and one that has ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncflow.run.standstill import DRIVER_SECONDS
+from tests.depth import deep, in_gate
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
+from tests.forked import Command
+from tests.patience import patience
+from tests.processes import words_of
+
+Small = Callable[..., dict[str, Any]]
+Background = Callable[..., Command]
+Long = Callable[..., tuple[Path, Path]]
+
+SLEEPS = "import time\ndef score(sample):\n    time.sleep(1000)\n    return 0.0\n"
+
+LOCKED = """
+import threading
+from asyncflow.algorithms.grpo import GRPO
+
+class Locked(GRPO):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.lock, self.calls = threading.Lock(), 0
+
+    def loss(self, batch):
+        self.calls += 1
+        if self.calls == 9:
+            threading.Thread(target=self.lock.acquire).start()
+        if self.calls >= 9:
+            self.wait_for_the_lock()
+        return super().loss(batch)
+
+    def wait_for_the_lock(self):
+        with self.lock:
+            return None
+"""
+
+NEVER_ENDS = 600.0
+"""A stall timeout that no test reaches."""
+
+
+def why(run_dir: Path) -> str:
+    answer = run_command("why", run_dir)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def named(run_dir: Path, command: Command, *words: str) -> str:
+    """What `asyncflow why` says, once it says all of these."""
+
+    def has_all() -> str | None:
+        if not (run_dir / "now.json").exists():
+            return None
+        said = why(run_dir)
+        return said if all(re.search(word, said) for word in words) else None
+
+    said: str = wait_for(has_all, command)
+    return said
+
+
+def worker_of(run_dir: Path, name: str) -> psutil.Process:
+    (process,) = [process for process in processes_of(run_dir) if name in words_of(process)]
+    return process
+
+
+@pytest.fixture
+def long(small: Small, tmp_path: Path) -> Long:
+    """Configuration and folder of a run of many steps, in which nothing is declared dead for a while."""
+
+    def build(**changes: Any) -> tuple[Path, Path]:
+        tree = small(**{"run": {"steps": 400, "stall_timeout_seconds": NEVER_ENDS}, **changes})
+        return write_config(tmp_path, tree), tmp_path / "runs" / "test"
+
+    return build
+
+
+@pytest.mark.parametrize("name", in_gate("rollout/0", of=["rollout/0", "trainer/0"]))
+def test_a_stopped_process_is_named_live_and_after_the_driver_was_killed(name: str, long: Long, background: Background) -> None:
+    config, run_dir = long()
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    stopped = worker_of(run_dir, name)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    chain = rf"{name} does nothing: its process {stopped.pid} is stopped \(SIGSTOP\)"
+    said = named(run_dir, command, chain)
+    assert "nothing has moved for" in said and "400 steps are committed" in said
+    assert re.search(r"^ *ended at the latest by (queue.lease_seconds|run.stall_timeout_seconds) \(\d+ s\)$", said, re.MULTILINE)
+    command.kill()
+    command.wait()
+    os.kill(stopped.pid, signal.SIGCONT)
+    said = why(run_dir)
+    assert re.search(r"its driver \(process \d+\) is gone: it was killed, \d+ s ago or later", said) and re.search(chain, said)
+
+
+@deep
+def test_a_driver_that_is_stopped_is_named_from_its_file_alone(long: Long, background: Background) -> None:
+    config, run_dir = long()
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "now.json").exists(), command)
+    os.kill(command.pid, signal.SIGSTOP)
+    try:
+        time.sleep(DRIVER_SECONDS + 1.0)
+        assert re.search(rf"its driver \(process {command.pid}, stopped\) has written nothing for \d+ s", why(run_dir))
+    finally:
+        os.kill(command.pid, signal.SIGCONT)
+
+
+@deep
+def test_a_reward_that_sleeps_is_named_with_its_process_and_its_deadline(
+    long: Long, tmp_path: Path, background: Background
+) -> None:
+    (tmp_path / "slow.py").write_text(SLEEPS)
+    scorer = {"path": f"{tmp_path / 'slow.py'}:score"}
+    config, run_dir = long(reward={"scorer": scorer, "deadline_seconds": 500, "num_workers": 1})
+    command = background("train", config)
+    words = [r"trainer/0 waits for group 0 of step 0", r"rollout/0 has it for task rollout"]
+    said = named(run_dir, command, *words, r"rollout/0 waits for reward worker \d+, since [\d.]+ s", r"its deadline, in \d+ s")
+    pid = int(re.findall(r"reward worker (\d+)", said)[0])
+    assert psutil.Process(pid).is_running()
+    os.kill(pid, signal.SIGSTOP)
+    named(run_dir, command, rf"reward worker {pid}, since [\d.]+ s, which is stopped")
+
+
+@deep
+def test_a_lock_that_a_thread_holds_is_named_by_its_line(long: Long, tmp_path: Path, background: Background) -> None:
+    (tmp_path / "locked.py").write_text(LOCKED)
+    config, run_dir = long(algorithm={"path": f"{tmp_path / 'locked.py'}:Locked"})
+    command = background("train", config)
+    line = next(number for number, text in enumerate(LOCKED.splitlines(), 1) if "with self.lock" in text)
+    named(
+        run_dir, command, rf"trainer/0 is in forward_backward, since [\d.]+ s, in thread .*wait_for_the_lock \(locked.py:{line}\)"
+    )
+
+
+@deep
+def test_a_storage_unit_that_is_stopped_is_named(long: Long, background: Background) -> None:
+    config, run_dir = long(queue={"place": "workers"})
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    os.kill(worker_of(run_dir, "storage/0").pid, signal.SIGSTOP)
+    named(run_dir, command, r"storage/0 does nothing: its process \d+ is stopped")
+
+
+@deep
+def test_a_run_that_ended_says_who_waited_for_whom_in_its_log_and_by_why(
+    long: Long, tmp_path: Path, background: Background
+) -> None:
+    (tmp_path / "slow.py").write_text(SLEEPS)
+    scorer = {"path": f"{tmp_path / 'slow.py'}:score"}
+    run = {"steps": 400, "stall_timeout_seconds": 8.0}
+    config, run_dir = long(run=run, reward={"scorer": scorer, "deadline_seconds": 500})
+    command = background("train", config)
+    output, errors = command.communicate(timeout=patience(120))
+    chain = r"trainer/0 waits for group 0 of step 0 .*; rollout/0 has it .*; rollout/0 waits for reward worker \d+, since"
+    assert command.returncode == 1
+    assert re.search(rf"nothing has moved for 8 s \(run.stall_timeout_seconds\): {chain}", errors)
+    assert re.search(rf"nothing has moved for [0-3] s: {chain}", output)
+    assert re.search(r"it ended \d+ s ago: nothing has moved for 8 s", why(run_dir))
+
+
+def test_a_run_that_is_done_says_so_and_no_folder_is_one_sentence(small: Small, tmp_path: Path) -> None:
+    done = run_command("train", write_config(tmp_path, small(run={"steps": 1})))
+    assert done.returncode == 0, done.stderr
+    said = why(tmp_path / "runs" / "test")
+    assert "1 of 1 steps are committed; it ended" in said and "it is done" in said
+    nowhere = run_command("why", tmp_path)
+    assert nowhere.returncode == 2 and "now.json" in nowhere.stderr and len(nowhere.stderr.strip().splitlines()) == 1

@@ -1,0 +1,251 @@
+"""The chain of waits, from situations alone: what simulated runs cannot show (processes, Ray, vLLM, disks), and how it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow import waits
+from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, read_situation, write_situation
+from asyncflow.telemetry.why import chain, graph, sentence
+from asyncflow.types import UserError
+from asyncflow.waits import OpenWait, Wait
+
+LIMITS = {"run.stall_timeout_seconds": 300.0, "queue.lease_seconds": 120.0, "weight_sync.deadline_seconds": 60.0}
+
+
+def parked(wait: Wait, who: str = "", seconds: float = 41.0, **facts: int | str) -> OpenWait:
+    return OpenWait(name=wait.name, who=who, seconds=seconds, facts=facts)
+
+
+def worker(name: str, task: str = "wait", cause: str = "rows", **seen: Any) -> SeenWorker:
+    return SeenWorker(**{"name": name, "task": task, "cause": cause, "seconds": 41.0, "silence": 0.1, **seen})
+
+
+def situation(
+    *workers: SeenWorker, group: SeenGroup | None = None, parked_waits: list[OpenWait] | None = None, **seen: Any
+) -> Situation:
+    """A run that is at step 7; `group`: what the step lacks, which trainer/0 waits for."""
+    steps = [SeenStep(topic="train", step=7, groups=[] if group is None else [group], lacking=int(group is not None))]
+    asked = [parked(waits.ROUND, "trainer/0", step=7, number=1)] if parked_waits is None else parked_waits
+    known = {"run": "r", "time": 0.0, "pid": 1, "host": "h", "committed": 7, "steps": 9, "idle": 41.0, "limits": LIMITS}
+    return Situation(**{**known, "workers": list(workers), "open_steps": steps, "waits": asked, **seen})
+
+
+def leased(holder: str, task: str = "rollout") -> SeenGroup:
+    return SeenGroup(group=412, task=task, rows=4, state="leased", holder=holder, seconds=41.0, left=101.0, low=6, high=7)
+
+
+READY = SeenGroup(group=412, task="rollout", rows=4, state="ready", low=7, high=7)
+WAITS = "trainer/0 waits for group 412 of step 7, since 41 s"
+HAS = "rollout/3 has it for task rollout, since 41 s"
+
+
+def test_the_chain_of_the_page() -> None:
+    pull = OpenWait(name=waits.PULL.name, seconds=11.0, still=9.0, moved=0, facts={"version": 7, "address": "tls:a:1"})
+    fetch = OpenWait(name=waits.FETCH.name, seconds=11.5, facts={"version": 7})
+    late = worker("rollout/3", cause="weights", serving=6, waits=[fetch, pull])
+    found = chain(situation(worker("trainer/0"), late, group=READY, published=7, published_seconds=12.0))
+    assert [link.text for link in found] == [
+        WAITS,
+        "group 412 lies ready for task rollout, for version 7, which nobody serves (rollout/3 serves 6)",
+        "rollout/3 waits for bytes of version 7 from the trainer's sender at tls:a:1, since 11 s: 0 bytes have come, none for "
+        "9.0 s; the trainer published them 12 s ago",
+    ]
+    assert [link.on for link in found] == ["group 412", "rollout/3", ""]
+    assert found[-1].ends == "weight_sync.deadline_seconds (60 s)"
+
+
+PROCESS = OpenWait(name=waits.PROCESS.name, seconds=41.0, left=19.0, facts={"process": "reward worker", "pid": 99})
+CAUSES: dict[str, tuple[Situation, list[str], str]] = {
+    "a process that SIGSTOP has stopped": (
+        situation(worker("trainer/0"), worker("rollout/3", "generate", pid=17, process="stopped"), group=leased("rollout/3")),
+        [WAITS, HAS, "rollout/3 does nothing: its process 17 is stopped (SIGSTOP) and goes on after SIGCONT"],
+        "queue.lease_seconds (120 s)",
+    ),
+    "a process that is gone": (
+        situation(worker("trainer/0"), worker("rollout/3", "generate", pid=17, process="gone"), group=leased("rollout/3")),
+        [WAITS, HAS, "rollout/3 is not there: its process 17 has ended"],
+        "its cluster, which starts it again or ends the run",
+    ),
+    "an event loop that computes": (
+        situation(
+            worker("trainer/0"), worker("rollout/3", "generate", pid=17, process="running", silence=30), group=leased("rollout/3")
+        ),
+        [WAITS, HAS, "rollout/3 has not reported for 30 s, its process 17 is running; last heard of in generate"],
+        "queue.lease_seconds (120 s)",
+    ),
+    "a reward that sleeps": (
+        situation(worker("trainer/0"), worker("rollout/3", cause="reward", waits=[PROCESS]), group=leased("rollout/3")),
+        [WAITS, HAS, "rollout/3 waits for reward worker 99, since 41 s"],
+        "its deadline, in 19 s",
+    ),
+    "a reward worker that is stopped": (
+        situation(
+            worker("trainer/0"),
+            worker(
+                "rollout/3",
+                cause="reward",
+                waits=[OpenWait(name=waits.PROCESS.name, seconds=41.0, left=19.0, facts={**PROCESS.facts, "state": "stopped"})],
+            ),
+            group=leased("rollout/3"),
+        ),
+        [WAITS, HAS, "rollout/3 waits for reward worker 99, since 41 s, which is stopped"],
+        "its deadline, in 19 s",
+    ),
+    "a lock that a thread holds": (
+        situation(worker("trainer/0", "forward_backward", threads=["trainer: loss (loss.py:12) > acquire (lock.py:3)"])),
+        ["trainer/0 is in forward_backward, since 41 s, in thread trainer: loss (loss.py:12) > acquire (lock.py:3)"],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a rank that is missing in a collective": (
+        situation(
+            worker("trainer/0", "forward_backward", threads=["trainer: wait (pipeline.py:239)"]),
+            worker("trainer/1", "forward_backward", pid=18, process="stopped"),
+        ),
+        [
+            "trainer/0 is in forward_backward, since 41 s, in thread trainer: wait (pipeline.py:239); trainer/1, which computes it "
+            "together with it, is not in it",
+            "trainer/1 does nothing: its process 18 is stopped (SIGSTOP) and goes on after SIGCONT",
+        ],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a rank that asks for no round": (
+        situation(
+            worker("trainer/0"),
+            worker("trainer/2", "optim_step"),
+            open_steps=[SeenStep(topic="train", step=7, asked=[2, 1], leaders=["trainer/0", "trainer/2"])],
+        ),
+        [
+            "trainer/0 waits for round 1 of step 7, since 41 s, which trainer/2 has not asked for",
+            "trainer/2 is in optim_step, since 41 s",
+        ],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a follower": (
+        situation(worker("trainer/0", "save"), worker("trainer/1", cause="leader")),
+        ["trainer/0 is in save, since 41 s"],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "Ray without room": (
+        situation(parked_waits=[parked(waits.WORKERS_START, workers=5), parked(waits.RAY_ROOM, workers="rollout/0, rollout/1")]),
+        ["the driver waits for room in the Ray cluster for rollout/0, rollout/1, since 41 s"],
+        "start_seconds of the cluster (120 s)",
+    ),
+    "workers that the cluster is still starting": (
+        situation(parked_waits=[parked(waits.WORKERS_START, workers=5)]),
+        ["the driver waits for the cluster to start 5 workers, since 41 s"],
+        "an interrupt, or the cluster's own deadline (start_seconds on Ray)",
+    ),
+    "a dead vLLM": (
+        situation(
+            worker("trainer/0"),
+            worker("rollout/3", "generate", waits=[parked(waits.SERVER_START)]),
+            group=leased("rollout/3"),
+        ),
+        [WAITS, HAS, "rollout/3 waits for a vLLM server that serves, since 41 s"],
+        "start_seconds of rollout.engine (600 s)",
+    ),
+    "a vLLM that does not answer": (
+        situation(
+            worker("trainer/0"),
+            worker("rollout/3", "generate", waits=[parked(waits.SERVER, server="vLLM server 0")]),
+            group=leased("rollout/3"),
+        ),
+        [WAITS, HAS, "rollout/3 waits for vLLM server 0, since 41 s"],
+        "generation_seconds of rollout.engine (1800 s), and the look at the server's health",
+    ),
+    "a storage unit that is stopped": (
+        situation(
+            worker("trainer/0"),
+            worker("rollout/3", cause="reward", waits=[parked(waits.UNIT, unit=1, rows=4)]),
+            worker("storage/1", "serve", pid=19, process="stopped"),
+            group=leased("rollout/3"),
+        ),
+        [
+            WAITS,
+            HAS,
+            "rollout/3 waits for storage unit 1 to store 4 rows, since 41 s",
+            "storage/1 does nothing: its process 19 is stopped (SIGSTOP) and goes on after SIGCONT",
+        ],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a disk that hangs under a checkpoint": (
+        situation(worker("trainer/0", cause="checkpoint", waits=[parked(waits.CHECKPOINT, version=7)]), parked_waits=[]),
+        ["trainer/0 waits for checkpoint 7 to be on the disk, since 41 s"],
+        "WRITE_SECONDS (600 s)",
+    ),
+    "receivers that do not take part in a publication": (
+        situation(worker("trainer/0", cause="publish", waits=[parked(waits.PUBLISHING, version=7)]), parked_waits=[]),
+        ["trainer/0 waits for version 7 to be published, since 41 s"],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a policy whose critic does not commit": (
+        situation(
+            worker("trainer/0"), worker("critic", "forward_backward"), parked_waits=[parked(waits.RELEASED, "trainer/0", step=6)]
+        ),
+        ["trainer/0 waits for critic to commit step 6, since 41 s", "critic is in forward_backward, since 41 s"],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a circle": (
+        situation(worker("trainer/0"), worker("rollout/3", serving=6), group=READY, published=6),
+        [
+            WAITS,
+            "group 412 lies ready for task rollout, for version 7, and the newest that is published is 6",
+            "trainer/0 is waited for by those that it waits for: nothing inside the run ends that",
+        ],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a worker that has not come": (
+        situation(worker("trainer/0", silence=None, pid=17, process="sleeping"), parked_waits=[]),
+        ["trainer/0 is not connected: it has not come yet, or has gone: its process 17 is sleeping"],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a run without a trainer": (
+        situation(worker("rollout/3", "generate"), group=leased("rollout/3"), parked_waits=[]),
+        ["the run waits for group 412 of step 7", HAS, "rollout/3 is in generate, since 41 s"],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_cause_is_named_with_its_deadline(cause: str) -> None:
+    seen, texts, ends = CAUSES[cause]
+    found = chain(seen)
+    assert [link.text for link in found] == texts
+    assert found[-1].ends == ends and not found[-1].on
+    assert sentence(seen) == f"{'; '.join(texts)} (ended by {ends})"
+
+
+def test_background_waits_are_not_what_holds_up_a_lane_that_works() -> None:
+    publishes = worker("trainer/0", "forward_backward", waits=[parked(waits.PUBLISHING, version=7)])
+    assert sentence(situation(publishes)).startswith("trainer/0 is in forward_backward, since 41 s (")
+    scoring = [OpenWait(name=waits.PROCESS.name, seconds=0.2, facts=PROCESS.facts)]
+    seen = situation(worker("trainer/0"), worker("rollout/3", "generate", waits=scoring), group=leased("rollout/3"))
+    assert chain(seen)[-1].text == "rollout/3 is in generate, since 41 s"
+
+
+def test_the_graph_has_every_worker_once() -> None:
+    seen = situation(
+        worker("trainer/0"), worker("trainer/1", cause="leader"), worker("rollout/3", "generate"), group=leased("rollout/3")
+    )
+    assert [(link.who, link.on) for link in graph(seen)] == [
+        ("trainer/0", "group 412"),
+        ("trainer/1", "trainer/0"),
+        ("rollout/3", ""),
+    ]
+
+
+def test_a_situation_is_whole_or_the_one_before(tmp_path: Path) -> None:
+    seen = situation(worker("trainer/0"), group=READY)
+    write_situation(tmp_path, seen)
+    assert read_situation(tmp_path) == seen
+    assert [path.name for path in tmp_path.iterdir()] == ["now.json"]
+    (tmp_path / "now.json").write_text('{"run": "r"')
+    with pytest.raises(UserError, match=r"now\.json cannot be read"):
+        read_situation(tmp_path)
+    with pytest.raises(UserError, match="no run has begun in it"):
+        read_situation(tmp_path / "elsewhere")

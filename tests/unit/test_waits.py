@@ -1,0 +1,144 @@
+"""Every wait of the code is registered by name, with its deadline; a new one that is not fails here."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from asyncflow import waits
+from asyncflow.config import Config
+from asyncflow.waits import WAITS, OpenWaits, waiting
+
+PACKAGE = Path(waits.__file__).parent
+CALLS = frozenset(
+    (
+        *("until", "wait", "wait_for", "timeout", "timeout_at", "waiting", "held", "acquire", "barrier"),
+        *("readexactly", "readline", "recv", "communicate", "drain", "accept"),
+    )
+)
+"""Calls that wait, by their last name: of asyncio, threading, processes, sockets, torch.distributed, and of this project's own."""
+LOCKS = frozenset(("Lock", "RLock", "Semaphore", "BoundedSemaphore", "Barrier", "Condition"))
+"""What is waited for by `with`: the place that makes one is where the wait is registered."""
+NONE_OF_THEM = frozenset(
+    {
+        "waits.py",  # this registry
+        "cluster/clock.py",  # virtual time itself
+        "control/signal.py",  # its callers are registered
+        "engines/cores.py",  # arithmetic of a simulation: no `until` there waits
+        "telemetry/spans.py",  # `waiting` of a lane, whose callers are registered
+    }
+)
+
+
+def waits_in(source: str) -> set[str]:
+    """Functions (`Class.function`) that wait, or make a lock, in a module's source."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST, names: tuple[str, ...], is_awaited: bool) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = (*names, node.name)
+        if isinstance(node, ast.Call) and _waits(node, is_awaited):
+            found.add(".".join(names) or "-")
+        if isinstance(node, ast.Await) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript):
+            found.add(".".join(names) or "-")  # a future that somebody else settles
+        for child in ast.iter_child_nodes(node):
+            visit(child, names, isinstance(node, ast.Await))
+
+    visit(ast.parse(source), (), False)
+    return found
+
+
+def _waits(call: ast.Call, is_awaited: bool) -> bool:
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    if name == "join":  # of a thread; text is joined of something, and what is awaited waits elsewhere
+        return isinstance(function, ast.Attribute) and not call.args and not is_awaited
+    if name == "get":  # of an asyncio.Queue
+        return is_awaited and not call.args and not call.keywords
+    return name in CALLS or name in LOCKS
+
+
+@cache
+def places() -> set[str]:
+    """All places of the package that wait."""
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+    return {f"{name}:{each}" for name, path in files.items() if name not in NONE_OF_THEM for each in waits_in(path.read_text())}
+
+
+def test_every_wait_of_the_code_is_registered() -> None:
+    registered = {place for wait in WAITS.values() for place in wait.places.split()}
+    new, gone = places() - registered, registered - places()
+    assert not new, f"these wait: register each in asyncflow/waits.py, with a name and a deadline: {sorted(new)}"
+    assert not gone, f"nothing waits there any more: {sorted(gone)}"
+    assert not NONE_OF_THEM - {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async def f(self):\n    await self.changed.wait()",
+        "async def f(future):\n    return await future",
+        "def f(thread):\n    thread.join()",
+        "async def f(queue):\n    return await queue.get()",
+        "class A:\n    def __init__(self):\n        self.lock = asyncio.Lock()",
+        "def f(reader):\n    with waiting(FETCH):\n        pass",
+    ],
+)
+def test_a_wait_is_found(source: str) -> None:
+    assert waits_in(source) == {"A.__init__" if "class A" in source else "f"}
+
+
+def test_what_is_no_wait_is_not_found() -> None:
+    assert (
+        waits_in("async def f(names, own):\n    await asyncio.sleep(1)\n    ', '.join(names)\n    own.get()\n    await own.call()")
+        == set()
+    )
+
+
+def test_no_place_has_two_names_but_a_lane_that_waits_for_room_of_its_own() -> None:
+    counted = Counter(place for wait in WAITS.values() for place in wait.places.split())
+    assert {place for place, count in counted.items() if count > 1} == {"loops/tasks.py:serve"}
+
+
+def test_every_wait_has_words_and_a_deadline() -> None:
+    for name, wait in WAITS.items():
+        assert wait.name == name and wait.ends and wait.words({}), name
+        for key in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b", wait.ends):
+            is_a_file = key[1] == "py"
+            section = Config.model_fields[key[0]].annotation if key[0] in Config.model_fields else None
+            assert is_a_file or key[1] in getattr(section, "model_fields", {}), f"{name}: {'.'.join(key)} is no configuration key"
+
+
+async def test_open_waits_are_those_of_the_tasks_begun_there() -> None:
+    mine, other = OpenWaits(), OpenWaits()
+
+    async def fetch(of: OpenWaits, version: int) -> None:
+        of.begin()
+        with waiting(waits.FETCH, seconds=60.0, version=version) as fetching:
+            fetching.moved(5)
+            await asyncio.sleep(60)
+
+    tasks = [asyncio.create_task(fetch(mine, 7)), asyncio.create_task(fetch(other, 8))]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    now = asyncio.get_running_loop().time()
+    (wait,) = mine.now(now + 9.0)
+    assert wait.words == "the weights of version 7" and wait.moved == 5
+    assert 9.0 <= wait.seconds < 20.0 and wait.still is not None and wait.left is not None
+    assert wait.still == pytest.approx(wait.seconds, abs=0.5) and wait.left == pytest.approx(60.0 - wait.seconds)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert mine.now(now) == [] == other.now(now)
+
+
+async def test_a_wait_outside_of_a_worker_is_recorded_nowhere() -> None:
+    with waiting(waits.FETCH, version=1) as fetching:
+        fetching.moved(3)
+    assert fetching.bytes == 3 and fetching.moved_at is None
