@@ -494,7 +494,8 @@ RAY: Final = _wait(
     "Ray",
     "an answer of Ray, or of a host that it has placed",
     "HOST_SECONDS (30 s), UNAVAILABLE_SECONDS (60 s)",
-    "cluster/ray/cluster.py:RayCluster._look_apart cluster/ray/cluster.py:RayCluster.stop"
+    "cluster/ray/cluster.py:RayCluster._look_apart cluster/ray/cluster.py:RayCluster._look_for_devices"
+    " cluster/ray/cluster.py:RayCluster.stop"
     " cluster/ray/connection.py:RayConnection._begin_cluster cluster/ray/connection.py:RayConnection.disconnect"
     " cluster/ray/connection.py:_answers cluster/ray/guard.py:guard cluster/ray/host.py:RayHost.__init__"
     " cluster/ray/host.py:RayHost._end_predecessor cluster/ray/host.py:RayHost._read cluster/ray/host.py:RayHost._wait"
