@@ -235,10 +235,10 @@ class Job:
 
     async def _stop(self, driver: Driver, *, goes_on: bool = False) -> None:
         """`goes_on`: another attempt follows, so workers are ended at once, and what a run leaves at its end is not written."""
-        if not goes_on:
-            await self._say_why()
-        else:
+        if goes_on:
             await self._running.abandon(partial(self._settle, driver, 0.0))
+        else:
+            await self._say_why()
         await driver.stop()
         await self._running.finish_step(self.config.run.stop_grace_seconds)
         await self.scaling.stop()
