@@ -507,8 +507,8 @@ WORKER_ENDS: Final = _wait(
     "worker's end",
     "a worker's process to end",
     _WORKER_ENDS,
-    "run/job.py:Job._restart_after cluster/forking.py:ForkServer._end cluster/forking.py:ForkedProcess.wait cluster/supervised.py:SupervisedCluster._keep_alive"
-    " cluster/torchrun.py:run_rank",
+    "run/job.py:Job._restart_after cluster/forking.py:ForkServer._end cluster/forking.py:ForkedProcess.wait"
+    " cluster/supervised.py:SupervisedCluster._keep_alive cluster/torchrun.py:run_rank",
 )
 STOPPING: Final = _wait(
     "stopping",
