@@ -358,9 +358,12 @@ class TrainConfig(Section):
     """Parts that the groups of a step are cut into, each with an update of its own: a step is `epochs` x `mini_batches` updates."""
     responses_per_micro_batch: PositiveInt | None = None
     """Responses of a group that are computed together and share one copy of their prompt; by default the whole group; 1: none."""
-    skip_zero_advantages: bool = False
+    tokens_per_micro_batch: PositiveInt | Literal["auto"] | None = "auto"
+    """Tokens up to which micro-batches that are ready, also of several groups, are computed in one pass; null: each by itself. The
+    automatic number goes by the model's width and the device; with `responses_per_micro_batch` it is null."""
+    skip_zero_advantages: bool | Literal["auto"] = "auto"
     """Do not compute micro-batches whose advantages are all 0, as those of a group whose rewards are all equal: they count in the
-    normaliser, and their gradient is 0."""
+    normaliser, and their gradient is 0. By default where the loss has no gradient there."""
     check_shared_prompt: bool = True
     """At the start, compute one micro-batch with and without sharing the prompt, and stop if they differ."""
     old: Old = "current"

@@ -6,9 +6,9 @@ The quickstart: 32 prompts x 8 responses a step, float32, GRPO with token-mean l
 in which AsyncFlow trains on them, AsyncFlow's scorer, and its learning rate; it runs in an environment of its own, which the first
 call makes. Which of its ways to generate, and which size of micro-batch, is the fastest here is tried first, and that one is taken.
 
-A step lasts from commit to commit; the first three of each are left out. AsyncFlow is the whole `asyncflow train` command, once as
-the recipe has it, with generation and training on one core each and every row computed, as TRL does; and once with
-`train.skip_zero_advantages`, which leaves out the rows of groups whose rewards are all equal (their gradient is exactly 0), and two
+A step lasts from commit to commit; the first three of each are left out. AsyncFlow is the whole `asyncflow train` command, once
+with every row computed (`train.skip_zero_advantages=false`), as TRL does, and with generation and training on one core each; and
+once without the rows of groups whose rewards are all equal (their gradient is exactly 0), which is the default, and with two
 rollout workers, since generation is then most of the work. TRL computes both halves on two cores. Accuracy by step is the mean
 reward of the step's own responses; held-out accuracy is that of the saved models, by `asyncflow eval`.
 """
@@ -39,7 +39,7 @@ GENERATES_BY = ("generate", "continuous batching")
 MICRO_BATCHES = (256, 64)  # rows
 TRIAL_STEPS, WARM_UP_STEPS = 4, 3
 ALL_ROWS, SKIPPING = "AsyncFlow", "skipping"
-WAYS = {ALL_ROWS: [], SKIPPING: ["train.skip_zero_advantages=true", "rollout.num_workers=2"]}
+WAYS = {ALL_ROWS: ["train.skip_zero_advantages=false"], SKIPPING: ["rollout.num_workers=2"]}
 
 Seen = tuple[list[float], list[float]]
 """Seconds and mean reward of each step."""

@@ -180,7 +180,8 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Fixed piece of one group: R rows with one prompt. The rows' indices alone decide how a group is cut into pieces.
+    """Fixed piece of one group: R rows with one prompt. The rows' indices alone decide how a group is cut into pieces. An engine
+    may compute several in one pass.
 
     indices int64 [R]; prompt_ids int64 [Lp]. The ragged columns have R entries: response_ids int64, loss_mask uint8,
     rollout_logprobs float32. advantages float32: [R], one for each row, or [T], one for each of all T response tokens. staleness
@@ -306,6 +307,9 @@ class TrainEngineOptions:
     `frozen_dtype` (None: in `dtype`), and with `offload` in host memory. `check_shared_prompt`: compute the first micro-batch
     whose prompt is shared without sharing, too, and compare.
 
+    `tokens_per_pass`: packed tokens up to which several micro-batches are computed together; None: each is a pass of its own. With
+    `accumulate` "exact" no bit depends on it. An engine may lack it.
+
     `layout`: how the model is sharded over processes. In a pipeline the micro-batches of a call are filled up to one length, if
     the fill is at most the fraction `pipeline_fill` of all their tokens. `activation_checkpointing`: compute each layer's
     activations again in the backward pass. `offload_optimizer`: keep the optimiser's state in host memory.
@@ -342,6 +346,7 @@ class TrainEngineOptions:
     activation_checkpointing: bool
     offload_optimizer: bool
     lora: LoraSpec | None = None
+    tokens_per_pass: int | None = None
 
 
 class ClassifierEngine(Protocol):

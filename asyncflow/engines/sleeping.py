@@ -310,6 +310,10 @@ def _response(slot: _Slot) -> Response:
     )
 
 
+def _packed_tokens(micro_batch: MicroBatch) -> int:
+    return len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
+
+
 class SleepingTrainEngine:
     """`TrainEngine` that sleeps: its only weight is the number of updates, its losses are 0 and its log-probs -1."""
 
@@ -324,16 +328,17 @@ class SleepingTrainEngine:
         ranks: asyncio.Barrier | None = None,
         pool: str = TRAIN,
         cores: Cores | None = None,
+        tokens_per_pass: int | None = None,
     ) -> None:
         """Make an engine that has had no update. `learning_rate` is only reported; nothing is learnt.
 
-        `ranks`: where the data-parallel ranks meet in each round. `cores`: those it computes on, by
-        the name `pool`; without them it has its own.
+        `tokens_per_pass`: as in `TrainEngineOptions`. `ranks`: where the data-parallel ranks meet in each round. `cores`: those it
+        computes on, by the name `pool`; without them it has its own.
         """
         self.updates = 0
         self.data_parallel_rank = data_parallel_rank
         self._costs, self._learning_rate = costs, learning_rate
-        self._ranks = ranks
+        self._ranks, self._tokens_per_pass = ranks, tokens_per_pass
         self._pool, self._cores = pool, cores or Cores()
         self._thread = asyncio.Lock()  # one call at a time, as a compute thread takes them
 
@@ -345,7 +350,15 @@ class SleepingTrainEngine:
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine`. Takes the time of computing the prompt once for all its responses."""
-        results = [await self.train_on(micro_batch) for micro_batch in micro_batches]
+        passes: list[list[MicroBatch]] = []
+        room = 0
+        for micro_batch in micro_batches:
+            if (tokens := _packed_tokens(micro_batch)) > room:
+                passes.append([])
+                room = self._tokens_per_pass or 0
+            passes[-1].append(micro_batch)
+            room -= tokens
+        results = [result for of_pass in passes for result in await self._train_on(of_pass)]
         if self._ranks is not None and self._costs.collectives_seconds:
             await self._ranks.wait()
             await self.occupied(self._costs.collectives_seconds)
@@ -353,9 +366,12 @@ class SleepingTrainEngine:
 
     async def train_on(self, micro_batch: MicroBatch) -> MicroBatchResult:
         """Sleep as long as one micro-batch takes; its loss is 0 under any objective."""
-        tokens = len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
-        await self.occupied(self._costs.forward_backward(tokens))
-        return MicroBatchResult(loss_sum=0.0, loss_tokens=int(micro_batch.loss_mask.values.sum()), physical_tokens=tokens)
+        (result,) = await self._train_on([micro_batch])
+        return result
+
+    async def _train_on(self, of_pass: Sequence[MicroBatch]) -> list[MicroBatchResult]:
+        await self.occupied(self._costs.forward_backward(sum(map(_packed_tokens, of_pass))))
+        return [MicroBatchResult(0.0, int(each.loss_mask.values.sum()), _packed_tokens(each)) for each in of_pass]
 
     async def set_hyperparameters(self, chosen: Hyperparameters) -> None:
         """See `TrainEngine`. The learning rate is only reported."""

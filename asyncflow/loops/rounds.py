@@ -131,16 +131,19 @@ class Rounds:
 
     @contextmanager
     def computing(self, current: Round) -> Iterator[None]:
-        """Show the round in the lane; where it has several groups, record a span for each of them as well."""
+        """Show the round in the lane; where it has several groups, record a span for each of them as well. Rows and tokens are
+        those that are computed."""
         began, groups = self._spans.clock(), [work.leased.lease.groups[0].group for work in current.works]
-        rows = [len(work.leased.batch) for work in current.works]
-        tokens = sum(piece.logical_tokens for piece in current.micro_batches)
+        computed = {id(piece) for piece in current.micro_batches}
+        pieces = [[piece for piece in work.micro_batches if id(piece) in computed] for work in current.works]
+        rows = [sum(len(piece.indices) for piece in of_group) for of_group in pieces]
+        tokens = [sum(piece.logical_tokens for piece in of_group) for of_group in pieces]
         of_one, of_step = {"group": groups[0]} if len(groups) == 1 else {}, {"step": self.step, "version": self.step}
         name = "forward_backward" if self.task == "train" else self.task
-        with self._spans.busy(name, **of_step, rows=sum(rows), tokens=tokens, **of_one):
+        with self._spans.busy(name, **of_step, rows=sum(rows), tokens=sum(tokens), **of_one):
             yield
-        for group, of_group in zip(groups, rows, strict=True) if not of_one else ():
-            self._spans.beside("train_group", began, **of_step, group=group, rows=of_group)
+        for group, num_rows, num_tokens in zip(groups, rows, tokens, strict=True) if not of_one else ():
+            self._spans.beside("train_group", began, **of_step, group=group, rows=num_rows, tokens=num_tokens)
 
     async def totals(self, update: int) -> StepTotals | None:
         """Totals of one of the step's updates, when all of it is trained; None: the run is stopping."""

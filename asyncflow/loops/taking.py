@@ -29,11 +29,10 @@ HOLDER = "driver"
 
 
 class Taking:
-    """Leases of a task that trains a model. `num_tokens`: tokens of a lease, by which the groups of a round are chosen to be
-    alike."""
+    """Leases of a task that trains a model. `num_tokens`: tokens of a group, by which those of a round are chosen."""
 
     def __init__(
-        self, task: str, queue: TransferQueueClient, ledger: LedgerService, schedule: Schedule, num_tokens: Callable[[Lease], int]
+        self, task: str, queue: TransferQueueClient, ledger: LedgerService, schedule: Schedule, num_tokens: Callable[[Handed], int]
     ) -> None:
         self._task, self._queue, self._ledger, self._schedule, self._num_tokens = task, queue, ledger, schedule, num_tokens
         self._put_aside: dict[int, Handed] = {}  # complete groups of later steps, where those may come first
@@ -64,7 +63,7 @@ class Taking:
     async def _take(self, step: int, leases: dict[int, Lease]) -> None:
         async for handed in self._groups(step):
             leases[handed.lease.groups[0].group] = handed.lease
-            self._ledger.offer(step, self._task, handed, self._num_tokens(handed.lease))
+            self._ledger.offer(step, self._task, handed, self._num_tokens(handed))
 
     async def _groups(self, step: int) -> AsyncIterator[Handed]:
         """The complete groups of a step, as they come. Where groups of later steps may come first, the ledger says which."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from asyncflow.control import SCHEDULES
 from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.costs import Costs
+from asyncflow.model_folder import read_json
 from asyncflow.registry import build
-from asyncflow.run.factories import tasks_before_training, update_plan
+from asyncflow.run.factories import tasks_before_training, tokens_per_pass, update_plan
 from asyncflow.types import Array
 
 GRID = 64
@@ -147,8 +149,15 @@ def train(config: Config, costs: Costs, drawn: Drawn) -> Task:
     pieces = -(-group // (config.train.responses_per_micro_batch or group))
     fixed = costs.forward_backward(0)
     token = costs.forward_backward(1) - fixed
-    of_group = pieces * (fixed + token * costs.lengths.prompt) + token * drawn.tokens.sum(2)
-    rounds = -(-config.train.prompts_per_step // (layout.dp * update_plan(config).groups_per_round))
+    of_group = pieces * token * costs.lengths.prompt + token * drawn.tokens.sum(2)
+    fields = read_json(Path(config.model.path) / "config.json")
+    if (most := tokens_per_pass(config, fields)) is None:
+        of_group = of_group + pieces * fixed
+        rounds = -(-config.train.prompts_per_step // (layout.dp * update_plan(config).groups_per_round))
+    else:  # at best all passes are full, and a rank has no round that is not
+        packed = pieces * costs.lengths.prompt + drawn.tokens.sum(2)
+        of_group = of_group + fixed * np.minimum(packed / most, pieces)
+        rounds = 1
     meetings = costs.collectives_seconds if layout.dp > 1 else 0.0
     again = (config.train.epochs - 1) * (of_group.sum(1, keepdims=True) / layout.dp + rounds * meetings)
     extra = again + (updates - 1) * costs.optim_step_seconds

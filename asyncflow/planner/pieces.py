@@ -21,8 +21,10 @@ from asyncflow.config import Config, load
 from asyncflow.engines.costs import Lengths
 from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN
 from asyncflow.loops.samples import VALUES_TASK
+from asyncflow.model_folder import read_json
 from asyncflow.planner.contention import BusyWorkers
 from asyncflow.planner.fit import TimedWork
+from asyncflow.run.factories import tokens_per_pass
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, join_pieces, read_spans
@@ -83,14 +85,15 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
     `prompt_tokens`: mean length of a prompt, by which packed tokens follow from a span's.
     """
     group, layout = config.rollout.group_size, config.layout
-    per_pass = config.train.responses_per_micro_batch or group
+    per_micro_batch = config.train.responses_per_micro_batch or group
+    pass_tokens = tokens_per_pass(config, read_json(Path(config.model.path) / "config.json"))
     begun = min((span.start for span in spans if span.task == "optim_step" and span.step >= WARM_UP - 1), default=-math.inf)
     longest = _longest_of_rounds(spans) if layout.dp > 1 else set()
 
     def amounts(span: Span) -> tuple[float, ...] | None:
         """Amounts of a span, one for each term; None: it is not what the piece means."""
-        passes = -(-span.rows // per_pass)
-        packed = span.tokens + passes * prompt_tokens  # of a span that counts response tokens
+        micro_batches = -(-span.rows // per_micro_batch)
+        packed = span.tokens + micro_batches * prompt_tokens  # of a span that counts response tokens
         match span.task:
             case "decode_step":
                 return max(span.calls, 1), span.rows, span.tokens
@@ -100,12 +103,13 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
                 is_longest = span.task == "critic_update" or layout.dp == 1 or id(span) in longest
                 if not span.rows or not is_longest:  # the other ranks' spans end with the longest of their round
                     return None
-                packed = span.tokens - (span.rows - passes) * prompt_tokens
+                packed = span.tokens - (span.rows - micro_batches) * prompt_tokens
                 if span.task == "critic_update":
-                    return passes, packed
-                return float(layout.dp > 1), passes, packed
+                    return micro_batches, packed
+                passes = micro_batches if pass_tokens is None else max(1, -(-round(packed) // pass_tokens))
+                return float(layout.dp > 1), min(passes, micro_batches), packed
             case "reference":
-                return passes, packed
+                return micro_batches, packed
             case "values":
                 return (packed,)
             case "install" if span.worker.startswith(f"{VALUES_TASK}/"):
@@ -161,7 +165,10 @@ def lengths_of(config: Config, spans: Sequence[Span], rows: Mapping[int, Row]) -
     groups = [
         span.tokens / span.rows
         for span in spans
-        if span.task == "forward_backward" and span.step in rows and span.rows == config.rollout.group_size and span.tokens
+        if span.task in ("forward_backward", "train_group")
+        and span.step in rows
+        and span.rows == config.rollout.group_size
+        and span.tokens
     ]
     mean = statistics.fmean(means)
     prompt = max(1.0, statistics.fmean(groups) - mean) if groups else 1.0  # logical tokens of a row: its prompt and its response

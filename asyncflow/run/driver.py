@@ -28,6 +28,7 @@ from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.loops.selection import Selection
 from asyncflow.loops.taking import Taking
+from asyncflow.model_folder import read_json
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.context import RunContext
@@ -55,7 +56,7 @@ from asyncflow.run.resume import Resumed, as_prompt
 from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run.scaling import Devices
 from asyncflow.run_dir import KEY_FILE
-from asyncflow.transfer_queue.controller import TaskEvents
+from asyncflow.transfer_queue.controller import Handed, TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transport import Arena, Credentials, Server
@@ -96,7 +97,7 @@ class Driver:
         ledger = Ledger(
             self.shape.group_bits,
             task_plan(config),
-            update_plan(config),
+            update_plan(config, read_json(prepared.model / "config.json")),
             max_staleness=self.schedule.max_staleness,
             first=first,
             has_evaluators=config.eval.num_workers > 0,
@@ -247,8 +248,13 @@ class Driver:
     def _taking(self, task: str) -> Taking:
         leases = self.transfer_queue.controllers[task].table.leases
 
-        def num_tokens(lease: Lease) -> int:
-            return leases.of(lease.token).num_tokens if lease.token in leases else 0  # or it has expired
+        def num_tokens(handed: Handed) -> int:
+            token = handed.lease.token
+            if handed.batch is None:
+                return leases.of(token).num_tokens if token in leases else 0  # or it has expired
+            if self.shape.skips_zero_advantages and len(set(handed.batch.column("reward").tolist())) == 1:
+                return 0  # it is not computed, most likely
+            return len(handed.batch.column("prompt_ids")) + len(handed.batch.column("response_ids"))
 
         return Taking(task, self.queue, self.ledger, self.schedule, num_tokens)
 

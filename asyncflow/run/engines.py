@@ -11,6 +11,7 @@ from asyncflow.devices import kind_of
 from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, OUTSIDE, TRAIN_ENGINES
+from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.run.connection import RunConnection
@@ -48,7 +49,10 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
 def train_engine(run: RunConnection) -> TrainEngine:
     """Loads the model, in the calling thread."""
     chosen = run.config.train.engine
-    arguments: dict[str, Any] = {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
+    arguments: dict[str, Any] = {
+        "model_path": Path(run.job.model),
+        "options": train_engine_options(run.config, read_json(Path(run.job.model) / "config.json")),
+    }
     if chosen.name == OUTSIDE:
         arguments["desk"] = run.desk
     engine = cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -17,12 +17,14 @@ from asyncflow.control import SCHEDULES
 from asyncflow.control.ledger import TaskPlan, UpdatePlan
 from asyncflow.control.schedule import Schedule
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.devices import CPU, kind_of
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_DEVICES,
     ROLLOUT_ENGINE_OWN_DEVICES,
     ROLLOUT_ENGINE_WHYS,
 )
+from asyncflow.engines.train import OUTSIDE
 from asyncflow.environments import ENVIRONMENTS, TURN_FORMATS
 from asyncflow.environments.base import TurnFormat
 from asyncflow.environments.pool import EnvironmentPool
@@ -43,6 +45,11 @@ from asyncflow.types import Layout, UserError, group_bits_for
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightSyncFacts
 
+NO_FIELDS: Final[Mapping[str, Any]] = {}
+PASS_TOKENS_CPU: Final = 1024
+"""Tokens of a pass on a CPU, for models of at least 512 hidden elements. Measured by benchmarks/passes.py."""
+PASS_TOKENS: Final = 8192
+"""Tokens of a pass on an accelerator. Not measured: from some thousand on, matrix products do not wait for memory."""
 CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")
@@ -69,7 +76,7 @@ def shape_of(config: Config) -> Shape:
         epochs=config.train.epochs,
         mini_batches=config.train.mini_batches,
         has_reward_parts=config.reward.has_parts,
-        skips_zero_advantages=config.train.skip_zero_advantages,
+        skips_zero_advantages=skips_zero_advantages(config),
         max_candidates=most,
         oversampling=config.train.oversampling,
         max_turns=None if config.environment is None else config.episodes.max_turns,
@@ -99,12 +106,50 @@ def task_plan(config: Config) -> TaskPlan:
     return TaskPlan(tasks, chosen_by=chosen_by, num_members=prompts)
 
 
-def update_plan(config: Config) -> UpdatePlan:
-    """The updates of a step, for the ledger. A rank trains a group in a round, or, in a pipeline, as many as make up the
-    micro-batches that go through it together."""
+def skips_zero_advantages(config: Config) -> bool:
+    """Whether rows without advantages are left out, if the algorithm allows it. A process from outside has a loss of its own: it
+    is given all rows, unless it is to be given fewer."""
+    asked = config.train.skip_zero_advantages
+    return config.train.engine.name != OUTSIDE if asked == "auto" else asked
+
+
+def update_plan(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> UpdatePlan:
+    """The updates of a step, for the ledger. `fields`: of the model's `config.json`.
+
+    A rank trains a group in a round, and more that are there up to the tokens of a pass; in a pipeline it trains as many as make up
+    the micro-batches that go through it together."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
-    groups = -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
-    return UpdatePlan(config.layout.dp, groups, config.train.epochs, config.train.mini_batches)
+    num_passes = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1
+    groups = -(-num_passes // pieces) if config.layout.pp > 1 else 1
+    tokens = tokens_per_pass(config, fields)
+    return UpdatePlan(
+        config.layout.dp,
+        groups,
+        None if tokens is None else tokens * num_passes,
+        config.train.epochs,
+        config.train.mini_batches,
+    )
+
+
+def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
+    """Packed tokens up to which several micro-batches are computed in one pass; None: each by itself. `fields`: of the model's
+    `config.json`.
+
+    By itself is each where `train.responses_per_micro_batch` has made them small, where bits are promised and the model is cut over
+    ranks (a sum over ranks is of a whole pass), in a pipeline (whose stages are to be busy with many), and by other engines than
+    the built-in one; unless a number says otherwise.
+    """
+    train, layout = config.train, config.layout
+    if train.tokens_per_micro_batch != "auto":
+        return train.tokens_per_micro_batch
+    is_cut_exactly = train.accumulate == "exact" and layout.size > 1
+    is_chosen = train.responses_per_micro_batch is not None
+    if "hidden_size" not in fields or is_chosen or is_cut_exactly or layout.pp > 1 or train.engine.name != "torch":
+        return None
+    if kind_of(train.device) != CPU:
+        return PASS_TOKENS
+    # In a narrow model what a call costs counts more than its arithmetic.
+    return PASS_TOKENS_CPU * max(1, 512 // int(fields["hidden_size"]))
 
 
 def queue_schema(config: Config) -> Schema:
@@ -142,8 +187,17 @@ def critic_folder(config: Config) -> Path | None:
     return Path(path) if path is not None and make_algorithm(config).critic is not None else None
 
 
-def train_engine_options(config: Config) -> TrainEngineOptions:
-    """Options of every train engine, from the configuration."""
+def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
+    """Sentence about the tokens of a pass, where they were chosen automatically; "" where they were not."""
+    tokens = tokens_per_pass(config, fields)
+    if config.train.tokens_per_micro_batch != "auto" or tokens is None:
+        return ""
+    width = f"{fields['hidden_size']} hidden elements on {config.train.device}"
+    return f"training passes take up to {tokens:,} packed tokens (train.tokens_per_micro_batch=auto, {width})"
+
+
+def train_engine_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> TrainEngineOptions:
+    """Options of every train engine, from the configuration. `fields`: of the model's `config.json`."""
     train, algorithm = config.train, make_algorithm(config)
     return TrainEngineOptions(
         layout=config.layout,
@@ -174,6 +228,7 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
         activation_checkpointing=train.activation_checkpointing,
         offload_optimizer=train.offload_optimizer,
         lora=config.lora,
+        tokens_per_pass=tokens_per_pass(config, fields),
     )
 
 

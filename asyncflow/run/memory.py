@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncflow.config import Config
 from asyncflow.engines.families import DECODED, Family, head_dim
-from asyncflow.run.factories import make_algorithm, max_retained, tasks_before_training
+from asyncflow.run.factories import make_algorithm, max_retained, tasks_before_training, tokens_per_pass
 from asyncflow.types import LoraSpec, UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -142,7 +142,7 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
         at = 0.0 if train.offload else frozen_bytes * mine
         parts.append(MemoryUse(name, at, "in host memory (train.offload)" if train.offload else f"{frozen_bytes} B each"))
     parts.append(_computed_weights(config, shapes, stage))
-    tokens = micro_batch_tokens(config, prompt_tokens)
+    tokens = longest_pass_tokens(config, shapes, prompt_tokens)
     parts.append(_activations(config, shapes, tokens))
     chunk = min(tokens, train.log_prob_chunk_tokens)
     logits = _LOGIT_COPIES * 4 * chunk * shapes.vocabulary / layout.tp
@@ -154,6 +154,13 @@ def micro_batch_tokens(config: Config, prompt_tokens: int) -> int:
     """Tokens of the longest micro-batch: the prompt once, where it is shared, and its responses at full length."""
     pieces = config.train.responses_per_micro_batch or config.rollout.group_size
     return prompt_tokens + pieces * config.rollout.max_new_tokens
+
+
+def longest_pass_tokens(config: Config, shapes: Shapes, prompt_tokens: int) -> int:
+    """Tokens of the longest pass: the longest micro-batch, or as many of those of a step as a pass takes."""
+    longest, most = micro_batch_tokens(config, prompt_tokens), tokens_per_pass(config, {"hidden_size": shapes.hidden})
+    pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
+    return max(longest, min(most or 0, config.train.prompts_per_step * pieces * longest))
 
 
 def _computed_weights(config: Config, shapes: Shapes, stage: int) -> MemoryUse:

@@ -33,6 +33,7 @@ from asyncflow.run.factories import (
     environment_pool,
     make_algorithm,
     make_schedule,
+    pass_note,
     reward_pool,
     shape_of,
     shape_of_evaluation,
@@ -115,7 +116,7 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     if config.model.push_to_hub is not None and is_here and not may_push():
         raise UserError("model.push_to_hub needs a token of the Hugging Face Hub: log in with `hf auth login`, or set HF_TOKEN")
     _check_candidates(config, wants_them=algorithm.wants_varied_groups)
-    if config.train.skip_zero_advantages and not algorithm.is_zero_without_advantages:
+    if config.train.skip_zero_advantages is True and not algorithm.is_zero_without_advantages:
         raise UserError(
             f"train.skip_zero_advantages is for losses that have no gradient where advantages are 0, and {config.algorithm.name} "
             f"as it is set here has one (a KL term in the loss, an entropy bonus), or does not say (is_zero_without_advantages, in "
@@ -250,7 +251,7 @@ def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
     """
     chosen = config.train.engine
     if chosen.name in TRAIN_ENGINE_CHECKS:
-        arguments = {**chosen.options, "options": train_engine_options(config), "fields": fields}
+        arguments = {**chosen.options, "options": train_engine_options(config, fields), "fields": fields}
         build("train engine", chosen.name, arguments, TRAIN_ENGINE_CHECKS)
     else:
         check_layout(fields, config.layout)
@@ -374,6 +375,8 @@ async def prepare(
         _check_critic_fits(critic, model)
     tokenizer = CheckpointTokenizer(model)
     notes = [] if environments is None else check_turns(config, tokenizer, environments)
+    if not evaluate_only and (note := pass_note(config, read_json(model / "config.json"))):
+        notes.append(note)
     sources = [each for each in (source, held_out) if each is not None]
     tokenized = {id(each): tokenize(config, tokenizer, each, tools) for each in sources}
     prompts = [] if source is None else short_enough(config, tokenized[id(source)], source.name)

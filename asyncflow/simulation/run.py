@@ -35,11 +35,12 @@ from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import VALUES_TASK, Prompt
+from asyncflow.model_folder import read_json
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.connection import RunConnection, joined
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import episode_limits, make_schedule, shape_of
+from asyncflow.run.factories import episode_limits, make_schedule, shape_of, tokens_per_pass
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.resume import Resumed
@@ -354,6 +355,7 @@ class SimulatedJob(Job):
                 data_parallel_rank=rank,
                 ranks=self._ranks,
                 cores=self._cores,
+                tokens_per_pass=tokens_per_pass(self.config, read_json(Path(self.config.model.path) / "config.json")),
             )
             sender = self._sync.sender(name) if rank == 0 else None
             saving = await train_steps(run, engine, sender)

@@ -35,6 +35,10 @@ class WireBatch(msgspec.Struct, array_like=True):
             values.append(column.values if isinstance(column, Ragged) else column)
         return cls(np.concatenate(parts), list(batch.columns), values)
 
+    def column(self, name: str) -> Array:
+        """Values of a column, end to end."""
+        return self.values[self.names.index(name)]
+
     def batch(self) -> Batch:
         """Raises `ValueError` when the layout is not one."""
         rest = self.layout

@@ -17,13 +17,14 @@ from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.test_parallel import of_metric, prints, trained
 
 Small = Callable[..., dict[str, Any]]
-SKIPS = {"skip_zero_advantages": True}
+SKIPS = {"skip_zero_advantages": "auto"}
+WHOLE = {"skip_zero_advantages": False}
 
 
 def in_this_process(small: Small, tmp_path: Path, name: str, **changes: Any) -> Path:
     sections = {
         "run": {"steps": 3, "name": name},
-        "train": {"accumulate": "exact", "weight_decay": 0.1, "responses_per_micro_batch": 2},
+        "train": {"accumulate": "exact", "weight_decay": 0.1, "responses_per_micro_batch": 2, **WHOLE},
     }
     config = small(cluster="inline", telemetry={"fingerprints": True}, **merged(sections, changes))
     with Trainer.from_config(config) as trainer:
@@ -95,7 +96,7 @@ def test_data_parallel_ranks_leave_out_the_same(small: Small, tmp_path: Path) ->
 @deep
 def test_so_do_tensor_and_pipeline_parallel_ones(small: Small, tmp_path: Path) -> None:
     layout = {"plan": {"train": {"tp": 2, "pp": 2}}, "train": {"pipeline_micro_batches": 1}}
-    one, four = trained(small, tmp_path, "one"), trained(small, tmp_path, "four", **merged(layout, {"train": SKIPS}))
+    one, four = trained(small, tmp_path, "one", train=WHOLE), trained(small, tmp_path, "four", **merged(layout, {"train": SKIPS}))
     assert sum(of_metric(four, "rows/zero_advantage")) > 0
     weights, others = (load_file(run / "model" / "model.safetensors") for run in (one, four))
     assert max(abs(weights[name] - others[name]).max() for name in weights) < 1e-4
@@ -111,6 +112,7 @@ def test_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", [{"entropy_coefficient": 0.01}, {"kl_coefficient": 0.1}])
 def test_a_loss_with_a_gradient_of_its_own_is_refused(small: Small, tmp_path: Path, algorithm: dict[str, float]) -> None:
-    config = write_config(tmp_path, small(train=SKIPS, algorithm={"name": "grpo", **algorithm}))
+    with_own = {"algorithm": {"name": "grpo", **algorithm}}
+    config = write_config(tmp_path, small(train={"skip_zero_advantages": True}, **with_own))
     command = run_command("train", config)
     assert command.returncode == 2 and "train.skip_zero_advantages is for losses" in command.stderr, command.stderr

@@ -60,7 +60,9 @@ class UpdatePlan:
     num_ranks: int = 1
     """Data-parallel groups that train the policy."""
     groups_per_round: int = 1
-    """Groups of rows that each of them trains at most between two exchanges."""
+    """Groups of rows that each of them trains between two exchanges, at least, while there are so many."""
+    tokens_per_round: int | None = None
+    """Tokens up to which each of them takes more groups, of those that are there when it would begin; None: it takes no more."""
     epochs: int = 1
     mini_batches: int = 1
 

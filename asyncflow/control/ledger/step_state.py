@@ -21,17 +21,18 @@ can be of about one length."""
 class StepState:
     """Members of a step, and how far each task is with them.
 
-    `updates`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_round`: groups that a
-    rank trains in a round, at most. `todo`: rows that each task before training has yet to do. `candidates`: groups that members
-    are chosen from, if they are. `part`: the mini-batch of each member. `taken`: by task, the groups that each rank has, in order.
-    `read`: tasks whose ranks read all of the step before they train any of it. `statistics`: what they have found in it, by task
-    and group.
+    `updates`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_round`,
+    `tokens_per_round`: see `UpdatePlan`. `todo`: rows that each task before training has yet to do. `candidates`: groups that
+    members are chosen from, if they are. `part`: the mini-batch of each member. `taken`: by task, the groups that each rank has, in
+    order. `read`: tasks whose ranks read all of the step before they train any of it. `statistics`: what they have found in it, by
+    task and group.
     """
 
     step: int
     group_bits: int
     mini_batches: int
     groups_per_round: int
+    tokens_per_round: int | None
     updates: dict[str, list[UpdateProgress]]
     todo: dict[str, set[int]]
     candidates: Candidates | None = None
@@ -125,7 +126,7 @@ class StepState:
             return False
         num_ranks = len(first.offered)
         spare = num_ranks * self.groups_per_round * _CHOICE if num_ranks > 1 else 0
-        return task in self.read or bool(others) or first.num_lacking(self.groups_per_round) + spare > 0
+        return task in self.read or bool(others) or first.is_lacking(self.groups_per_round, self.tokens_per_round, spare)
 
     def taken_by(self, rank: int, task: str = "train") -> list[int]:
         """The groups that a rank has, in the order in which they came."""
@@ -151,8 +152,8 @@ class StepState:
         return rounds[number][rank] if number < len(rounds) else None
 
     def give_out(self, task: str = "train", update: int = 0) -> None:
-        """Give out the rounds of the update that every rank has asked for and that are full."""
-        self.updates[task][update].give_out(self.groups_per_round, is_all=not self.num_left)
+        """Give out the rounds of the update that every rank has asked for and that may begin."""
+        self.updates[task][update].give_out(self.groups_per_round, self.tokens_per_round, is_all=not self.num_left)
 
     def is_given_out(self, task: str = "train", update: int = 0) -> bool:
         """Whether the update has no more rounds than were given out."""

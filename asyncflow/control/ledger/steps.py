@@ -126,6 +126,7 @@ class Ledger:
             self._group_bits,
             mini_batches,
             self._updates.groups_per_round,
+            self._updates.tokens_per_round,
             updates={
                 t: [UpdateProgress([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()
             },

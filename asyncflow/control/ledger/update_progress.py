@@ -1,7 +1,9 @@
 """One update of a step by one task: who has consumed what of its mini-batch, and what is trained at the same time. Pure.
 
 Trainers of several data-parallel groups step together, so they train in rounds: a round is given out when every one has a group to
-train in it, or when nothing is left that they could wait for. The groups of a round are as nearly of one length as may be.
+train in it, or when nothing is left that they could wait for. The groups of a round are as nearly of one length as may be. Where a
+round may have more groups than it must have, it is given out when it is full, or when all ranks have trained the one before: it
+never waits for more.
 """
 
 from __future__ import annotations
@@ -43,35 +45,49 @@ class UpdateProgress:
         """This rank would take its part of the rounds up to this number."""
         self.asked[rank] = max(self.asked[rank], number + 1)
 
-    def num_lacking(self, most: int) -> int:
-        """Number of groups that the rounds which ranks have asked for lack, where each rank takes up to `most` in a round."""
-        wanted = len(self.offered) * most * (max(self.asked) - len(self.rounds))
-        return wanted - sum(len(groups) for groups in self.offered)
+    def is_lacking(self, least: int, most_tokens: int | None, spare: int) -> bool:
+        """Whether the rounds that ranks have asked for lack groups, `spare` ones counted as asked for, too. `least`, `most_tokens`:
+        of a rank's part of a round, as in `UpdatePlan`."""
+        num_parts = len(self.offered) * (max(self.asked) - len(self.rounds))
+        if num_parts * least + spare > sum(len(groups) for groups in self.offered):
+            return True
+        return most_tokens is not None and num_parts * most_tokens > sum(sum(groups.values()) for groups in self.offered)
 
     @property
     def is_given_out(self) -> bool:
         """Whether all members are in rounds that were given out."""
         return self.members.keys() <= self.given
 
-    def give_out(self, most: int, *, is_all: bool) -> None:
-        """Give out the rounds that every rank has asked for and that are full. `is_all`: no more groups become members."""
-        while min(self.asked) > len(self.rounds) and self._is_round_full(most, is_all=is_all):
-            self.rounds.append([self._alike(offered, most) for offered in self.offered])
+    def give_out(self, least: int, most_tokens: int | None, *, is_all: bool) -> None:
+        """Give out the rounds that every rank has asked for and that may begin. `is_all`: no more groups become members."""
+        while min(self.asked) > len(self.rounds) and self._may_begin(least, most_tokens, is_all=is_all):
+            self.rounds.append([self._alike(offered, least, most_tokens) for offered in self.offered])
             for offered, given in zip(self.offered, self.rounds[-1], strict=True):
                 self.given.update(given)
                 for group in given:
                     del offered[group]
 
-    def _is_round_full(self, most: int, *, is_all: bool) -> bool:
-        """Whether every rank has what it can train in a round, or what they have is all that is left."""
-        if all(len(groups) >= most for groups in self.offered):
-            return True
+    def _may_begin(self, least: int, most_tokens: int | None, *, is_all: bool) -> bool:
+        """Whether every rank has what it trains in a round, or what they have is all that is left."""
+        if all(len(groups) >= least for groups in self.offered):
+            is_full = most_tokens is None or all(sum(groups.values()) >= most_tokens for groups in self.offered)
+            # A rank asks for a round when it begins the one before: who has asked for the next one waits for this.
+            if is_full or min(self.asked) > len(self.rounds) + 1:
+                return True
         offered = set(chain(*self.offered))
         return is_all and bool(offered) and self.members.keys() - self.given == offered
 
-    def _alike(self, offered: Mapping[int, int], most: int) -> list[int]:
+    def _alike(self, offered: Mapping[int, int], least: int, most_tokens: int | None) -> list[int]:
         """A rank's part of a round, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
-        group that was offered first of all that are left."""
+        group that was offered first of all that are left, and those for which there is room, in the order in which they came."""
         first = min((next(iter(each)) for each in self.offered if each), key=lambda group: self.order[group])
         tokens = next(each[first] for each in self.offered if first in each)
-        return sorted(offered, key=lambda group: (abs(offered[group] - tokens), self.order[group]))[:most]
+        nearest = sorted(offered, key=lambda group: (abs(offered[group] - tokens), self.order[group]))
+        chosen = nearest[:least]
+        if most_tokens is not None:
+            room = most_tokens - sum(offered[group] for group in chosen)
+            for group, tokens in offered.items():
+                if group not in chosen and tokens <= room:
+                    chosen.append(group)
+                    room -= tokens
+        return chosen

@@ -4,7 +4,8 @@
 
 Floating-point addition is not associative, so the order in which micro-batches arrive shows in the last bits of a plain sum. On a
 grid, the multiples of one power of two, every sum that stays within 2**53 of its steps is exact in float64. Exact sums depend
-neither on the order of the micro-batches, nor on how these are distributed over processes.
+neither on the order of the micro-batches, nor on how these are distributed over processes. Gradients of several micro-batches of a
+pass are added one by one, that of a matrix straight from its two factors (pass_gradients.py).
 
 Left out: parameters that are not float32, and sparse gradients.
 """
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from asyncflow.types import RunError
 
-# C elements of a chunk.
+# C elements of a chunk; P packed tokens; a matrix has O rows of I elements; U of its rows; G micro-batches.
 
 CHUNK_ELEMENTS = 2**17
 """Elements of a chunk on a CPU: 1 MiB in float64, which stays in the cache between two operations. No bits depend on it."""
@@ -123,18 +124,73 @@ class ExactAccumulator(Accumulator):
         super().__init__(parameters)
         self._sums: dict[str, Tensor] = {}
         self._bounds: dict[str, int] = {}  # no partial sum, in any order, has more steps of the grid in an element
+        self._extremes: list[tuple[str, list[Tensor]]] = []  # of each addend since the last check
 
     def add(self) -> None:
         """See `Accumulator.add`. Each gradient is freed as soon as it is added."""
-        extremes: dict[str, list[Tensor]] = {}
         for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                continue
-            if name not in self._sums:
-                self._sums[name] = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
-            extremes[name] = add_rounded(self._sums[name], parameter.grad, GRADIENT_GRID)
-            parameter.grad = None
+            if parameter.grad is not None:
+                self._extremes.append((name, add_rounded(self._sum(name), parameter.grad, GRADIENT_GRID)))
+                parameter.grad = None
+        self.end_pass()
+
+    def add_products(
+        self,
+        name: str,
+        left_PO: Tensor,
+        right_PI: Tensor,
+        parts: Sequence[slice],
+        change: Callable[[int, int, Tensor], None] | None = None,
+    ) -> None:
+        """Add the products left^T right [O, I] over the rows of each part, which are one micro-batch's gradient each.
+
+        They are made and added in blocks of rows that stay in the cache. `change` may alter a block before it is added: it gets
+        the part's number, the block's first row, and the block.
+        """
+        sums_OI = self._sum(name) if parts else None
+        num_rows, num_columns = left_PO.shape[1], right_PI.shape[1]
+        num_blocks = max(1, -(-num_rows * num_columns // _chunk_elements(left_PO)))
+        ends = [num_rows * i // num_blocks for i in range(num_blocks + 1)]
+        extremes: list[list[Tensor]] = [[] for _ in parts]
+        for begin, end in pairwise(ends):
+            for number, part in enumerate(parts):
+                block_BI = left_PO[part, begin:end].t() @ right_PI[part]
+                if change is not None:
+                    change(number, begin, block_BI)
+                assert sums_OI is not None
+                extremes[number] += add_rounded(sums_OI[begin:end], block_BI, GRADIENT_GRID)
+        self._extremes += [(name, of_part) for of_part in extremes]
+
+    def add_each(self, name: str, gradients: Sequence[Tensor]) -> None:
+        """Add gradients of the shape of a small parameter, one of each micro-batch."""
+        if gradients:
+            addends_GC = torch.stack([gradient.flatten() for gradient in gradients])
+            self._extremes += [(name, [peak]) for peak in addends_GC.abs().amax(1)]
+            self._sum(name).view(-1).add_(GRADIENT_GRID.round_(addends_GC.double()).sum(0))
+
+    def add_whole(self, name: str, gradient: Tensor) -> None:
+        """Add a micro-batch's gradient of a parameter."""
+        self._extremes.append((name, add_rounded(self._sum(name), gradient, GRADIENT_GRID)))
+
+    def add_rows(self, name: str, rows_U: Tensor, gradient_UI: Tensor) -> None:
+        """Add a micro-batch's gradient of a matrix that is zero but for these rows, each of which is there once."""
+        self._extremes.append((name, list(torch.aminmax(gradient_UI))))
+        self._sum(name).index_add_(0, rows_U, GRADIENT_GRID.round_(gradient_UI.double()))
+
+    def end_pass(self) -> None:
+        """Check that what was added since the last call is within the range. Raises `RangeError`."""
+        extremes, self._extremes = self._extremes, []
         self._check_range(extremes)
+
+    def is_zero(self) -> bool:
+        """Whether every sum is 0."""
+        return not any(bool(sums.any()) for sums in self._sums.values())
+
+    def _sum(self, name: str) -> Tensor:
+        if name not in self._sums:
+            parameter = self._parameters[name]
+            self._sums[name] = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
+        return self._sums[name]
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         """See `Accumulator.gradients`. Divides in float64, and frees each sum as soon as it is divided."""
@@ -148,15 +204,16 @@ class ExactAccumulator(Accumulator):
     def clear(self) -> None:
         self._sums.clear()
         self._bounds.clear()
+        self._extremes.clear()
         super().clear()
 
-    def _check_range(self, extremes: Mapping[str, Sequence[Tensor]]) -> None:
+    def _check_range(self, extremes: Iterable[tuple[str, Sequence[Tensor]]]) -> None:
         grid = GRADIENT_GRID
-        scalars = list(chain.from_iterable(extremes.values()))
+        scalars = list(chain.from_iterable(of_addend for _, of_addend in extremes))
         # One transfer for all: each .item() on its own would wait for the device.
         magnitudes = iter(torch.stack(scalars).abs().tolist() if scalars else [])
-        for name, of_parameter in extremes.items():
-            values = list(islice(magnitudes, len(of_parameter)))
+        for name, of_addend in extremes:
+            values = list(islice(magnitudes, len(of_addend)))
             if not all(map(math.isfinite, values)):  # its sum is not finite either, so the step will be skipped
                 continue
             peak = max(values, default=0.0)
@@ -262,4 +319,8 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     """Elements of a tensor in order, in chunks: views, if `tensor` is contiguous. An empty tensor has no chunk."""
     if not tensor.numel():
         return ()
-    return torch.split(tensor.detach().reshape(-1), CHUNK_ELEMENTS if tensor.device.type == "cpu" else LARGEST_CHUNK)
+    return torch.split(tensor.detach().reshape(-1), _chunk_elements(tensor))
+
+
+def _chunk_elements(tensor: Tensor) -> int:
+    return CHUNK_ELEMENTS if tensor.device.type == "cpu" else LARGEST_CHUNK

@@ -43,5 +43,10 @@ def check_outside(options: TrainEngineOptions, fields: Mapping[str, Any]) -> Non
 def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     """Check that `TorchEngine` can train this model (`fields`: its config.json) with these options. Raises `UserError`."""
     if options.layout.size > 1:
+        if options.accumulate == "exact" and options.tokens_per_pass is not None:
+            raise UserError(
+                "train.tokens_per_micro_batch is for train.accumulate=fp32 where plan.train takes several ranks, since exact sums "
+                "over ranks are taken of one micro-batch at a time: leave it out"
+            )
         check_family(fields)
         check_layout(fields, options.layout)

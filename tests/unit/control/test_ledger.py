@@ -489,6 +489,67 @@ async def test_a_pipeline_takes_several_groups_at_a_time() -> None:
     assert await books.round_of(0, 1) == [0]
 
 
+async def test_a_round_takes_the_groups_that_are_there_up_to_its_tokens_and_waits_for_none() -> None:
+    books = Service(tokens_per_round=30)
+    await books.service.open([meta(group) for group in range(9)])
+    first, second = (asyncio.create_task(books.round_of(0, number)) for number in range(2))
+    assert not await settled(first)
+    books.offer(0, 10)  # the rank has nothing else to do
+    assert await asyncio.wait_for(first, 1) == [0]
+    books.offer(1, 10)
+    assert not await settled(second)  # it trains its first round: more may come
+    books.offer(2, 10)
+    assert not await settled(second)
+    books.offer(3, 10)  # the round is full
+    assert await asyncio.wait_for(second, 1) == [1, 2, 3]
+    third = asyncio.create_task(books.round_of(0, 2))
+    books.offer(4, 10)
+    books.offer(5, 25)  # has no room beside the other
+    assert await asyncio.wait_for(third, 1) == [4]
+    fourth = asyncio.create_task(books.round_of(0, 3))
+    assert not await settled(fourth)
+    fifth = asyncio.create_task(books.round_of(0, 4))  # it has trained the third round
+    assert await asyncio.wait_for(fourth, 1) == [5]
+    books.offer(6, 40)  # a group that is more than a round has one for itself
+    assert await asyncio.wait_for(fifth, 1) == [6]
+    last = asyncio.create_task(books.round_of(0, 5))
+    books.offer(7, 10)
+    assert not await settled(last)
+    books.offer(8, 10)  # nothing is left
+    assert await asyncio.wait_for(last, 1) == [7, 8]
+    assert await asyncio.wait_for(books.round_of(0, 6), 1) is None
+
+
+async def test_ranks_that_wait_for_a_round_each_get_what_they_have() -> None:
+    books = Service(num_ranks=2, tokens_per_round=30)
+    await books.service.open([meta(group) for group in range(8)])
+    for group in range(3):
+        books.offer(group, 10)  # of rank 0, 1 and 0
+    asked = [[asyncio.create_task(books.round_of(rank, number)) for number in range(2)] for rank in range(2)]
+    assert [await asyncio.wait_for(of_rank[0], 1) for of_rank in asked] == [[0, 2], [1]]
+    books.offer(3, 10)  # of rank 1, which has fewer
+    books.offer(4, 10)
+    third = asyncio.create_task(books.round_of(0, 2))
+    assert not await settled(asked[0][1])  # rank 1 still trains
+    third_of_other = asyncio.create_task(books.round_of(1, 2))
+    assert [await asyncio.wait_for(of_rank[1], 1) for of_rank in asked] == [[4], [3]]
+    for task in (third, third_of_other):
+        task.cancel()
+
+
+def test_as_many_groups_are_taken_as_fill_the_rounds_that_were_asked_for() -> None:
+    ledger = Ledger(BITS, updates=UpdatePlan(tokens_per_round=30))
+    ledger.open([meta(group) for group in range(9)])
+    state = ledger.step_state(0)
+    assert not state.may_take()
+    state.updates["train"][0].ask(0, 1)
+    taken = 0
+    while state.may_take():
+        state.offer(taken, 9)
+        taken += 1
+    assert taken == 7  # 63 tokens for two rounds of 30
+
+
 async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0)])

@@ -51,7 +51,7 @@ class World:
         books = ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
         self.client = self.queue.client()
-        self.taking = Taking("train", self.queue.client(), self.service, schedule, lambda lease: len(lease.indices))
+        self.taking = Taking("train", self.queue.client(), self.service, schedule, lambda handed: len(handed.lease.indices))
         self.put_aside = self.taking._put_aside
         self.taker: asyncio.Task[None]
 

@@ -31,7 +31,8 @@ TRUE = Costs(
 
 
 def config(*overrides: str) -> Config:
-    return load(ROOT / "recipes/quickstart.yaml", ["run.steps=8", "eval.path=null", *overrides])
+    alone = ["train.tokens_per_micro_batch=null"]  # so that a step has many passes
+    return load(ROOT / "recipes/quickstart.yaml", ["run.steps=8", "eval.path=null", *alone, *overrides])
 
 
 def run_of(of: Config, costs: Costs, decode_slowdown: float = 0.3) -> tuple[Simulated, list[Span]]:
@@ -70,6 +71,16 @@ def test_costs_of_a_run_are_recovered_and_foretell_it() -> None:
     assert costs.lengths.prompt_sigma == pytest.approx(0.4, rel=0.2)
     assert found.left_out == pytest.approx(1.0, abs=0.05)
     assert "warning: forward_backward" not in "\n".join(found.lines())
+
+
+def test_a_pass_of_several_groups_costs_a_call_once() -> None:
+    of = config("train.tokens_per_micro_batch=700")
+    done, spans = run_of(of, TRUE)
+    costs = fitted(of, join_pieces(spans), done.rows, cores=2).costs
+    assert max(span.rows for span in spans if span.task == "forward_backward") > 8
+    for tokens in (300, 700):  # passes are nearly all full, which tells their call from their tokens less well
+        assert costs.forward_backward(tokens) == pytest.approx(TRUE.forward_backward(tokens), rel=0.1), tokens
+    assert costs.lengths.prompt == 30
 
 
 def test_a_collective_that_is_counted_twice_is_reported() -> None:

@@ -84,12 +84,17 @@ TINY = Shapes(100, 8, 4, 4, 2, 2, 16, is_tied=False, has_qkv_bias=True, has_qk_n
 
 def test_one_device_by_hand() -> None:
     assert (TINY.of_layer, TINY.parameters) == (608, 4040)
-    config = config_of(rollout={"group_size": 4, "max_new_tokens": 10}, train={"accumulate": "exact", "log_prob_chunk_tokens": 16})
+    rollout, train = {"group_size": 4, "max_new_tokens": 10}, {"accumulate": "exact", "log_prob_chunk_tokens": 16}
+    config = config_of(rollout=rollout, train={**train, "tokens_per_micro_batch": None})
     parts = by_name(training_parts(config, TINY, prompt_tokens=5))
     assert micro_batch_tokens(config, 5) == 45
     assert parts["weights"] == 4 * 4040 and parts["gradient sums"] == 8 * 4040 and parts["optimiser state"] == 8 * 4040
     assert parts["gathered weights"] == 0 and parts["logits"] == 3 * 4 * 16 * 100
     assert parts["activations"] == 4 * 45 * 4 * (6 * 8 + 3 * 8 + 4 * 4 + 4 * 16)
+    # A pass of several groups is that much longer, and never more than a step.
+    for tokens, longest in ((44, 45), (200, 200), (1_000_000, 32 * 45)):
+        parts = by_name(training_parts(config_of(rollout=rollout, train={**train, "tokens_per_micro_batch": tokens}), TINY, 5))
+        assert parts["activations"] == 4 * longest * 4 * (6 * 8 + 3 * 8 + 4 * 4 + 4 * 16)
 
 
 def test_what_a_layout_cuts() -> None:

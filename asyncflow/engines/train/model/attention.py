@@ -1,7 +1,7 @@
-"""Attention over one packed prompt with its responses: each segment attends causally to itself, and responses to the prompt.
+"""Attention over packed prompts with their responses: each segment attends causally to itself, and responses to their prompt.
 
     prompt              -> prompt, causal
-    response k          -> response k, causal  +  prompt, whole        merged by their log-sum-exp (LSE)
+    response k          -> response k, causal  +  its prompt, whole    merged by their log-sum-exp (LSE)
 
 Nothing is padded, no mask is built, and the prompt's keys and values are not copied. The layout (which token attends to which) is
 passed as an extra argument (`layout`) through the model's forward. Transformers builds no mask for an attention implementation that
@@ -24,7 +24,7 @@ from asyncflow.engines.train.model.flex import flex_attend
 from asyncflow.engines.train.model.kernels import AttentionPart, Kernel, Merged, kernel_for
 from asyncflow.engines.train.model.packing import AttentionLayout
 
-# P packed tokens, of which S are the responses' behind a shared prompt; H query heads, K key and value heads, D elements per head.
+# P packed tokens, S of the responses behind one shared prompt; H query heads, K key and value heads, D elements per head.
 
 ATTENTION_NAME: Final = "asyncflow_packed"
 
@@ -93,13 +93,14 @@ class _PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         """Merged attention output [P, H, D]."""
         own = AttentionPart(layout.segment_lengths, is_causal=True, scale=scale)
-        shared = AttentionPart(layout.segment_lengths[1:], is_causal=False, scale=scale)
         out_PHD, lse_PH = kernel.forward(query_PHD, key_PKD, value_PKD, own)
-        if n := layout.prompt_length:
-            out_SHD, lse_SH = kernel.forward(query_PHD[n:], key_PKD[:n], value_PKD[:n], shared)
-            _merge(out_PHD[n:], lse_PH[n:], out_SHD, lse_SH, layout.segment_lengths[1:])
+        shared = layout.shared()
+        for each in shared:
+            part = AttentionPart(each.response_lengths, is_causal=False, scale=scale)
+            out_SHD, lse_SH = kernel.forward(query_PHD[each.responses], key_PKD[each.prompt], value_PKD[each.prompt], part)
+            _merge(out_PHD[each.responses], lse_PH[each.responses], out_SHD, lse_SH, each.response_lengths)
         ctx.save_for_backward(query_PHD, key_PKD, value_PKD, out_PHD, lse_PH)
-        ctx.prompt_length, ctx.own, ctx.shared, ctx.kernel = layout.prompt_length, own, shared, kernel
+        ctx.own, ctx.shared, ctx.kernel = own, shared, kernel
         return out_PHD
 
     @staticmethod
@@ -108,10 +109,12 @@ class _PackedAttention(torch.autograd.Function):
         """Gradients of query, key and value; the shared prompt's gradients are the sum over both parts."""
         query_PHD, key_PKD, value_PKD, out_PHD, lse_PH = merged = Merged(*ctx.saved_tensors)
         grads = ctx.kernel.backward(grad_PHD, merged, ctx.own)
-        if n := ctx.prompt_length:
-            merged = Merged(query_PHD[n:], key_PKD[:n], value_PKD[:n], out_PHD[n:], lse_PH[n:])
-            shared_grads = ctx.kernel.backward(grad_PHD[n:], merged, ctx.shared)
-            for grad, tokens, shared_grad in zip(grads, (slice(n, None), slice(n), slice(n)), shared_grads, strict=True):
+        for each in ctx.shared:
+            keys, queries = each.prompt, each.responses
+            part = AttentionPart(each.response_lengths, is_causal=False, scale=ctx.own.scale)
+            merged = Merged(query_PHD[queries], key_PKD[keys], value_PKD[keys], out_PHD[queries], lse_PH[queries])
+            shared_grads = ctx.kernel.backward(grad_PHD[queries], merged, part)
+            for grad, tokens, shared_grad in zip(grads, (queries, keys, keys), shared_grads, strict=True):
                 grad[tokens] += shared_grad
         return *grads, None, None, None
 

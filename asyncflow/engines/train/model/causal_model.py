@@ -30,7 +30,7 @@ from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.lora import SharedBase, add_lora, fill_lora, shapes_for
 from asyncflow.engines.train.model.own_rows import Way, row_states
-from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
 from asyncflow.types import Array, LoraSpec, Ragged, UserError
 
 _LOADING = threading.Lock()  # a load changes global state of transformers: two at the same time may lose tied weights
@@ -147,13 +147,14 @@ class CausalModel:
 
         if self.way != "packed":
             return packed.predicting(row_states(states, packed, self.way), divisor)
+        packed = filled_up(packed, INERT_TOKENS)
         inputs = {"position_ids": packed.positions_P[None], "layout": packed.layout, "attention_mask": None}
         return packed.predicting(states(packed.tokens_P[None], **inputs)[0], divisor)
 
     def log_probs(self, packed: Packed) -> Tensor:
         """Log-probs (float32 [T]) of the response tokens."""
         hidden_TH, head_VH = self.hidden(packed)
-        options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "softcap": self.softcap}
+        options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "softcap": self.softcap, "counts": packed.token_counts}
         return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, **options)[0]
 
     @torch.no_grad()

@@ -11,14 +11,18 @@ Under tensor parallelism each rank has some rows of the head (`VocabularyShard`)
 for each chunk exchanges three numbers a token: the log-sum-exp, the expected logit and the target's logit of each shard. All ranks
 then compute the same log-probs and entropies, to the bit. In the backward the hidden states' gradients are summed once for all
 chunks.
+
+Several micro-batches may come end to end (`counts`). All but the matrix products is then computed micro-batch by micro-batch, and
+rows of a product do not depend on the others, so each one's numbers have the bits that they have alone. The head's gradient mixes
+rows: a `HeadSums` takes it from each micro-batch by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +31,36 @@ from torch.autograd.function import once_differentiable
 
 from asyncflow.types import LossSums, is_maximum
 
-# T response tokens, C tokens of a chunk, H hidden elements, V tokens of the vocabulary or of this rank's shard, R ranks.
+# T response tokens, C tokens of a chunk or more, H hidden elements, V tokens of the vocabulary or of this rank's shard, R ranks.
+
+LEAST_ROWS: Final = 4
+"""Rows of a matrix product from which on a row's bits do not depend on the others: with fewer, another routine is taken."""
+
+
+class HeadSums(Protocol):
+    """Sums that the head's gradient is added to, micro-batch by micro-batch."""
+
+    def add_head(self, grad_CV: Tensor, hidden_CH: Tensor, parts: Sequence[tuple[int, slice]]) -> None:
+        """Add the product grad^T hidden over the rows of each of the `parts`: a micro-batch's number, and its rows, which are all
+        that it has."""
+
+    def add_head_whole(self, number: int, gradient_VH: Tensor) -> None:
+        """Add a micro-batch's gradient."""
+
+    def mute(self, number: int) -> None:
+        """Add nothing of a micro-batch, here and in other layers: its loss is not finite."""
+
+    def is_muted(self, number: int) -> bool:
+        """Whether a micro-batch was muted."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of one micro-batch whose logits exist at the same time. `is_whole`: it has no others. `is_last`: of its chunks."""
+
+    number: int
+    tokens: slice
+    is_whole: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +99,8 @@ def log_probs_and_entropy(
     chunk_tokens: int,
     shard: VocabularyShard | None = None,
     softcap: float | None = None,
+    counts: Sequence[int] | None = None,
+    head_sums: HeadSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs log softmax(hidden head^T)[target] and entropies of the softmax in nats, both float32 [T].
 
@@ -74,10 +109,12 @@ def log_probs_and_entropy(
     hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Both results carry
     a gradient to hidden states and head; the gradient of entropies costs nothing if no loss uses them. At most `chunk_tokens` rows
     of logits exist at a time. With `shard`, head_VH is this rank's part of the head; results and gradient of the hidden states are
-    those of the whole head.
+    those of the whole head. `counts`: tokens of each micro-batch; None: it is one. `head_sums` get the head's gradient, and head_VH
+    gets none.
     """
+    chunks = _chunks(counts or [len(hidden_TH)], chunk_tokens)
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
-    log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens, shard, softcap)
+    log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunks, shard, softcap, head_sums)
     return log_probs_T, entropy_T
 
 
@@ -91,45 +128,129 @@ def token_local_loss(
     shard: VocabularyShard | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Loss that is a sum over tokens: the scalar, its metrics joined over the chunks, and the detached log-probs (float32 [T]).
+    """`token_local_losses` of one micro-batch: the scalar, its metrics and the detached log-probs. `loss` takes a slice of T."""
+    total, (sums,), log_probs_T = token_local_losses(
+        hidden_TH,
+        head_VH,
+        targets_T,
+        lambda _, part, log_probs_C, entropy_C: loss(part, log_probs_C, entropy_C),
+        counts=[len(hidden_TH)],
+        chunk_tokens=chunk_tokens,
+        shard=shard,
+        softcap=softcap,
+    )
+    return total, dict(sums.metrics), log_probs_T
 
-    `loss` takes a slice of T with that chunk's log-probs and entropies (leaves that require grad), both as in
-    `log_probs_and_entropy`, and may not use other chunks. The gradients for hidden states and head are computed here already, chunk
-    by chunk, and the scalar carries them: it can be run backward once. Without grad mode no gradient is computed. `shard` and
-    `softcap`: as in `log_probs_and_entropy`.
+
+def token_local_losses(
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    targets_T: Tensor,
+    loss: Callable[[int, slice, Tensor, Tensor], LossSums],
+    *,
+    counts: Sequence[int],
+    chunk_tokens: int,
+    shard: VocabularyShard | None = None,
+    softcap: float | None = None,
+    head_sums: HeadSums | None = None,
+) -> tuple[Tensor, list[LossSums], Tensor]:
+    """Losses that are sums over tokens, of micro-batches of `counts` tokens: the scalar that is the sum over all, each one's own
+    numbers, detached, its metrics joined over its chunks, and the detached log-probs (float32 [T]).
+
+    `loss` takes a micro-batch's number and a slice of its tokens, with that chunk's log-probs and entropies (leaves that require
+    grad), both as in `log_probs_and_entropy`, and may not use other chunks. The gradients for hidden states and head are computed
+    here already, chunk by chunk, and the scalar carries them: it can be run backward once. Without grad mode no gradient is
+    computed. `head_sums` get the head's gradient at once; a micro-batch whose loss or log-probs are not finite is then muted, and
+    its hidden states get a gradient of 0. `shard` and `softcap`: as in `log_probs_and_entropy`.
     """
     has_grad = torch.is_grad_enabled() and (hidden_TH.requires_grad or head_VH.requires_grad)
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-    total = hidden_TH.new_zeros((), dtype=dtype)
-    metrics: dict[str, Tensor] = {}
+    losses = [LossSums(hidden_TH.new_zeros((), dtype=dtype), {}) for _ in counts]
     log_probs_T = hidden_TH.new_empty(len(hidden_TH), dtype=dtype)
-    grads = (torch.empty_like(hidden_TH), _no_gradient(head_VH, dtype, is_trained=head_VH.requires_grad)) if has_grad else None
-    for part in _chunks(len(hidden_TH), chunk_tokens):
+    grads = None
+    if has_grad:
+        is_summed_here = head_VH.requires_grad and head_sums is None
+        grads = torch.empty_like(hidden_TH), _no_gradient(head_VH, dtype, is_trained=is_summed_here)
+    begins = [0, *accumulate(counts)]
+    of_head = _HeadGradients(head_VH, dtype, head_sums) if has_grad and head_sums is not None else None
+    for together in _chunks(counts, chunk_tokens):
+        rows = slice(together[0].tokens.start, together[-1].tokens.stop)
         with torch.no_grad():
-            log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard, softcap)
-            log_probs_T[part] = log_probs_C
-        sums = loss(part, log_probs_C.requires_grad_(has_grad), entropy_C.requires_grad_(has_grad))
-        total += sums.loss.detach()
-        for name, tensor in sums.metrics.items():
-            value = tensor.detach()
-            if name not in metrics:
-                metrics[name] = value
-            else:
-                metrics[name] = metrics[name].maximum(value) if is_maximum(name) else metrics[name] + value
-        if grads is not None:
-            grad_C, grad_entropy_C = torch.autograd.grad(sums.loss, (log_probs_C, entropy_C), allow_unused=True)
-            bonus = None if grad_entropy_C is None else (grad_entropy_C, entropy_C.detach())
+            logits_CV = _logits(hidden_TH[rows], head_VH, softcap)
+            p_CV = torch.empty_like(logits_CV)
+        for number, tokens, _, is_last in together:
+            own = slice(tokens.start - rows.start, tokens.stop - rows.start)
             with torch.no_grad():
-                grad_C = torch.zeros_like(log_probs_C) if grad_C is None else grad_C
-                inputs = (targets_T[part], hidden_TH[part], head_VH)
-                grads[0][part] = _backward(grad_C, bonus, p_CV, *inputs, grads[1], shard, softcap)
-        del p_CV  # before the next chunk's logits
+                log_probs_C, entropy_C, _ = _softmax(logits_CV[own], p_CV[own], targets_T[tokens], head_VH, shard)
+                log_probs_T[tokens] = log_probs_C
+            part = slice(tokens.start - begins[number], tokens.stop - begins[number])
+            sums = loss(number, part, log_probs_C.requires_grad_(has_grad), entropy_C.requires_grad_(has_grad))
+            losses[number] = _added(losses[number], sums)
+            if grads is not None:
+                grad_C, grad_entropy_C = torch.autograd.grad(sums.loss, (log_probs_C, entropy_C), allow_unused=True)
+                bonus = None if grad_entropy_C is None else (grad_entropy_C, entropy_C.detach())
+                with torch.no_grad():
+                    grad_C = torch.zeros_like(log_probs_C) if grad_C is None else grad_C
+                    _to_grad_logits(grad_C, bonus, p_CV[own], targets_T[tokens], logits_CV[own], head_VH, shard, softcap)
+            if head_sums is not None and is_last:
+                of_micro_batch = log_probs_T[begins[number] : begins[number + 1]]
+                if not bool(losses[number].loss.isfinite() & of_micro_batch.isfinite().all()):
+                    head_sums.mute(number)
+        if grads is not None:
+            with torch.no_grad():
+                grad_CV = p_CV.to(hidden_TH.dtype)
+                grads[0][rows] = _product(grad_CV, head_VH)
+                if of_head is not None:
+                    of_head.add(grad_CV, hidden_TH[rows], together)
+                elif grads[1] is not None:
+                    grads[1].add_(grad_CV.t() @ hidden_TH[rows])
+        del p_CV, logits_CV  # before the next chunk's logits
+    total = torch.stack([sums.loss for sums in losses]).sum() if len(losses) > 1 else losses[0].loss
     if grads is not None:
+        for number in range(len(counts)) if head_sums is not None else ():
+            if head_sums is not None and head_sums.is_muted(number):
+                grads[0][begins[number] : begins[number + 1]] = 0.0
         if shard is not None:
             dist.all_reduce(grads[0], group=shard.group)
         apply: Any = _KnownGradients.apply
         total = apply(total, hidden_TH, head_VH, grads[0], None if grads[1] is None else grads[1].to(head_VH.dtype))
-    return total, metrics, log_probs_T
+    return total, losses, log_probs_T
+
+
+def _added(sums: LossSums, more: LossSums) -> LossSums:
+    metrics = dict(sums.metrics)
+    for name, tensor in more.metrics.items():
+        value = tensor.detach()
+        if name not in metrics:
+            metrics[name] = value
+        else:
+            metrics[name] = metrics[name].maximum(value) if is_maximum(name) else metrics[name] + value
+    return LossSums(sums.loss + more.loss.detach(), metrics)
+
+
+class _HeadGradients:
+    """Head's gradients of micro-batches, on their way to `HeadSums`: at once, or, of one of several chunks, summed over these."""
+
+    def __init__(self, head_VH: Tensor, dtype: torch.dtype, sums: HeadSums) -> None:
+        self._head_VH, self._dtype, self._sums = head_VH, dtype, sums
+        self._sum_VH: Tensor | None = None
+
+    def add(self, grad_CV: Tensor, hidden_CH: Tensor, together: Sequence[Chunk]) -> None:
+        """Take the gradients of chunks, from those of their logits [C, V] and the hidden states [C, H]."""
+        first = together[0].tokens.start
+        rows = [(each, slice(each.tokens.start - first, each.tokens.stop - first)) for each in together]
+        if whole := [(each.number, own) for each, own in rows if each.is_whole and not self._sums.is_muted(each.number)]:
+            self._sums.add_head(grad_CV, hidden_CH, whole)
+        for each, own in rows:
+            if each.is_whole:
+                continue
+            if self._sum_VH is None:
+                self._sum_VH = torch.zeros_like(self._head_VH, dtype=self._dtype)
+            self._sum_VH += grad_CV[own].t() @ hidden_CH[own]
+            if each.is_last:
+                if not self._sums.is_muted(each.number):
+                    self._sums.add_head_whole(each.number, self._sum_VH.to(self._head_VH.dtype))
+                self._sum_VH = None
 
 
 def _no_gradient(head_VH: Tensor, dtype: torch.dtype, *, is_trained: bool) -> Tensor | None:
@@ -137,57 +258,73 @@ def _no_gradient(head_VH: Tensor, dtype: torch.dtype, *, is_trained: bool) -> Te
     return torch.zeros_like(head_VH, dtype=dtype) if is_trained else None
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """Slices of at most `chunk_tokens` tokens, as few as possible, of even sizes.
+def _chunks(counts: Sequence[int], chunk_tokens: int) -> list[list[Chunk]]:
+    """Chunks of at most `chunk_tokens` tokens, as few as possible for each micro-batch, of even sizes; those whose logits are
+    made together are in one list, and have at most `chunk_tokens` tokens, too.
 
     A last chunk of 1 to 3 tokens would be multiplied by another routine, with other bits.
     """
-    num_chunks = -(-num_tokens // chunk_tokens)
-    ends = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
-    return [slice(begin, end) for begin, end in pairwise(ends)]
+    lists: list[list[Chunk]] = []
+    room = 0
+    for number, (begin, end) in enumerate(pairwise([0, *accumulate(counts)])):
+        num_tokens = end - begin
+        num_chunks = -(-num_tokens // chunk_tokens)
+        ends = [begin + num_tokens * i // num_chunks for i in range(num_chunks + 1)] if num_chunks else [begin]
+        for first, last in pairwise(ends):
+            if last - first > room:
+                lists.append([])
+                room = chunk_tokens
+            lists[-1].append(Chunk(number, slice(first, last), num_chunks == 1, last == end))
+            room -= last - first
+    return lists
 
 
 def _softmax(
-    hidden_CH: Tensor, head_VH: Tensor, targets_C: Tensor, shard: VocabularyShard | None, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs [C] of the targets, entropies [C], log-sum-exps [C] and probabilities [C, V] of one chunk."""
-    logits_CV = _logits(hidden_CH, head_VH, softcap)
+    logits_CV: Tensor, p_CV: Tensor, targets_C: Tensor, head_VH: Tensor, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs [C] of the targets, entropies [C] and log-sum-exps [C] of one chunk. Writes the probabilities to `p_CV`."""
     lse_C = logits_CV.logsumexp(1)
-    p_CV = (logits_CV - lse_C[:, None]).exp_()
+    torch.sub(logits_CV, lse_C[:, None], out=p_CV).exp_()
     # H = - sum p log p = lse - sum p logit
     expected_C = torch.linalg.vecdot(p_CV, logits_CV)
     if shard is None:
-        return logits_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C, lse_C - expected_C, lse_C, p_CV
+        return logits_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C, lse_C - expected_C, lse_C
     rows_C, is_here_C = shard.find(targets_C, len(head_VH))
     chosen_C = logits_CV.gather(1, rows_C[:, None]).squeeze(1).where(is_here_C, 0.0)
     whole_C, expected_C, chosen_C = shard.join(lse_C, expected_C, chosen_C)
-    return chosen_C - whole_C, whole_C - expected_C, whole_C, p_CV.mul_((lse_C - whole_C).exp_()[:, None])
+    p_CV.mul_((lse_C - whole_C).exp_()[:, None])
+    return chosen_C - whole_C, whole_C - expected_C, whole_C
 
 
 def _logits(hidden_CH: Tensor, head_VH: Tensor, softcap: float | None) -> Tensor:
     """Logits [C, V], float32 or wider."""
-    logits_CV = hidden_CH @ head_VH.t()
+    logits_CV = _product(hidden_CH, head_VH.t())
     if softcap is not None:  # in the dtype of the product, as the model itself
         logits_CV = logits_CV.div_(softcap).tanh_().mul_(softcap)
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
 
 
-def _backward(
+def _product(rows_CX: Tensor, matrix_XY: Tensor) -> Tensor:
+    """Matrix product [C, Y] whose rows do not depend on one another: see `LEAST_ROWS`."""
+    if len(rows_CX) >= LEAST_ROWS:
+        return rows_CX @ matrix_XY
+    return (torch.cat([rows_CX, rows_CX.new_zeros(LEAST_ROWS - len(rows_CX), rows_CX.shape[1])]) @ matrix_XY)[: len(rows_CX)]
+
+
+def _to_grad_logits(
     grad_C: Tensor,
     bonus: tuple[Tensor, Tensor] | None,
     p_CV: Tensor,
     targets_C: Tensor,
-    hidden_CH: Tensor,
+    logits_CV: Tensor,
     head_VH: Tensor,
-    grad_head_VH: Tensor | None,
     shard: VocabularyShard | None,
     softcap: float | None,
-) -> Tensor:
-    """Gradient [C, H] of the hidden states from that of the log-probs; adds the head's to `grad_head_VH`, unless it is None.
+) -> None:
+    """Turn the probabilities `p_CV` into the gradient of the logits before the cap, from that of the log-probs, in place.
 
     d log p[target] / d logits = onehot(target) - p, and dH / d logits = - p (log p + H). `bonus`: the gradient of the entropies
-    [C] and the entropies [C], if the loss uses them. With `shard` the result is only the shard's share of the gradient. Overwrites
-    the probabilities `p_CV`.
+    [C] and the entropies [C], if the loss uses them. `logits_CV`: with the cap. With `shard` the result is this rank's part.
     """
     chosen_grad_C = grad_C
     if shard is not None:
@@ -198,15 +335,11 @@ def _backward(
         grad_entropy_C, entropy_C = bonus
         # entr(p) = - p log p, and 0 where p is.
         bonus_CV = torch.special.entr(p_CV).addcmul_(p_CV, entropy_C[:, None], value=-1.0).mul_(grad_entropy_C[:, None])
-    grad_logits_CV = p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], chosen_grad_C[:, None])
+    p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], chosen_grad_C[:, None])
     if bonus_CV is not None:
-        grad_logits_CV = grad_logits_CV.add_(bonus_CV)
+        p_CV.add_(bonus_CV)
     if softcap is not None:  # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
-        grad_logits_CV.mul_(_logits(hidden_CH, head_VH, softcap).div_(softcap).square_().neg_().add_(1.0))
-    grad_logits_CV = grad_logits_CV.to(hidden_CH.dtype)
-    if grad_head_VH is not None:
-        grad_head_VH += grad_logits_CV.t() @ hidden_CH
-    return grad_logits_CV @ head_VH
+        p_CV.mul_((logits_CV / softcap).square_().neg_().add_(1.0))
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -218,19 +351,24 @@ class _ChosenLogProbs(torch.autograd.Function):
         hidden_TH: Tensor,
         head_VH: Tensor,
         targets_T: Tensor,
-        chunk_tokens: int,
+        chunks: list[list[Chunk]],
         shard: VocabularyShard | None,
         softcap: float | None,
+        head_sums: HeadSums | None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, float32 [T]."""
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=dtype) for _ in range(3))
-        for part in _chunks(len(hidden_TH), chunk_tokens):
-            found = _softmax(hidden_TH[part], head_VH, targets_T[part], shard, softcap)
-            log_probs_T[part], entropy_T[part], lse_T[part], p_CV = found
-            del p_CV, found  # before the next chunk's logits
+        for together in chunks:
+            rows = slice(together[0].tokens.start, together[-1].tokens.stop)
+            logits_CV = _logits(hidden_TH[rows], head_VH, softcap)
+            for _, tokens, _, _ in together:
+                own_CV = logits_CV[tokens.start - rows.start : tokens.stop - rows.start]
+                found = _softmax(own_CV, torch.empty_like(own_CV), targets_T[tokens], head_VH, shard)
+                log_probs_T[tokens], entropy_T[tokens], lse_T[tokens] = found
+            del logits_CV, own_CV  # before the next chunk's logits
         ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T, entropy_T)
-        ctx.chunk_tokens, ctx.shard, ctx.softcap = chunk_tokens, shard, softcap
+        ctx.chunks, ctx.shard, ctx.softcap, ctx.head_sums = chunks, shard, softcap, head_sums
         ctx.set_materialize_grads(False)  # a result that no loss uses has None for a gradient
         return log_probs_T, entropy_T
 
@@ -238,23 +376,34 @@ class _ChosenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         """Gradients of hidden states and, if it is trained, head; None for both if no loss uses log-probs or entropies."""
         hidden_TH, head_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
         if grad_T is None and grad_entropy_T is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_head_VH = _no_gradient(head_VH, lse_T.dtype, is_trained=ctx.needs_input_grad[1])
-        for part in _chunks(len(hidden_TH), ctx.chunk_tokens):
-            p_CV = _logits(hidden_TH[part], head_VH, ctx.softcap).to(lse_T.dtype).sub_(lse_T[part, None]).exp_()
-            bonus = None if grad_entropy_T is None else (grad_entropy_T[part], entropy_T[part])
-            grad_hidden_TH[part] = _backward(
-                grad_T[part], bonus, p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH, ctx.shard, ctx.softcap
-            )
+        of_head = None if ctx.head_sums is None else _HeadGradients(head_VH, lse_T.dtype, ctx.head_sums)
+        for together in ctx.chunks:
+            rows = slice(together[0].tokens.start, together[-1].tokens.stop)
+            logits_CV = _logits(hidden_TH[rows], head_VH, ctx.softcap).to(lse_T.dtype)
+            p_CV = torch.empty_like(logits_CV)
+            for _, tokens, _, _ in together:
+                own = slice(tokens.start - rows.start, tokens.stop - rows.start)
+                torch.sub(logits_CV[own], lse_T[tokens, None], out=p_CV[own]).exp_()
+                bonus = None if grad_entropy_T is None else (grad_entropy_T[tokens], entropy_T[tokens])
+                of_chunk = p_CV[own], targets_T[tokens], logits_CV[own], head_VH
+                _to_grad_logits(grad_T[tokens], bonus, *of_chunk, ctx.shard, ctx.softcap)
+            grad_CV = p_CV.to(hidden_TH.dtype)
+            grad_hidden_TH[rows] = _product(grad_CV, head_VH)
+            if of_head is not None:
+                of_head.add(grad_CV, hidden_TH[rows], together)
+            elif grad_head_VH is not None:
+                grad_head_VH += grad_CV.t() @ hidden_TH[rows]
         if ctx.shard is not None:
             dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
-        return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None, None
+        return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None, None, None
 
 
 class _KnownGradients(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Path of a micro-batch from its tokens to a loss that can be run backward, the same for every train engine.
+"""Path of micro-batches from their tokens to a loss that can be run backward, the same for every train engine.
 
     micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
                                        +--> policy (the engine's own) -------> hidden states ---+--> loss, by chunks (log_probs.py)
@@ -9,7 +9,7 @@ that a pipeline may compute these two in different processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
-from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy, token_local_loss
+from asyncflow.engines.train.model.log_probs import (
+    HeadSums,
+    VocabularyShard,
+    log_probs_and_entropy,
+    token_local_losses,
+)
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.types import Array, LossSums, Objective, TokenBatch
@@ -52,17 +57,48 @@ class MicroLoss:
     result: MicroBatchResult
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PassLoss:
+    """Loss of a pass: the sum over its micro-batches, which may be run backward once, and each one's result."""
+
+    total: Tensor
+    results: list[MicroBatchResult]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every micro-batch is."""
+        return all(result.is_finite for result in self.results)
+
+
 def given(models: TriModel[Any], packed: Packed, micro_batch: MicroBatch) -> Given:
-    """Compute the log-probs of the frozen models, and copy the micro-batch's columns to the device of `packed`.
+    """`given_all` of a pass of one micro-batch."""
+    (known,) = given_all(models, packed, [micro_batch])
+    return known
+
+
+def given_all(models: TriModel[Any], packed: Packed, micro_batches: Sequence[MicroBatch]) -> list[Given]:
+    """Compute the log-probs of the frozen models for a pass, and copy the micro-batches' columns to the device of `packed`.
 
     Raises `ValueError` for rows that are too stale for the old policy.
     """
     old_T, ref_T = None, None
-    if models.reference is not None and micro_batch.ref_logprobs is None:
+    if models.reference is not None and any(batch.ref_logprobs is None for batch in micro_batches):
         ref_T = models.reference.log_probs(packed)
-    if models.old_model is not None and models.asks_old_model(micro_batch):
+    # Asks for all: it may raise.
+    if models.old_model is not None and max(map(models.asks_old_model, micro_batches)):
         old_T = models.old_model.log_probs(packed)
-    return given_frozen(models, packed, micro_batch, old_T, ref_T)
+    return given_all_frozen(models, packed, micro_batches, old_T, ref_T)
+
+
+def given_all_frozen(
+    models: TriModel[Any], packed: Packed, micro_batches: Sequence[MicroBatch], old_T: Tensor | None, ref_T: Tensor | None
+) -> list[Given]:
+    """`given_frozen` of each micro-batch of a pass, from log-probs (float32 [T]) of the whole pass."""
+    olds, refs = (
+        [None] * len(micro_batches) if each is None else each.split_with_sizes(packed.token_counts) for each in (old_T, ref_T)
+    )
+    parts = packed.parts or (packed,)
+    return [given_frozen(models, *each) for each in zip(parts, micro_batches, olds, refs, strict=True)]
 
 
 def given_frozen(
@@ -97,66 +133,104 @@ def loss(
     shard: VocabularyShard | None = None,
     softcap: float | None = None,
 ) -> MicroLoss:
-    """Loss from the policy's hidden states [T, H] and its output layer [V, H], with the numbers of its result.
+    """`losses` of a pass of one micro-batch."""
+    made = losses([known], objective, hidden_TH, head_VH, chunk_tokens=chunk_tokens, shard=shard, softcap=softcap)
+    return MicroLoss(made.total, made.results[0])
+
+
+def losses(
+    known: Sequence[Given],
+    objective: Objective,
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    *,
+    chunk_tokens: int,
+    shard: VocabularyShard | None = None,
+    softcap: float | None = None,
+    head_sums: HeadSums | None = None,
+) -> PassLoss:
+    """Losses of a pass's micro-batches from the policy's hidden states [T, H] and its output layer [V, H], with their results.
 
     `chunk_tokens`: rows of logits that exist at a time, at most. With `shard`, `head_VH` is this rank's part of the output layer.
-    `softcap`: see `log_probs_and_entropy`.
-    Waits for the device once.
+    `softcap`: see `log_probs_and_entropy`. `head_sums`: where the gradient of the output layer goes; a micro-batch that is not
+    finite is muted there, and the total is without it.
+    Waits for the device once; with `head_sums` once more for each micro-batch.
     """
-    targets_T = known.packed.targets_T
-    of_head: dict[str, Any] = {"chunk_tokens": chunk_tokens, "shard": shard, "softcap": softcap}
+    counts = [len(each.packed.targets_T) for each in known]
+    targets_T = torch.cat([each.packed.targets_T for each in known]) if len(known) > 1 else known[0].packed.targets_T
+    of_head: dict[str, Any] = {
+        "chunk_tokens": chunk_tokens, "shard": shard, "softcap": softcap, "counts": counts, "head_sums": head_sums
+    }  # fmt: skip
 
-    def part_loss(part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
-        own_C = logprobs_C.detach()
+    def part_loss(number: int, part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
+        own_C, own = logprobs_C.detach(), known[number]
         return objective.loss(
             TokenBatch(
                 logprobs_T=logprobs_C,
-                old_logprobs_T=own_C if known.old_T is None else torch.where(known.is_policy_T[part], own_C, known.old_T[part]),
-                rollout_logprobs_T=known.rollout_T[part],
-                ref_logprobs_T=None if known.ref_T is None else known.ref_T[part],
+                old_logprobs_T=own_C if own.old_T is None else torch.where(own.is_policy_T[part], own_C, own.old_T[part]),
+                rollout_logprobs_T=own.rollout_T[part],
+                ref_logprobs_T=None if own.ref_T is None else own.ref_T[part],
                 entropy_T=entropy_C,
-                advantages_T=known.advantages_T[part],
-                mask_T=known.mask_T[part],
-                row_T=known.packed.row_T[part],
-                row_tokens_R=known.row_tokens_R,
+                advantages_T=own.advantages_T[part],
+                mask_T=own.mask_T[part],
+                row_T=own.packed.row_T[part],
+                row_tokens_R=own.row_tokens_R,
             )
         )
 
-    metrics: Mapping[str, Tensor]
+    sums: list[LossSums]
     if objective.is_token_local:
-        total, metrics, logprobs_T = token_local_loss(hidden_TH, head_VH, targets_T, part_loss, **of_head)
-    else:
-        logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, **of_head)
-        sums = part_loss(slice(None), logprobs_T, entropy_T)
-        total, logprobs_T = sums.loss, logprobs_T.detach()
-        metrics = {name: value.detach() for name, value in sums.metrics.items()}
-    return MicroLoss(total, _result(known, total.detach(), metrics, logprobs_T))
+        total, sums, logprobs_T = token_local_losses(hidden_TH, head_VH, targets_T, part_loss, **of_head)
+        return PassLoss(total, _results(known, sums, logprobs_T.split_with_sizes(counts)))
+    logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, **of_head)
+    of_micro_batches = zip(logprobs_T.split_with_sizes(counts), entropy_T.split_with_sizes(counts), strict=True)
+    sums = [part_loss(number, slice(None), *each) for number, each in enumerate(of_micro_batches)]
+    detached = [LossSums(each.loss.detach(), {name: x.detach() for name, x in each.metrics.items()}) for each in sums]
+    results = _results(known, detached, logprobs_T.detach().split_with_sizes(counts))
+    if head_sums is not None:
+        for number, result in enumerate(results):
+            if not result.is_finite:
+                head_sums.mute(number)
+        sums = [each for each, result in zip(sums, results, strict=True) if result.is_finite]
+    total = torch.stack([each.loss for each in sums]).sum() if len(sums) > 1 else sums[0].loss if sums else logprobs_T.sum() * 0.0
+    return PassLoss(total, results)
 
 
-def _result(known: Given, total: Tensor, metrics: Mapping[str, Tensor], logprobs_T: Tensor) -> MicroBatchResult:
-    rollout_T, mask_T = known.rollout_T, known.mask_T
-    is_finite = total.isfinite() & logprobs_T.isfinite().all()
-    differences_T = (logprobs_T - rollout_T).abs().where(mask_T > 0, 0.0)
-    is_equal_T = (logprobs_T == rollout_T) & (mask_T > 0)
-    log_ratio_T = (logprobs_T - rollout_T).where(known.is_fresh_T & (mask_T > 0), 0.0)
-    metrics = {
-        **metrics,
-        "policy/rollout_logprob_difference": differences_T.sum(),
-        "mismatch/logprob_difference": log_ratio_T.abs().sum(),
-        "mismatch/kl": (log_ratio_T.expm1() - log_ratio_T).sum(),  # k3, as in algorithms/functional.py
-        "mismatch/tokens": (known.is_fresh_T & (mask_T > 0)).sum(),
-    }
+def _results(known: Sequence[Given], sums: Sequence[LossSums], logprobs: Sequence[Tensor]) -> list[MicroBatchResult]:
+    """Results of micro-batches, from their own losses and metrics, detached, and their log-probs."""
+    numbers: list[Tensor] = []
+    names: list[list[str]] = []
+    for one, of_loss, logprobs_T in zip(known, sums, logprobs, strict=True):
+        mask_T, rollout_T = one.mask_T, one.rollout_T
+        is_finite = of_loss.loss.isfinite() & logprobs_T.isfinite().all()
+        differences_T = (logprobs_T - rollout_T).abs().where(mask_T > 0, 0.0)
+        is_equal_T = (logprobs_T == rollout_T) & (mask_T > 0)
+        log_ratio_T = (logprobs_T - rollout_T).where(one.is_fresh_T & (mask_T > 0), 0.0)
+        metrics = {
+            **of_loss.metrics,
+            "policy/rollout_logprob_difference": differences_T.sum(),
+            "mismatch/logprob_difference": log_ratio_T.abs().sum(),
+            "mismatch/kl": (log_ratio_T.expm1() - log_ratio_T).sum(),  # k3, as in algorithms/functional.py
+            "mismatch/tokens": (one.is_fresh_T & (mask_T > 0)).sum(),
+        }
+        names.append(list(metrics))
+        numbers += [of_loss.loss, mask_T.sum(), is_finite, is_equal_T.sum(), differences_T.max(), *metrics.values()]
     # One transfer for all the numbers: each .item() on its own would wait for the device.
-    numbers = [total, mask_T.sum(), is_finite, is_equal_T.sum(), differences_T.max(), *metrics.values()]
-    loss_sum, loss_tokens, finite, num_equal, difference, *values = torch.stack([n.double() for n in numbers]).tolist()
-    return MicroBatchResult(
-        loss_sum=loss_sum,
-        loss_tokens=int(loss_tokens),
-        physical_tokens=known.packed.num_tokens - known.packed.fill_tokens,
-        metrics=dict(zip(metrics, values, strict=True)),
-        is_finite=bool(finite),
-        logprob_differences=(int(num_equal), difference),
-    )
+    told = iter(torch.stack([n.double() for n in numbers]).tolist())
+    results = []
+    for one, of_micro_batch in zip(known, names, strict=True):
+        loss_sum, loss_tokens, finite, num_equal, difference = (next(told) for _ in range(5))
+        results.append(
+            MicroBatchResult(
+                loss_sum=loss_sum,
+                loss_tokens=int(loss_tokens),
+                physical_tokens=one.packed.num_tokens - one.packed.fill_tokens,
+                metrics={name: next(told) for name in of_micro_batch},
+                is_finite=bool(finite),
+                logprob_differences=(int(num_equal), difference),
+            )
+        )
+    return results
 
 
 def float_tensor(values: Array, packed: Packed) -> Tensor:

@@ -10,12 +10,15 @@
 
 The prompt's last position predicts the first token of a response (papers: the flag on PA 13), so in the shared sequence its hidden
 state is used once for each response; the logits at the last token of a response are not used.
+
+Several micro-batches are computed in one pass as one sequence (`joined`), each in its own form; none sees another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -34,34 +37,62 @@ INERT_TOKENS = 4
 # P tokens of the packed sequence, prompt or prompts included; T response tokens; R responses; H hidden elements.
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """Segment that is a prompt, by its number, and the number of segments right behind it that see it whole."""
+
+    segment: int
+    num_responses: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """Tokens of a shared prompt, and of the responses that see it, as places in the packed sequence."""
+
+    prompt: slice
+    responses: slice
+    response_lengths: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayout:
     """Layout of a packed sequence: which token attends to which. A model's attention calls get it as the argument `layout`.
 
-    Each segment attends causally to itself. With `has_prompt` the first segment is a prompt, which all other segments see whole.
+    Each segment attends causally to itself, and the segments behind a shared prompt also to all of the prompt.
     """
 
     segment_lengths: tuple[int, ...]  # add up to P
-    has_prompt: bool
+    prompts: tuple[SharedPrompt, ...]  # in order
     positions_P: Tensor  # int64: the model's position_ids
 
     @property
-    def prompt_length(self) -> int:
-        """Number of tokens of the shared prompt; 0 if there is none."""
-        return self.segment_lengths[0] if self.has_prompt else 0
+    def has_prompt(self) -> bool:
+        """Whether a prompt is shared."""
+        return bool(self.prompts)
+
+    def shared(self) -> list[SharedTokens]:
+        """The shared prompts with their responses, in order."""
+        ends, found = [0, *accumulate(self.segment_lengths)], []
+        for one in self.prompts:
+            first, end = one.segment + 1, one.segment + 1 + one.num_responses
+            lengths = self.segment_lengths[first:end]
+            found.append(SharedTokens(slice(ends[one.segment], ends[first]), slice(ends[first], ends[end]), lengths))
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Packed prompt and responses: P tokens of the sequence, T response tokens. Tensors are int64, on the model's device."""
+    """Packed prompt and responses, or several of them: P tokens of the sequence, T response tokens. Tensors are int64, on the
+    model's device."""
 
     tokens_P: Tensor
     targets_T: Tensor  # the response tokens, end to end, or others that are predicted in their places
     row_T: Tensor  # the response that a token belongs to, 0..R-1
     layout: AttentionLayout
-    prompt_length: int
+    prompt_length: int  # 0 if several are joined
     response_lengths: tuple[int, ...]
     fill_tokens: int = 0  # tokens of the last segment, if it only fills up the sequence
+    parts: tuple[Packed, ...] = ()  # those that were joined; none: it is one micro-batch
 
     @property
     def positions_P(self) -> Tensor:
@@ -82,14 +113,38 @@ class Packed:
         """
         if not self.response_lengths:
             return hidden_PH[:0]
-        if self.layout.has_prompt:
+        sizes, chosen = self._cuts()
+        pieces = hidden_PH.split_with_sizes(sizes)
+        hidden_TH = torch.cat([pieces[i] for i in chosen])
+        return hidden_TH if temperature == 1.0 else hidden_TH / temperature
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Number of response tokens of each micro-batch. They add up to T."""
+        return tuple(sum(part.response_lengths) for part in self.parts or (self,))
+
+    @property
+    def places(self) -> list[slice]:
+        """Place of each micro-batch in the sequence, fill tokens left out."""
+        lengths = [part.num_tokens for part in self.parts] or [self.num_tokens - self.fill_tokens]
+        return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
+    def _cuts(self) -> tuple[list[int], list[int]]:
+        """Sizes of pieces that make up the sequence, and the numbers of those that predict the response tokens, in order."""
+        sizes: list[int] = []
+        chosen: list[int] = []
+        if self.parts:
+            for part in self.parts:
+                of_part, chosen_of_part = part._cuts()
+                chosen += [len(sizes) + i for i in chosen_of_part]
+                sizes += of_part
+        elif self.layout.has_prompt:
             sizes = [size for n in (self.prompt_length, *self.response_lengths) for size in (n - 1, 1)]
-            _, last_1H, *rest, _ = hidden_PH.split_with_sizes([*sizes, self.fill_tokens])
-            hidden_TH = torch.cat([part for body_BH in rest[::2] for part in (last_1H, body_BH)])
+            chosen = [i for k in range(len(self.response_lengths)) for i in (1, 2 + 2 * k)]
         else:
             sizes = [size for n in self.response_lengths for size in (self.prompt_length - 1, n, 1)]
-            hidden_TH = torch.cat(hidden_PH.split_with_sizes([*sizes, self.fill_tokens])[1::3])
-        return hidden_TH if temperature == 1.0 else hidden_TH / temperature
+            chosen = list(range(1, len(sizes), 3))
+        return [*sizes, self.fill_tokens], chosen
 
 
 def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu", *, is_shared: bool) -> Packed:
@@ -118,7 +173,9 @@ def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu
         tokens_P=on_device(np.concatenate(segments)),
         targets_T=on_device(responses.values),
         row_T=on_device(np.repeat(np.arange(len(lengths)), lengths)),
-        layout=AttentionLayout(tuple(len(s) for s in segments), has_prompt, on_device(positions)),
+        layout=AttentionLayout(
+            tuple(len(s) for s in segments), (SharedPrompt(0, len(lengths)),) if has_prompt else (), on_device(positions)
+        ),
         prompt_length=len(prompt_ids),
         response_lengths=tuple(lengths),
     )
@@ -152,8 +209,51 @@ def pack_inert(num_tokens: int, device: str | torch.device = "cpu") -> Packed:
     A process computes it when it has no micro-batch while others have one.
     """
     tokens_P = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    layout = AttentionLayout((num_tokens,), has_prompt=False, positions_P=torch.arange(num_tokens, device=device))
+    layout = AttentionLayout((num_tokens,), prompts=(), positions_P=torch.arange(num_tokens, device=device))
     return Packed(tokens_P, tokens_P[:0], tokens_P[:0], layout, num_tokens, response_lengths=(), fill_tokens=num_tokens)
+
+
+def joined(parts: Sequence[Packed]) -> Packed:
+    """Several micro-batches, none of them filled up, as one sequence. A single one is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    prompts: list[SharedPrompt] = []
+    lengths: list[int] = []
+    rows: list[Tensor] = []
+    num_rows = 0
+    for part in parts:
+        prompts += [replace(one, segment=one.segment + len(lengths)) for one in part.layout.prompts]
+        lengths += part.layout.segment_lengths
+        rows.append(part.row_T + num_rows)
+        num_rows += len(part.response_lengths)
+    return Packed(
+        tokens_P=torch.cat([part.tokens_P for part in parts]),
+        targets_T=torch.cat([part.targets_T for part in parts]),
+        row_T=torch.cat(rows),
+        layout=AttentionLayout(tuple(lengths), tuple(prompts), torch.cat([part.positions_P for part in parts])),
+        prompt_length=0,
+        response_lengths=tuple(length for part in parts for length in part.response_lengths),
+        parts=tuple(parts),
+    )
+
+
+def cut_into_passes(packed: Sequence[Packed], most_tokens: int | None) -> list[slice]:
+    """Neighbouring micro-batches that are computed in one pass each: as many as have at most so many tokens together, and at least
+    one. None: each by itself."""
+    ends: list[int] = []
+    tokens = 0
+    for i, one in enumerate(packed):
+        if i and (most_tokens is None or tokens + one.num_tokens > most_tokens):
+            ends.append(i)
+            tokens = 0
+        tokens += one.num_tokens
+    ends += [len(packed)] if packed else []
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def filled_up(packed: Packed, num_tokens: int) -> Packed:
+    """Packed sequence of at least so many tokens: a shorter one gets a last segment as in `filled_alike`."""
+    return _filled(packed, num_tokens - packed.num_tokens) if packed.num_tokens < num_tokens else packed
 
 
 def filled_alike(packed: Sequence[Packed], at_most: float = 1.0) -> list[Packed]:
@@ -171,7 +271,7 @@ def _filled(packed: Packed, num_tokens: int) -> Packed:
     zeros = packed.tokens_P.new_zeros(num_tokens)  # token 0 at position 0, which every model has
     layout = AttentionLayout(
         segment_lengths=(*packed.layout.segment_lengths, num_tokens),
-        has_prompt=packed.layout.has_prompt,
+        prompts=packed.layout.prompts,
         positions_P=torch.cat([packed.positions_P, zeros]),
     )
     return replace(packed, tokens_P=torch.cat([packed.tokens_P, zeros]), layout=layout, fill_tokens=packed.fill_tokens + num_tokens)

@@ -30,7 +30,15 @@ from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import PassOptions
-from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_alike, pack_inert, pack_thrifty
+from asyncflow.engines.train.model.packing import (
+    INERT_TOKENS,
+    Packed,
+    cut_into_passes,
+    filled_alike,
+    joined,
+    pack_inert,
+    pack_thrifty,
+)
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.model.weight_files import write_model
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
@@ -65,37 +73,42 @@ class ManyRanks(PolicyTraining):
             raise
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine.forward_backward`: one round."""
-        packed = [
+        """See `TrainEngine.forward_backward`: one round.
+
+        Of a pass of several micro-batches, one of which is not finite, none is added, and all are reported as not finite.
+        """
+        each_packed = [
             pack_thrifty(batch.prompt_ids, batch.response_ids, self.ranks.device, batch.target_ids) for batch in micro_batches
         ]
+        passes = cut_into_passes(each_packed, self._tokens_per_pass)
+        packed = [joined(each_packed[of_pass]) for of_pass in passes]
         asks_old = max((self.models.asks_old_model(batch) for batch in micro_batches), default=False)  # asks all: it may raise
         asks_reference = any(batch.ref_logprobs is None for batch in micro_batches) and self.models.reference is not None
         checks = self._is_to_check and any(p.layout.has_prompt for p in packed)
         wishes = self.ranks.largest([len(packed), asks_old, asks_reference, checks], of="dp")
-        num_micro_batches, asks_old, asks_reference, checks = int(wishes[0]), *map(bool, wishes[1:])
+        num_passes, asks_old, asks_reference, checks = int(wishes[0]), *map(bool, wishes[1:])
         if checks:
-            self._check_sharing(micro_batches, packed)
+            self._check_sharing(micro_batches, each_packed)
         # A rank that has none takes part with a micro-batch of nothing.
-        packed += [pack_inert(INERT_TOKENS, self.ranks.device) for _ in range(num_micro_batches - len(packed))]
+        packed += [pack_inert(INERT_TOKENS, self.ranks.device) for _ in range(num_passes - len(packed))]
         packed = filled_alike(packed, self._most_fill)
         self._fill_tokens += sum(one.fill_tokens for one in packed)
         refs = self._log_probs(self.models.reference, packed) if asks_reference else []
         olds = self._log_probs(self.models.old_model, packed) if asks_old else []
         results: list[MicroBatchResult] = []
-        muted = set(range(len(micro_batches), num_micro_batches))
+        muted = set(range(len(passes), num_passes))
 
         def loss(i: int, hidden_PH: Tensor) -> Tensor:
-            if i >= len(micro_batches):
+            if i >= len(passes):
                 return self._policy.nothing(hidden_PH)
             head_VH, shard = self._policy.head()
             old_T, ref_T = (frozen[i] if frozen else None for frozen in (olds, refs))
-            known = micro_step.given_frozen(self.models, packed[i], micro_batches[i], old_T, ref_T)
+            known = micro_step.given_all_frozen(self.models, packed[i], micro_batches[passes[i]], old_T, ref_T)
             hidden_TH = self._policy.predicting(packed[i], hidden_PH)
-            made = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens, shard=shard)
-            results.append(made.result)
+            made = micro_step.losses(known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens, shard=shard)
+            results.extend(replace(result, is_finite=made.is_finite) for result in made.results)
             # Stages before this one cannot know of it: in a pipeline, what is not finite stays so in all sums, and skips the step.
-            if not made.result.is_finite and self.ranks.layout.pp == 1:
+            if not made.is_finite and self.ranks.layout.pp == 1:
                 muted.add(i)
             return made.total
 
@@ -176,7 +189,7 @@ class ManyRanks(PolicyTraining):
     def _load(self, model_path: Path, options: TrainEngineOptions) -> None:
         self.data_parallel_rank = self.ranks.dp_rank if self.ranks.is_leader else None
         self._model_path, self._chunk_tokens = model_path, options.log_prob_chunk_tokens
-        self._is_to_check = options.check_shared_prompt
+        self._is_to_check, self._tokens_per_pass = options.check_shared_prompt, options.tokens_per_pass
         cut = partial(ShardedModel, model_path, self.ranks)
         is_exact = options.accumulate == "exact"
         reduce_dtype = torch.float64 if is_exact and options.layout.dp > 1 else torch.float32

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.engines.families import check_family
 from asyncflow.engines.train.model.attention import ATTENTION_NAME, packed_attention
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
-from asyncflow.engines.train.model.packing import AttentionLayout, Packed, pack
+from asyncflow.engines.train.model.packing import AttentionLayout, Packed, SharedPrompt, pack
 from asyncflow.types import Ragged, UserError
 from tests.depth import in_gate
 from tests.unit.engines.train.training import ModelPath
@@ -198,7 +198,8 @@ def oracle(query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor, layout: Attent
 
 
 def make_layout(lengths: tuple[int, ...], has_prompt: bool) -> AttentionLayout:
-    return AttentionLayout(lengths, has_prompt, torch.arange(sum(lengths)))
+    prompts = (SharedPrompt(0, len(lengths) - 1),) if has_prompt else ()
+    return AttentionLayout(lengths, prompts, torch.arange(sum(lengths)))
 
 
 def make_qkv(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> list[Tensor]:

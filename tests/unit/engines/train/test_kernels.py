@@ -18,14 +18,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from asyncflow.engines.train.model import flex
 from asyncflow.engines.train.model.attention import _PackedAttention
 from asyncflow.engines.train.model.kernels import CpuFlash, CudaFlash, Kernel, NpuFusion, kernel_for
-from asyncflow.engines.train.model.packing import AttentionLayout
+from asyncflow.engines.train.model.packing import AttentionLayout, SharedPrompt
 from asyncflow.types import UserError
 
 LENGTHS = [(7, 3, 3, 3), (1, 4, 1, 9), (150, 130, 20), (9,), (128, 128, 128), (300, 5, 260)]
 
 
 def make_layout(lengths: tuple[int, ...], has_prompt: bool) -> AttentionLayout:
-    return AttentionLayout(lengths, has_prompt and len(lengths) > 1, torch.arange(sum(lengths)))
+    prompts = (SharedPrompt(0, len(lengths) - 1),) if has_prompt and len(lengths) > 1 else ()
+    return AttentionLayout(lengths, prompts, torch.arange(sum(lengths)))
 
 
 class Segments:
@@ -209,7 +210,8 @@ def plain_mask(layout: AttentionLayout) -> Tensor:
     """bool [P, P]: True where a query (row) sees a key (column)."""
     lengths = layout.segment_lengths
     mask = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
-    mask[layout.prompt_length :, : layout.prompt_length] = True
+    for each in layout.shared():
+        mask[each.responses, each.prompt] = True
     return mask
 
 
@@ -219,7 +221,7 @@ def test_the_block_mask_holds_the_blocks_that_are_needed_and_no_others(has_promp
     layout = make_layout(lengths, has_prompt)
     expected = plain_mask(layout)
     num_tokens = len(expected)
-    mask = flex.block_mask(lengths, layout.prompt_length, torch.device("cpu"))
+    mask = flex.block_mask(lengths, layout.prompts, torch.device("cpu"))
     tokens = torch.arange(num_tokens)
     assert mask.mask_mod(torch.tensor(0), torch.tensor(0), tokens[:, None], tokens[None]).equal(expected)
     num_blocks = -(-num_tokens // 128)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.engines.train.model.packing import filled_alike, pack, pack_inert, token_ratio
+from asyncflow.engines.train.model.packing import SharedPrompt, filled_alike, pack, pack_inert, token_ratio
 from asyncflow.types import Ragged
 
 PROMPT = np.array([1, 2, 3])
@@ -15,7 +15,7 @@ def test_rows_lie_end_to_end_and_positions_start_again() -> None:
     packed = pack(PROMPT, RESPONSES, is_shared=False)
     assert packed.tokens_P.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 6]
     assert packed.positions_P.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-    assert packed.layout.segment_lengths == (5, 4) and packed.layout.prompt_length == 0 and packed.num_tokens == 9
+    assert packed.layout.segment_lengths == (5, 4) and not packed.layout.prompts and packed.num_tokens == 9
     assert packed.predicting(packed.tokens_P[:, None])[:, 0].tolist() == [3, 4, 3]
     assert packed.targets_T.tolist() == [4, 5, 6]
     assert packed.row_T.tolist() == [0, 0, 1]
@@ -25,7 +25,7 @@ def test_a_shared_prompt_comes_once_and_positions_start_again_behind_it() -> Non
     packed = pack(PROMPT, RESPONSES, is_shared=True)
     assert packed.tokens_P.tolist() == [1, 2, 3, 4, 5, 6]
     assert packed.positions_P.tolist() == [0, 1, 2, 3, 4, 3]
-    assert packed.layout.segment_lengths == (3, 2, 1) and packed.layout.prompt_length == 3 and packed.num_tokens == 6
+    assert packed.layout.segment_lengths == (3, 2, 1) and packed.layout.prompts == (SharedPrompt(0, 2),) and packed.num_tokens == 6
     assert packed.predicting(packed.tokens_P[:, None])[:, 0].tolist() == [3, 4, 3]
     assert packed.targets_T.tolist() == [4, 5, 6]
     assert packed.row_T.tolist() == [0, 0, 1]
@@ -34,7 +34,7 @@ def test_a_shared_prompt_comes_once_and_positions_start_again_behind_it() -> Non
 def test_one_response_is_one_row_either_way() -> None:
     shared, row = (pack(PROMPT, RESPONSES.take([0]), is_shared=is_shared) for is_shared in (True, False))
     assert shared.layout.segment_lengths == row.layout.segment_lengths == (5,)
-    assert shared.layout.prompt_length == 0
+    assert not shared.layout.prompts
 
 
 def test_an_inert_segment_predicts_nothing_and_leaves_no_gradient() -> None:

@@ -14,7 +14,7 @@ from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.model import check_sharing
 from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions
-from asyncflow.engines.train.model.packing import Packed, pack
+from asyncflow.engines.train.model.packing import Packed, SharedPrompt, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.run.factories import train_engine_options
 from asyncflow.types import Layout, LossSums, Ragged, RunError, TokenBatch
@@ -209,7 +209,9 @@ async def test_a_response_that_sees_another_one_is_noticed(
     def leaking(*arguments: Any, is_shared: bool) -> Packed:
         """The second response's segment goes on into the third."""
         packed = pack(*arguments, is_shared=is_shared)
-        merged = replace(packed.layout, segment_lengths=(20, 15, 30, 5)) if is_shared else packed.layout
+        merged = (
+            replace(packed.layout, segment_lengths=(20, 15, 30, 5), prompts=(SharedPrompt(0, 3),)) if is_shared else packed.layout
+        )
         return replace(packed, layout=merged)
 
     monkeypatch.setattr(check_sharing, "pack", leaking)
@@ -245,7 +247,8 @@ def test_rounding_to_bfloat16_is_told_from_a_fault_in_a_trained_model(
         """The first response's segment goes on into the second."""
         packed = pack(*arguments, is_shared=is_shared)
         segments = (30, 18, *lengths[2:]) if is_shared else packed.layout.segment_lengths
-        return replace(packed, layout=replace(packed.layout, segment_lengths=segments))
+        prompts = (SharedPrompt(0, len(segments) - 1),) if is_shared else ()
+        return replace(packed, layout=replace(packed.layout, segment_lengths=segments, prompts=prompts))
 
     monkeypatch.setattr(check_sharing, "pack", leaking)
     with pytest.raises(RunError, match="sharing the prompt gives"):

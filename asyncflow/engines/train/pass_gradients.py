@@ -1,0 +1,289 @@
+"""Gradients of weights, micro-batch by micro-batch within one pass, straight to exact sums (accumulate.py).
+
+    pass of micro-batches a, b, c      rows of x and dy:  a a a b b c c c c
+      layer y = x W^T                    dW_a = dy_a^T x_a --round--> sums;  dW_b ...;  dW_c ...       no gradient of W itself
+
+Rows of a pass do not depend on one another: attention keeps micro-batches apart, all else is row by row, and rows of a matrix
+product have the same bits whatever rows are beside them. Only the gradient of a weight mixes rows. So it is taken from each
+micro-batch's rows by itself, and is to the bit what the micro-batch gives alone: the sums do not know who was in a pass together.
+
+That products keep rows apart is a matter of the machine's library: `probe` computes a micro-batch alone and among others, and
+compares the bits.
+
+Left out: modules with weights that are none of linear layer, embedding and RMS norm; models that are sharded over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from asyncflow.engines.train.accumulate import ExactAccumulator
+from asyncflow.engines.train.model.causal_model import CausalModel
+from asyncflow.engines.train.model.log_probs import token_local_loss, token_local_losses
+from asyncflow.engines.train.model.packing import Packed, joined
+from asyncflow.types import LossSums, Ragged
+
+# P packed tokens, O outputs, I inputs, H hidden elements, V tokens of the vocabulary, U of them, C rows of logits.
+
+
+class PassGradients:
+    """Gradients of a model's weights in passes of several micro-batches, on their way to its sums. Implements `HeadSums`."""
+
+    def __init__(self, model: CausalModel, sums: ExactAccumulator) -> None:
+        """Change the model's modules so that they compute as before, except in a pass (`of`). See `why_not` first."""
+        self._sums = sums
+        self._places: list[slice] = []  # of each micro-batch in the pass; none: no pass is under way
+        self._muted: set[int] = set()
+        self._tokens_U: list[Tensor] = []  # of each micro-batch, each one once, ascending
+        self._held_UH: dict[int, Tensor] = {}  # by micro-batch: rows of the head's gradient that the embedding's are added to
+        # What depends on it has a gradient, though no weight has.
+        self._anchor = torch.zeros((), device=model.device, requires_grad=True)
+        names = {id(parameter): name for name, parameter in model.parameters.items()}
+        head = model.module.get_output_embeddings().weight
+        self._head_name = names.get(id(head))
+        self._is_tied = self._head_name is not None and model.module.get_input_embeddings().weight is head
+        for module in model.module.modules():
+            own = {key: names.get(id(parameter)) for key, parameter in module.named_parameters(recurse=False)}
+            if any(own.values()):
+                module.forward = partial(_form_of(module), self, module, own, module.forward)
+
+    @staticmethod
+    def why_not(model: CausalModel) -> str:
+        """Why a model's gradients cannot be taken so; "" if they can."""
+        if model.way != "packed":
+            return "its micro-batches are no packed sequences"
+        if model.module.get_output_embeddings().bias is not None:
+            return "its output layer has a bias"
+        trained = {id(parameter) for parameter in model.parameters.values()}
+        for name, module in model.module.named_modules():
+            if any(id(each) in trained for each in module.parameters(recurse=False)) and _form_of(module) is None:
+                return f"it has weights in {name}, a {type(module).__name__}"
+        return ""
+
+    @contextmanager
+    def of(self, packed: Packed) -> Iterator[None]:
+        """Context of a pass, forward and backward: gradients of weights go to the sums. Raises `RangeError` at its end."""
+        self._places = packed.places
+        self._tokens_U = [torch.unique(packed.tokens_P[place]) for place in self._places] if self._is_tied else []
+        try:
+            yield
+            self._sums.end_pass()
+        finally:
+            self._places, self._tokens_U = [], []
+            self._muted.clear()
+            self._held_UH.clear()
+
+    def mute(self, number: int) -> None:
+        """See `HeadSums`."""
+        self._muted.add(number)
+
+    def is_muted(self, number: int) -> bool:
+        """See `HeadSums`."""
+        return number in self._muted
+
+    def add_head(self, grad_CV: Tensor, hidden_CH: Tensor, parts: Sequence[tuple[int, slice]]) -> None:
+        """See `HeadSums`. Where the embedding is the same matrix, rows that it has a gradient for are held back until that is
+        there: the sum of both is rounded, as it is of a micro-batch alone."""
+        if self._head_name is None:
+            return
+        change = None
+        if self._is_tied:
+            change = partial(self._hold, [number for number, _ in parts])
+            for number, _ in parts:
+                self._held_UH[number] = hidden_CH.new_empty(len(self._tokens_U[number]), hidden_CH.shape[1])
+        self._sums.add_products(self._head_name, grad_CV, hidden_CH, [rows for _, rows in parts], change)
+
+    def add_head_whole(self, number: int, gradient_VH: Tensor) -> None:
+        """See `HeadSums`."""
+        if self._head_name is None:
+            return
+        if self._is_tied:
+            self._held_UH[number] = gradient_VH.new_empty(len(self._tokens_U[number]), gradient_VH.shape[1])
+            self._hold([number], 0, 0, gradient_VH)
+        self._sums.add_whole(self._head_name, gradient_VH)
+
+    def _hold(self, numbers: Sequence[int], part: int, begin: int, block_BH: Tensor) -> None:
+        """Hold back the rows of the micro-batch's own tokens: move them out of a block of the head's gradient."""
+        number = numbers[part]
+        tokens_U = self._tokens_U[number]
+        edges = torch.tensor([begin, begin + len(block_BH)], device=tokens_U.device)
+        first, end = torch.searchsorted(tokens_U, edges).tolist()
+        if first < end:
+            rows = tokens_U[first:end] - begin
+            self._held_UH[number][first:end] = block_BH[rows]
+            block_BH[rows] = 0.0
+
+    # -- modules ------------------------------------------------------------------------------------------------------------
+
+    def linear(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Forward of a linear layer."""
+        if not self._places:
+            return plain(x)
+        bias = None if module.bias is None else module.bias.detach()
+        apply: Any = _Linear.apply  # torch has no types for it
+        made: Tensor = apply(x, module.weight.detach(), bias, self._anchor, self, names)
+        return made
+
+    def embedding(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+        """Forward of an embedding."""
+        if not self._places:
+            return plain(tokens)
+        apply: Any = _Embedding.apply
+        made: Tensor = apply(tokens, module.weight.detach(), self._anchor, self, names["weight"], module.padding_idx)
+        return made
+
+    def norm(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Forward of an RMS norm: the module's own, with a weight for each row, whose gradient is not summed over rows yet."""
+        if not self._places:
+            return plain(x)
+        weight = module._parameters["weight"]
+        apply: Any = _Repeated.apply
+        module._parameters["weight"] = apply(weight.detach(), self._anchor, x.shape, self, names["weight"])
+        try:
+            return plain(x)
+        finally:
+            module._parameters["weight"] = weight
+
+    def add_linear(self, names: dict[str, str | None], grad_PO: Tensor, x_PI: Tensor) -> None:
+        """Add the gradients of a linear layer."""
+        if (name := names["weight"]) is not None:
+            self._sums.add_products(name, grad_PO, x_PI, [place for _, place in self._added()])
+        if (bias := names.get("bias")) is not None:
+            self._sums.add_each(bias, [grad_PO[place].sum(0) for _, place in self._added()])
+
+    def add_norm(self, name: str, grad_1PX: Tensor) -> None:
+        """Add the gradient of a norm's weight, from that of the weight of each row."""
+        dims = tuple(range(grad_1PX.ndim - 1))
+        # A copy, in memory as it would be alone: a sum's order of addition goes by the strides.
+        self._sums.add_each(name, [grad_1PX[:, place].clone().sum(dims) for _, place in self._added()])
+
+    def add_embedding(self, name: str, tokens_P: Tensor, grad_PH: Tensor, padding: int | None) -> None:
+        """Add the gradient of the embedding, and what of the head's was held back for it."""
+        for number, place in self._added():
+            tokens_U, inverse = torch.unique(tokens_P[place], return_inverse=True)
+            skipped = -1 if padding is None else int(torch.searchsorted(tokens_U, padding))
+            if padding is not None and not (skipped < len(tokens_U) and int(tokens_U[skipped]) == padding):
+                skipped = -1
+            rows_UH = torch.ops.aten.embedding_dense_backward(grad_PH[place], inverse, len(tokens_U), skipped, False)
+            if self._is_tied:
+                rows_UH = rows_UH + self._held_UH.pop(number)
+            self._sums.add_rows(name, tokens_U, rows_UH)
+
+    def _added(self) -> list[tuple[int, slice]]:
+        """Micro-batches that are not muted: number, and place in the pass."""
+        return [(number, place) for number, place in enumerate(self._places) if number not in self._muted]
+
+
+def _form_of(module: nn.Module) -> Any:
+    """Method of `PassGradients` that is a module's forward; None if there is none."""
+    own = {key: parameter.ndim for key, parameter in module.named_parameters(recurse=False)}
+    if type(module) is nn.Linear:
+        return PassGradients.linear
+    if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
+        return PassGradients.embedding
+    return PassGradients.norm if type(module).__name__.endswith("RMSNorm") and own == {"weight": 1} else None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        anchor: Tensor,
+        to: PassGradients,
+        names: dict[str, str | None],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.to, ctx.names = to, names
+        return nn.functional.linear(x, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        x, weight_OI = ctx.saved_tensors
+        grad_PO = grad.reshape(-1, grad.shape[-1])
+        ctx.to.add_linear(ctx.names, grad_PO, x.reshape(-1, x.shape[-1]))
+        return (grad_PO @ weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None, None, None, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weight_VH: Tensor, anchor: Tensor, to: PassGradients, name: str, padding: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.to, ctx.name, ctx.padding = to, name, padding
+        return nn.functional.embedding(tokens, weight_VH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_1PH: Tensor) -> tuple[None, None, None, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        ctx.to.add_embedding(ctx.name, tokens.flatten(), grad_1PH.reshape(-1, grad_1PH.shape[-1]), ctx.padding)
+        return None, None, None, None, None, None
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, anchor: Tensor, shape: torch.Size, to: PassGradients, name: str) -> Tensor:
+        ctx.to, ctx.name = to, name
+        return weight.expand(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+        ctx.to.add_norm(ctx.name, grad)
+        return None, None, None, None, None
+
+
+def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients) -> bool:
+    """Compute a micro-batch alone, and among others with the opposite loss. Returns whether both add up to 0, to the bit.
+
+    The sums are empty before and after.
+    """
+    vocabulary = model.module.get_input_embeddings().weight.shape[0]
+
+    def packed(first: int, prompt_tokens: int, lengths: Sequence[int]) -> Packed:
+        tokens = np.arange(first, first + prompt_tokens + sum(lengths)) * 7919 % vocabulary
+        return model.pack(tokens[:prompt_tokens], Ragged(tokens[prompt_tokens:], np.cumsum([0, *lengths])))
+
+    def loss(sign: float, log_probs_C: Tensor) -> LossSums:
+        weights_C = torch.arange(len(log_probs_C), device=log_probs_C.device) % 3 - 0.5
+        return LossSums(sign * (weights_C * log_probs_C).sum(), {})
+
+    alone = packed(1, 7, (9, 4, 2))
+    together = joined([packed(50, 3, (5,)), alone, packed(90, 13, (21, 3, 17, 8))])
+    options: dict[str, Any] = {"chunk_tokens": model.chunk_tokens, "softcap": model.softcap}
+    try:
+        total, _, _ = token_local_loss(
+            *model.hidden(alone), alone.targets_T, lambda part, log_probs_C, _: loss(1.0, log_probs_C), **options
+        )
+        torch.autograd.backward(total)
+        sums.add()
+        with gradients.of(together):
+            gradients.mute(0)
+            gradients.mute(2)
+            hidden_TH, head_VH = model.hidden(together)
+            total, _, _ = token_local_losses(
+                hidden_TH,
+                head_VH.detach(),
+                together.targets_T,
+                lambda number, part, log_probs_C, _: loss(-1.0, log_probs_C),
+                counts=together.token_counts,
+                head_sums=gradients,
+                **options,
+            )
+            torch.autograd.backward(total)
+        return sums.is_zero()
+    finally:
+        sums.clear()
