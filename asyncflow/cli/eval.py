@@ -175,7 +175,7 @@ def _samples(config: Config, prompts: Sequence[Any], count: int) -> Iterator[dic
     from asyncflow.loops.samples import EVALUATION_GROUPS
     from asyncflow.run.factories import shape_of
     from asyncflow.run_dir import SAMPLES_FILE
-    from asyncflow.telemetry.report import read_rows
+    from asyncflow.telemetry.run_reader import read_rows
 
     for row in sorted(read_rows(config.run_dir / SAMPLES_FILE), key=lambda row: row["row"]):
         group = row["row"] >> shape_of(config).group_bits

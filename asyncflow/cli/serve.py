@@ -65,6 +65,7 @@ async def _serve(
     from asyncflow.service.limits import Limits
     from asyncflow.service.routes import STREAMED, routes
     from asyncflow.service.server import HttpServer, Listen, make_self_signed
+    from asyncflow.service.watching import PUBLIC, Watched, watch_routes
 
     class Printed(Listener):
         def log(self, text: str) -> None:
@@ -78,14 +79,17 @@ async def _serve(
         trusted = make_self_signed(certificate, place.host)
     hosted = HostedRun(config, folder / "journal", Printed(), resume=resume, weights_from=weights_from)
     description = f"The run {config.run.name}."
-    app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, streamed=STREAMED)
+    app = make_app(
+        title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, streamed=STREAMED, public=PUBLIC
+    )
     app.include_router(routes(hosted, keys))
+    app.include_router(watch_routes(Watched(config.run_dir)))
     server = HttpServer(app, place, limits, certificate)
     address = await server.start()
     print(f"serving {config.run_dir} at {address}, with the keys in {keys.path}")
     print(f"try        {_example(address, keys.path, trusted)}", flush=True)
     try:
-        status = await _until_told(hosted.over)
+        status = await until_told(hosted.over)
     finally:
         await hosted.stop()
         await server.stop()
@@ -148,14 +152,14 @@ async def _serve_tinker(
             trust = f"SSL_CERT_FILE={trusted} " if trusted else ""
             print(f"try        {trust}TINKER_BASE_URL={address} TINKER_API_KEY={_secret_of(keys.path)} python", flush=True)
             try:
-                return await _until_told(asyncio.Event())
+                return await until_told(asyncio.Event())
             finally:
                 await server.stop()
     finally:
         audit.close()
 
 
-async def _until_told(over: asyncio.Event) -> int:
+async def until_told(over: asyncio.Event) -> int:
     """Wait until it is over, or a signal says so. Returns the exit status."""
     seen: list[int] = []
 

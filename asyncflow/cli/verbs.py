@@ -26,6 +26,7 @@ from asyncflow.cli.simulate import simulate
 from asyncflow.cli.status import status
 from asyncflow.cli.train import train
 from asyncflow.cli.verify import verify
+from asyncflow.cli.watch import compare, watch
 from asyncflow.cli.why import why
 from asyncflow.types import RunError, UserError
 
@@ -49,6 +50,8 @@ app.command()(simulate)
 app.command()(plan)
 app.command()(reward)
 app.command()(report)
+app.command()(watch)
+app.command()(compare)
 app.command()(status)
 app.command()(why)
 app.command()(check)

@@ -8,6 +8,7 @@ is unblocked by: the clock
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -50,7 +51,7 @@ class Standstill:
         self._why_unwritten = ""
 
     async def run(self) -> None:
-        """Write a situation every second, and say in the log what has stood for too long. For ever."""
+        """Write a situation and all spans every second, and say in the log what has stood for too long. For ever."""
         driver, loop = self._driver, asyncio.get_running_loop()
         patience = LOGGED_SHARE * driver.config.run.stall_timeout_seconds
         while True:
@@ -62,6 +63,8 @@ class Standstill:
             situation = self.situation()
             if self._folder is not None:
                 await self._write(self._folder, situation)
+                with contextlib.suppress(OSError):  # a disk that is full is told of above
+                    driver.hub.log.flush()
             if idle < patience:
                 self._said = ""
             elif not situation.is_held and not driver.ledger.is_stopping:
@@ -111,6 +114,7 @@ class Standstill:
             },
             workers=self._workers(now, looks=looks),
             open_steps=self._open_steps(now),
+            queue={task: controller.table.counts() for task, controller in driver.transfer_queue.controllers.items()},
             waits=[*self._waits.now(now), *driver.signal.open_waits(now), *self._asked(now)],
             ended=ended,
         )
@@ -152,6 +156,7 @@ class Standstill:
             task=state.task,
             cause=state.cause,
             seconds=state.time - state.since + silence,
+            rss_bytes=state.rss_bytes,
             waits=[_now(wait, silence, looks=looks) for wait in state.waits],
             threads=state.threads,
         )

@@ -78,7 +78,8 @@ class Gate:
     """ASGI application before another one: nothing of a request without a valid key reaches that.
 
     `streamed`: beginnings of paths whose requests have bodies that are read as they come, by routes that put them into files.
-    `tickets`: links that need no key, if there are any. `looks`: paths whose POST requests change nothing.
+    `tickets`: links that need no key, if there are any. `looks`: paths whose POST requests change nothing. `public`: paths that
+    need no key, beside `/health`.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class Gate:
         streamed: Iterable[str],
         tickets: Tickets | None,
         looks: Iterable[str],
+        public: Iterable[str],
     ) -> None:
+        self._public = frozenset((HEALTH, *public))
         self._app, self._keys, self._limits, self._audit = app, keys, limits, audit
         self._streamed, self._tickets, self._looks = tuple(streamed), tickets, frozenset(looks)
         self._room, self._callers = Room(limits.buffered_bytes), Callers(limits, time.monotonic)
@@ -114,7 +117,7 @@ class Gate:
 
     async def _request(self, scope: Any, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        if scope["path"] == HEALTH:
+        if scope["path"] in self._public:
             if _length(headers):
                 raise Denied(413, "nothing is expected here")
             await self._app(scope, receive, send)
@@ -327,14 +330,16 @@ def make_app(
     streamed: Iterable[str] = (),
     tickets: Tickets | None = None,
     looks: Iterable[str] = (),
+    public: Iterable[str] = (),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """Web application with a gate, `/health`, and the API's description under `/docs` (a browser is asked for a key as password).
 
-    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`, `tickets`, `looks`: see `Gate`.
+    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`, `tickets`, `looks`, `public`: see
+    `Gate`.
     """
     app = FastAPI(title=title, description=description, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed, tickets=tickets, looks=looks)
+    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed, tickets=tickets, looks=looks, public=public)
 
     @app.get(HEALTH, summary="Whether the service answers")
     async def health() -> dict[str, str]:

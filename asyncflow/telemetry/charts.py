@@ -1,4 +1,4 @@
-"""The report's line charts: which metrics go together, as plain data for plotly.js.
+"""Line charts of the pages about runs: which metrics go together, as plain data for plotly.js.
 
 Each chart is one card. A chart whose metrics the run never logged is left out.
 """
@@ -66,6 +66,46 @@ def metric_charts(rows: Sequence[MetricRow], evaluations: Sequence[MetricRow]) -
     cards = [_card(chart, rows) for chart in (*CHARTS, *_worker_charts(rows))]
     cards.insert(1, _evaluation_card(evaluations))
     return [card for card in cards if card["traces"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs that are drawn as one curve: the rows of metrics, and of evaluations, of each."""
+
+    label: str
+    rows: Sequence[Sequence[MetricRow]]
+    evaluations: Sequence[Sequence[MetricRow]]
+
+
+def compared_charts(groups: Sequence[Runs]) -> list[dict[str, Any]]:
+    """Cards for several groups of runs, a line each: the mean at each step, and a band from the least to the largest run."""
+    cards = []
+    for chart in CHARTS:
+        metric = next(iter(chart.lines))
+        of_each = [(group.label, [_points(rows, metric) for rows in group.rows]) for group in groups]
+        cards.append(_finished(chart, DEFINITIONS.get(metric_key(metric), ""), _compared(of_each)))
+    for key in sorted({key for group in groups for rows in group.evaluations for key in accuracy_keys(rows)}, reverse=True):
+        of_each = [(group.label, [_points(rows, key) for rows in group.evaluations]) for group in groups]
+        chart = Chart(f"Evaluation: {key}", {}, is_share=True)
+        cards.insert(1, _finished(chart, "Share of held-out prompts answered correctly, by policy version.", _compared(of_each)))
+    return [card for card in cards if card["traces"]]
+
+
+def _points(rows: Sequence[MetricRow], metric: str) -> dict[int, float]:
+    return {row["step"]: row[metric] for row in rows if _is_number(row.get(metric))}
+
+
+def _compared(of_each: Sequence[tuple[str, Sequence[Mapping[int, float]]]]) -> list[dict[str, Any]]:
+    bands, lines = [], []
+    for (label, runs), colour in zip(of_each, _cycled(len(of_each)), strict=True):
+        steps = sorted(set[int]().union(*runs))
+        values = [[run[step] for run in runs if step in run] for step in steps]
+        if not steps:
+            continue
+        if len(runs) > 1:
+            bands += _edges(steps, [min(found) for found in values], [max(found) for found in values], colour)
+        lines.append(_line(steps, [sum(found) / len(found) for found in values], label, colour))
+    return bands + lines
 
 
 def _worker_charts(rows: Sequence[MetricRow]) -> list[Chart]:
@@ -150,8 +190,17 @@ def _band(centre: str, spread: str, rows: Sequence[MetricRow]) -> list[dict[str,
     steps = [row["step"] for row in known]
     low = [row[centre] - row[spread] for row in known]
     high = [row[centre] + row[spread] for row in known]
-    edge = {"type": "scatter", "mode": "lines", "x": steps, "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-    return [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "fillcolor": "rgba(0, 114, 178, 0.16)"}]
+    return _edges(steps, low, high, _COLOURS[0])
+
+
+def _edges(steps: Sequence[int], low: Sequence[float], high: Sequence[float], colour: str) -> list[dict[str, Any]]:
+    """The band between two curves."""
+    edge = {"type": "scatter", "mode": "lines", "x": list(steps), "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return [
+        {**edge, "y": list(low)},
+        {**edge, "y": list(high), "fill": "tonexty", "fillcolor": f"rgba({red}, {green}, {blue}, 0.16)"},
+    ]
 
 
 def _cycled(count: int) -> list[str]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from asyncflow.run_dir import replace
 from asyncflow.telemetry.accuracy import METHODS, Responses, is_correct, mean_interval
-from asyncflow.telemetry.report import page_style, page_template, shortened
+from asyncflow.telemetry.report import page_style, page_template
+from asyncflow.telemetry.sections import shortened
 
 JSON_FILE: Final = "evaluation.json"
 HTML_FILE: Final = "evaluation.html"

@@ -1,6 +1,7 @@
 """Situation of a run: what its driver knows at one moment of who waits for what. `why.py` makes words of it.
 
     driver --every second, whole or not at all--> runs/<name>/now.json --> `asyncflow why`, of a live, a killed or a finished run
+                                                                      +--> the live page
 
 Ages are in seconds at the moment of the situation.
 """
@@ -26,7 +27,7 @@ UNKNOWN: Final = "unknown"
 
 class SeenWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker of the run. `task`, `cause` and `seconds`: the state of its lane. `silence`: since its last report; None: it has
-    never reported.
+    never reported. `rss_bytes`: resident memory, as it last reported.
 
     `process`: what the operating system says of its process (`stopped`, `running`, ...; `gone`), where it is on this machine.
     `serving`, `installing`: versions of a rollout worker or evaluator. `stale`: why it has no weights to serve.
@@ -44,6 +45,7 @@ class SeenWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stale: str = ""
     waits: list[OpenWait] = []
     threads: list[str] = []
+    rss_bytes: int = 0
 
 
 class SeenGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,8 +83,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """See the module's head. `time`: seconds since 1970; `pid`: the driver's, on the machine `host`.
 
     `idle`: since something has last moved. `published`: the newest version, `published_seconds` ago. `limits`: seconds by
-    configuration key. `waits`: of the driver, and requests of others (`who`) that are parked there. `ended`: why the run has
-    ended; empty while it goes on. `is_held`: somebody who drives the run by hand, or works for it from outside, is waited for.
+    configuration key. `queue`: rows by task and state. `waits`: of the driver, and requests of others (`who`) that are parked
+    there. `ended`: why the run has ended; empty while it goes on. `is_held`: somebody who drives the run by hand, or works for it
+    from outside, is waited for.
     """
 
     run: str
@@ -99,6 +102,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     limits: dict[str, float] = {}
     workers: list[SeenWorker] = []
     open_steps: list[SeenStep] = []
+    queue: dict[str, dict[str, int]] = {}
     waits: list[OpenWait] = []
     ended: str = ""
 

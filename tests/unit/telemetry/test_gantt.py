@@ -1,67 +1,79 @@
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from asyncflow.telemetry.gantt import Bar, BarKind, coarser, colours_of, drawn_levels, first_view, gantt_chart, step_ends
+from asyncflow.telemetry.gantt import BAR, BarKind, colours_of, drawn_levels, first_view, gantt_chart, grouped, joined, step_ends
 from asyncflow.telemetry.spans import Span
 
 
-def alternating(count: int, lanes: int = 2) -> list[Bar]:
+def bars(rows):
+    return np.array(rows, BAR)
+
+
+def alternating(count: int, lanes: int = 2):
     """Short bars of three states, end to end, in each lane."""
     draw = random.Random(0)
-    states = [BarKind("forward_backward"), BarKind("rows", is_wait=True), BarKind("optim_step")]
-    bars = []
+    rows = []
     for lane in range(lanes):
         now = 0.0
         for i in range(count // lanes):
             end = now + draw.uniform(0.001, 0.1)
-            bars.append(Bar(lane, states[i % 3], now, end, step=i // 10, version=0, rows=1, tokens=2))
+            rows.append((2 * lane, i % 3, now, end, i // 10, 0, 1, 2, 1))
             now = end
-    return bars
+    return bars(rows)
 
 
-def seconds_by(bars: list[Bar]) -> dict[tuple[int, BarKind], float]:
-    totals: dict[tuple[int, BarKind], float] = {}
-    for bar in bars:
-        totals[bar.lane, bar.state] = totals.get((bar.lane, bar.state), 0.0) + bar.end - bar.start
+def seconds_by(found) -> dict[tuple[int, int], float]:
+    totals: dict[tuple[int, int], float] = {}
+    for bar in found:
+        key = int(bar["lane"]), int(bar["state"])
+        totals[key] = totals.get(key, 0.0) + float(bar["end"] - bar["start"])
     return totals
 
 
 def test_levels_shrink_to_their_sizes_and_keep_every_second_row_and_token():
-    bars = alternating(20_000)
-    wall = max(bar.end for bar in bars)
-    levels = drawn_levels(bars, wall, (10_000, 5_000, 800))
+    every = alternating(20_000)
+    wall = every["end"].max()
+    levels = drawn_levels(every, wall, (10_000, 5_000, 800))
     assert len(levels) == 3
     for (resolution, level), size in zip(levels, (10_000, 5_000, 800), strict=True):
         assert 0 < resolution < wall
         assert len(level) <= size
-        assert seconds_by(level) == pytest.approx(seconds_by(bars))
-        assert sum(bar.rows for bar in level) == sum(bar.rows for bar in bars)
-        assert sum(bar.tokens for bar in level) == sum(bar.tokens for bar in bars)
-        assert sum(bar.count for bar in level) == len(bars)
+        assert seconds_by(level) == pytest.approx(seconds_by(every))
+        for name in ("rows", "tokens", "count"):
+            assert level[name].sum() == every[name].sum()
         for a, b in pairwise(level):
-            assert a.lane < b.lane or a.end <= b.start + 1e-9
+            assert a["lane"] < b["lane"] or a["end"] <= b["start"] + 1e-9
 
 
 def test_few_bars_are_drawn_as_they_are():
-    bars = alternating(50)
-    assert drawn_levels(bars, 5.0, (100, 60)) == [(0.0, bars)]
+    few = alternating(50)
+    ((resolution, level),) = drawn_levels(few, 5.0, (100, 60))
+    assert resolution == 0 and np.array_equal(level, few)
 
 
 def test_a_long_bar_is_never_grouped():
-    busy, idle = BarKind("generate"), BarKind("prompts", is_wait=True)
-    bars = [
-        Bar(0, idle, 0.0, 0.01, -1, -1, 0, 0),
-        Bar(0, busy, 0.01, 0.02, 3, 1, 5, 6),
-        Bar(0, idle, 0.02, 0.05, -1, -1, 0, 0),
-        Bar(0, busy, 0.05, 2.0, 3, 1, 0, 0),
-    ]
-    grouped = coarser(bars, 0.5)
-    assert [(bar.state, round(bar.start, 6), round(bar.end, 6), bar.count) for bar in grouped] == [
+    busy, idle = 0, 1
+    short_and_long = bars(
+        [
+            (0, idle, 0.0, 0.01, -1, -1, 0, 0, 1),
+            (0, busy, 0.01, 0.02, 3, 1, 5, 6, 1),
+            (0, idle, 0.02, 0.05, -1, -1, 0, 0, 1),
+            (0, busy, 0.05, 2.0, 3, 1, 0, 0, 1),
+        ]
+    )
+    shown = joined(grouped(short_and_long, 0.5))
+    assert [(b["state"], round(b["start"], 6), round(b["end"], 6), b["count"]) for b in shown] == [
         (idle, 0.0, 0.04, 2),
         (busy, 0.04, 2.0, 2),
     ]
+
+
+def test_work_beside_a_lane_may_overlap_and_is_not_laid_side_by_side():
+    beside = bars([(1, 0, 0.0, 0.3, 0, 0, 1, 0, 1), (1, 0, 0.1, 0.4, 0, 0, 1, 0, 1), (1, 1, 0.2, 0.25, 0, 0, 1, 0, 1)])
+    assert [(b["state"], b["start"], b["end"], b["count"]) for b in grouped(beside, 1.0)] == [(0, 0.0, 0.4, 2), (1, 0.2, 0.25, 1)]
 
 
 def test_first_view_is_three_steps_in_the_middle():

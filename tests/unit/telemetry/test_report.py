@@ -11,7 +11,9 @@ from asyncflow.engines.costs import Costs
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.gantt import BARS_IN_VIEW, step_ends
 from asyncflow.telemetry.idle import busy_and_idle, idle_of_pools
-from asyncflow.telemetry.report import duration, read_rows, script_json, write_report
+from asyncflow.telemetry.report import script_json, write_report
+from asyncflow.telemetry.run_reader import read_rows
+from asyncflow.telemetry.sections import duration
 from asyncflow.telemetry.trace import SpanLog, write_trace
 from asyncflow.types import UserError
 from tests.builders import every_task_apart

@@ -1,0 +1,120 @@
+"""`asyncflow watch`: a live page about a run, or about all runs of a folder. `asyncflow compare`: runs over each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncflow.run_dir import CONFIG_FILE
+from asyncflow.types import UserError
+
+_KEY_NAME = "page"
+_REDIRECT = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={address}"><title>AsyncFlow</title>'
+
+
+def watch(
+    folder: Annotated[Path, typer.Argument(help="A run's folder, such as runs/quickstart, or a folder of runs.")],
+    listen: Annotated[str, typer.Option(help="127.0.0.1:PORT (port 0: any), or unix:PATH.")] = "127.0.0.1:0",
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Show a live page about a run: what every worker does and waits for, its metrics, its samples."""
+    check_extra()
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    raise typer.Exit(asyncio.run(serve_page(folder, listen, opens=browser, compared=[])))
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of two runs or more.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("compare.html"),
+) -> None:
+    """Write a page that compares runs: curves over each other, settings that differ, what their workers waited for."""
+    from asyncflow.telemetry.compare import write_comparison
+    from asyncflow.telemetry.run_reader import RunReader
+
+    if len({run.resolve() for run in runs}) < 2:
+        raise UserError("a comparison needs the folders of two runs or more")
+    for run in runs:
+        if not (run / CONFIG_FILE).is_file():
+            raise UserError(f"{run} is no run's folder: it has no {CONFIG_FILE}")
+    names = _names(runs)
+    readers = {name: RunReader(run) for name, run in zip(names, runs, strict=True)}
+    for reader in readers.values():
+        reader.read_all()
+    print(write_comparison(readers, output))
+
+
+def _names(runs: list[Path]) -> list[str]:
+    """Names that tell the runs apart: of their folders, or their whole paths."""
+    names = [run.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
+def check_extra() -> None:
+    """Raises `UserError` where the packages of the extra `service` are missing."""
+    try:
+        import fastapi  # noqa: F401
+        import httptools  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"asyncflow watch needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error
+
+
+async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[str]) -> int:
+    """Serve the page until a signal comes. Returns the exit status. Raises `UserError`."""
+    from asyncflow.cli.serve import until_told
+    from asyncflow.service.app import AuditLog, make_app
+    from asyncflow.service.keys import KeyRing
+    from asyncflow.service.limits import Limits
+    from asyncflow.service.server import HttpServer, Listen
+    from asyncflow.service.watching import PAGE, PUBLIC, LocalOnly, Watched, watch_routes
+
+    place = Listen.parse(listen)
+    if not place.is_private:
+        raise UserError(
+            f"--listen {listen} can be reached from other machines, and this page is for this one: take 127.0.0.1:PORT or "
+            f"unix:PATH, and reach it from elsewhere by ssh -L"
+        )
+    with tempfile.TemporaryDirectory(prefix="asyncflow-watch-") as scratch:  # of mode 0700: nobody else reads the key there
+        keys = KeyRing(Path(scratch) / "keys.json", [], time.time)
+        secret = keys.add(_KEY_NAME, "read").secret
+        app = make_app(
+            title="AsyncFlow",
+            description="Runs, while they go on and afterwards.",
+            keys=keys,
+            limits=Limits(),
+            audit=AuditLog(None),
+            public=PUBLIC,
+        )
+        app.add_middleware(LocalOnly)
+        app.include_router(watch_routes(Watched(folder)))
+        server = HttpServer(app, place, Limits())
+        address = await server.start()
+        fragment = "&".join([f"key={secret}", *(f"compare={name}" for name in compared)])
+        if place.path is not None:
+            print(f"{folder} is shown at {address}: forward a port to it, such as ssh -L 8000:{place.path} HOST, and open")
+            print(f"http://localhost:8000{PAGE}#{fragment}", flush=True)
+        else:
+            print(f"{folder} is shown at {address}{PAGE}#{fragment}", flush=True)
+            if opens:
+                _open(f"{address}{PAGE}#{fragment}", Path(scratch))
+        try:
+            await until_told(asyncio.Event())
+            return 0
+        finally:
+            await server.stop()
+
+
+def _open(address: str, scratch: Path) -> None:
+    """Open the page in a browser, by a file that only this user can read: arguments of a process are seen by everybody."""
+    path = scratch / "open.html"
+    path.write_text(_REDIRECT.format(address=address.replace("&", "&amp;")), encoding="utf-8")
+    os.chmod(path, 0o600)
+    webbrowser.open(path.as_uri())

@@ -1,0 +1,130 @@
+"""Groups as they were trained, for reading: a step's kept batch (`telemetry.keep_batches`), response by response, and token by
+token."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncflow.algorithms import ALGORITHMS
+from asyncflow.config import Config, load
+from asyncflow.control import SCHEDULES
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.loops.samples import PROMPT_COLUMNS, REFERENCE_COLUMN, VALUES_COLUMN, scored_group
+from asyncflow.run.connection import model_begun_with
+from asyncflow.run.factories import make_algorithm, shape_of
+from asyncflow.run_dir import CONFIG_FILE
+from asyncflow.telemetry.batches import read_batch
+from asyncflow.types import Advantages, Array, Batch, Ragged, UserError, Values
+
+
+def groups_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The groups of a step: number, responses, mean reward. Raises `RunError` where its batch was not kept."""
+    batch, bits = read_batch(run_dir, step), _group_bits(run_dir)
+    rewards, groups = batch.dense("reward"), batch.indices >> bits
+    return [
+        {"group": int(group), "size": int((groups == group).sum()), "mean": float(rewards[groups == group].mean())}
+        for group in batch.groups
+    ]
+
+
+def told_group(run_dir: Path, step: int, group: int) -> dict[str, Any]:
+    """A group of a step: its prompt, and of each row the reward, the advantage, and each token with what is known of it.
+
+    Text is there where the model's tokenizer is; otherwise tokens are shown by number. Advantages are there for AsyncFlow's own
+    algorithms: no code of a run's folder is run. Raises `RunError`, `UserError`.
+    """
+    batch, config = read_batch(run_dir, step), _config(run_dir)
+    places = np.flatnonzero(batch.indices >> _group_bits(run_dir) == group)
+    position = np.flatnonzero(batch.groups == group)
+    if not len(places) or not len(position):
+        raise UserError(f"step {step} has no group {group}")
+    texts = _Texts(run_dir)
+    alone = _part(batch, int(position[0]), places)
+    advantages = _advantages(config, batch, alone, run_dir)
+    rows = [_told_row(alone, number, advantages, texts) for number in range(len(alone))]
+    return {"prompt": texts.whole(alone.ragged("prompt_ids")[0]), "rows": rows}
+
+
+def _told_row(batch: Batch, number: int, advantages: Advantages | None, texts: _Texts) -> dict[str, Any]:
+    ids = batch.ragged("response_ids")[number]
+    spans = batch.ragged("version_spans")[number].reshape(-1, 2)
+    versions = spans[np.searchsorted(spans[:, 0], np.arange(len(ids)), "right") - 1, 1] if len(spans) else np.full(len(ids), -1)
+    columns: dict[str, Array] = {
+        "logprob": batch.ragged("rollout_logprobs")[number],
+        "mask": batch.ragged("loss_mask")[number],
+        "version": versions,
+    }
+    known = {"log-prob of the reference": REFERENCE_COLUMN.name, "value": VALUES_COLUMN.name}
+    columns |= {name: batch.ragged(column)[number] for name, column in known.items() if column in batch.columns}
+    is_by_token = isinstance(advantages, Ragged)
+    if isinstance(advantages, Ragged):
+        columns["advantage"] = advantages[number]
+    shown = {name: [round(value, 6) for value in column.tolist()] for name, column in columns.items()}
+    tokens = [{"text": text, **{name: column[i] for name, column in shown.items()}} for i, text in enumerate(texts.each(ids))]
+    advantage = None if advantages is None else float(np.mean(advantages[number])) if is_by_token else float(advantages[number])
+    return {
+        "row": int(batch.indices[number]),
+        "reward": float(batch.dense("reward")[number]),
+        "advantage": advantage,
+        "truncated": bool(batch.dense("truncated")[number]),
+        "tokens": tokens,
+    }
+
+
+def _part(batch: Batch, group: int, rows: Array) -> Batch:
+    """One group of a batch."""
+    columns: dict[str, Values] = {}
+    for name, values in batch.columns.items():
+        taken = np.array([group]) if name in PROMPT_COLUMNS else rows
+        columns[name] = values.take(taken) if isinstance(values, Ragged) else values[taken]
+    return Batch(batch.indices[rows], batch.groups[group : group + 1], columns)
+
+
+def _advantages(config: Config, batch: Batch, alone: Batch, run_dir: Path) -> Advantages | None:
+    """Advantages of a group, as its step computed them; None for an algorithm of somebody's own."""
+    if config.algorithm.name not in ALGORITHMS or config.schedule.name not in SCHEDULES:
+        return None
+    algorithm = make_algorithm(config)
+    scored = scored_group(alone)
+    advantages = algorithm.advantages(scored)
+    if not algorithm.waits_for_batch:
+        return advantages
+    bits, sums = _group_bits(run_dir), None
+    for position, group in enumerate(batch.groups):
+        other = scored_group(_part(batch, position, np.flatnonzero(batch.indices >> bits == group)))
+        found = np.asarray(algorithm.statistics(other, algorithm.advantages(other)))
+        sums = found if sums is None else sums + found
+    return algorithm.normalised(advantages, [] if sums is None else sums.tolist())
+
+
+class _Texts:
+    """Texts of tokens, by the tokenizer of the model that the run began with; their numbers where there is none."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tokenizer = _tokenizer(run_dir)
+
+    def whole(self, ids: Array) -> str:
+        return self._tokenizer.decode_all(ids) if self._tokenizer is not None else " ".join(map(str, ids.tolist()))
+
+    def each(self, ids: Array) -> list[str]:
+        return [self.whole(ids[i : i + 1]) + ("" if self._tokenizer is not None else " ") for i in range(len(ids))]
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(run_dir: Path) -> CheckpointTokenizer | None:
+    try:
+        return CheckpointTokenizer(model_begun_with(run_dir))
+    except UserError:
+        return None
+
+
+def _config(run_dir: Path) -> Config:
+    return load(run_dir / CONFIG_FILE)
+
+
+def _group_bits(run_dir: Path) -> int:
+    return shape_of(_config(run_dir)).group_bits

@@ -1,0 +1,281 @@
+"""The live page: a run's files, read as they grow, in a browser.
+
+    runs/*/metrics.jsonl spans.jsonl ... --> WatchedRun --server-sent events--> the page
+                                                       <--a part of the Gantt chart, charts, samples, a group--
+
+consumes: the files of runs; requests of the page
+waits for: the files to grow, `LOOK_SECONDS` at a time, while anybody looks
+is unblocked by: the clock
+
+The page itself (`/watch/` and its scripts) holds nothing of any run and needs no key. Whatever it shows comes from `/watch/api/`,
+which does. No run knows of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from plotly.offline import get_plotlyjs
+
+from asyncflow.run_dir import CONFIG_FILE
+from asyncflow.service.app import Denied
+from asyncflow.service.groups import groups_of, told_group
+from asyncflow.service.server import LOOPBACK
+from asyncflow.telemetry import sections
+from asyncflow.telemetry.advice import advice
+from asyncflow.telemetry.batches import kept_steps
+from asyncflow.telemetry.charts import metric_charts
+from asyncflow.telemetry.compare import RunsCompared
+from asyncflow.telemetry.report import page_template
+from asyncflow.telemetry.run_reader import RunReader
+from asyncflow.telemetry.sample_search import SampleQuery, find
+
+LOOK_SECONDS: Final = 1.0
+PAGE: Final = "/watch/"
+_SCRIPTS: Final = {"charts.js": "text/javascript", "live.js": "text/javascript", "page.css": "text/css"}
+PUBLIC: Final = (PAGE, *(f"{PAGE}{name}" for name in (*_SCRIPTS, "plotly.js")))
+"""Paths that need no key: nothing of a run is there."""
+_HEAVY_SECONDS: Final = 3.0
+"""Sums over all spans are made anew so often at most."""
+_QUIET_SECONDS: Final = 15.0
+_SAMPLES_AT_ONCE: Final = 20
+_MOST_BARS: Final = 20_000
+_DEPTH: Final = 3
+"""Folders of runs are looked for so many levels below the one that is watched."""
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class WatchedRun:
+    """A run that somebody looks at. Its files are read in a thread, by one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.reader = RunReader(path)
+        self._lock = asyncio.Lock()
+        self._parts = page_template("parts.html.j2").module
+        self._heavy: dict[str, Any] = {}
+        self._heavy_made, self._heavy_of = -_HEAVY_SECONDS, -1
+
+    async def of(self, look: Callable[[RunReader], Any]) -> Any:
+        """What somebody wants to know of the run."""
+        async with self._lock:
+            return await asyncio.to_thread(look, self.reader)
+
+    async def changes(self) -> AsyncIterator[Mapping[str, Any]]:
+        """Parts of the page, by name: all of them, then those that change; {} now and then where none does."""
+        known: dict[str, Any] = {}
+        told_at = 0.0
+        while True:
+            parts = await self.of(self._look)
+            changed = {name: part for name, part in parts.items() if known.get(name) != part}
+            if changed or time.monotonic() - told_at > _QUIET_SECONDS:
+                yield changed
+                told_at = time.monotonic()
+            known |= changed
+            await asyncio.sleep(0.02 if parts["facts"]["share"] < 1 else LOOK_SECONDS)
+
+    def _look(self, run: RunReader) -> dict[str, Any]:
+        run.refresh_rows()
+        run.refresh_spans()
+        facts = {
+            "title": run.name,
+            "is_live": run.is_live,
+            "steps": f"{len(run.rows)} {len(run.evaluations)}",
+            "wall": run.wall,
+            "share": round(run.share_of_spans_read, 3),
+            "samples": len(run.samples) + len(run.unscored),
+            "batches": kept_steps(run.path),
+            "first_view": run.first_view,
+            "num_damaged": run.num_damaged,
+        }
+        line = run.certificate.line if run.certificate is not None else ""
+        config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
+        parts: Any = self._parts
+        return {
+            "facts": facts,
+            "header": str(parts.header(run.name, sections.facts(run), line, sections.figures(run))),
+            "now": str(parts.now(run, sections.workers_now(run), sections.queue_now(run), sections.waits_now(run))),
+            "unscored": str(parts.unscored_responses(sections.unscored(run.unscored))),
+            "config": str(parts.configuration(config)),
+            **self._sums(run),
+        }
+
+    def _sums(self, run: RunReader) -> Mapping[str, Any]:
+        """Parts that are made of all spans."""
+        now, parts = time.monotonic(), self._parts
+        if self._heavy_of != run.spans.num_spans and now - self._heavy_made > _HEAVY_SECONDS:
+            times = parts.times(sections.planned(run), sections.mean_step(run.spans), sections.activities(run.spans))  # type: ignore[attr-defined]
+            self._heavy = {"times": str(times), "advice": advice(run)}
+            self._heavy_of, self._heavy_made = run.spans.num_spans, time.monotonic()
+        return self._heavy
+
+
+class Watched:
+    """Runs in a folder, or the folder of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[Path, WatchedRun] = {}
+
+    def names(self) -> list[str]:
+        """Names of the runs, the one that was written to last first."""
+        return list(self._paths())
+
+    def run(self, name: str) -> WatchedRun:
+        """The run of this name. Raises `Denied`."""
+        path = self._paths().get(name)
+        if path is None:
+            raise Denied(404, f"there is no run {name} here")
+        if path not in self._runs:
+            self._runs[path] = WatchedRun(path)
+        return self._runs[path]
+
+    def _paths(self) -> dict[str, Path]:
+        if (self._folder / CONFIG_FILE).is_file():
+            return {self._folder.resolve().name: self._folder}
+        found = [path.parent for depth in range(1, _DEPTH + 1) for path in self._folder.glob("*/" * depth + CONFIG_FILE)]
+        return {path.relative_to(self._folder).as_posix(): path for path in sorted(found, key=_last_change, reverse=True)}
+
+
+def _last_change(path: Path) -> float:
+    return max((file.stat().st_mtime for file in path.glob("*.json*")), default=0.0)
+
+
+def watch_routes(watched: Watched) -> APIRouter:
+    """The page, and what it asks for."""
+    router = APIRouter(prefix=PAGE.rstrip("/"))
+    files = resources.files("asyncflow.telemetry")
+    page = page_template("live.html.j2").render()
+    plotly = get_plotlyjs()
+
+    def static(content: str, kind: str) -> Callable[[], Awaitable[Response]]:
+        async def route() -> Response:
+            return Response(content, media_type=kind, headers=_HEADERS)
+
+        return route
+
+    router.add_api_route("/", static(page, "text/html"), include_in_schema=False)
+    for name, kind in _SCRIPTS.items():
+        content = files.joinpath(name).read_text(encoding="utf-8")
+        router.add_api_route(f"/{name}", static(content, kind), include_in_schema=False)
+
+    @router.get("/plotly.js", include_in_schema=False)
+    async def plotly_js() -> Response:
+        return Response(plotly, media_type="text/javascript", headers={**_HEADERS, "Cache-Control": "private, max-age=86400"})
+
+    @router.get("/api/runs", summary="Names of the runs")
+    async def runs() -> Response:
+        return _json(await asyncio.to_thread(watched.names))
+
+    @router.get("/api/events", summary="Parts of a run's page, as they change")
+    async def events(run: str) -> StreamingResponse:
+        found = watched.run(run)
+
+        async def stream() -> AsyncIterator[bytes]:
+            async for parts in found.changes():
+                yield b"event: change\ndata: " + msgspec.json.encode(parts) + b"\n\n" if parts else b": still here\n\n"
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=_HEADERS)
+
+    @router.get("/api/gantt", summary="A part of the Gantt chart")
+    async def gantt(run: str, start: float, end: float, most: Annotated[int, Query(ge=100, le=_MOST_BARS)] = 2_500) -> Response:
+        return _json(await watched.run(run).of(lambda reader: reader.part(start, end, most)))
+
+    @router.get("/api/charts", summary="Charts of a run's metrics")
+    async def charts(run: str) -> Response:
+        return _json(await watched.run(run).of(lambda reader: metric_charts(reader.rows, reader.evaluations)))
+
+    @router.get("/api/samples", summary="Samples that match")
+    async def samples(request: Request, run: str, skip: Annotated[int, Query(ge=0)] = 0) -> Response:
+        query = _query(request.query_params.items())
+        found = await watched.run(run).of(lambda reader: find(reader.samples, reader.unscored, query))
+        return _json({"total": len(found), "samples": found[skip : skip + _SAMPLES_AT_ONCE]})
+
+    @router.get("/api/groups", summary="Groups of a step whose batch was kept")
+    async def groups(run: str, step: int) -> Response:
+        return _json(await watched.run(run).of(lambda reader: groups_of(reader.path, step)))
+
+    @router.get("/api/group", summary="A group's responses, token by token")
+    async def group(run: str, step: int, group: int) -> Response:
+        return _json(await watched.run(run).of(lambda reader: told_group(reader.path, step, group)))
+
+    @router.get("/api/compare", summary="Several runs over each other")
+    async def compare(run: Annotated[list[str], Query(min_length=2, max_length=16)]) -> Response:
+        found = {name: watched.run(name) for name in dict.fromkeys(run)}
+        for each in found.values():
+            await each.of(_read_to_the_end)
+        comparison = RunsCompared({name: each.reader for name, each in found.items()})
+        return _json(await asyncio.to_thread(lambda: {"html": str(comparison.html()), "charts": comparison.charts}))
+
+    return router
+
+
+class LocalOnly:
+    """ASGI application before another one that serves a browser of this machine: a request is answered only where the browser was
+    sent to this machine by name, and by this page.
+
+    Without it a page from elsewhere could have its own name point here (DNS rebinding), or send requests from its own scripts.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and (why := self._refusal(dict(scope["headers"]))):
+            await JSONResponse({"error": {"message": why}}, 403, headers=_HEADERS)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    @staticmethod
+    def _refusal(headers: Mapping[bytes, bytes]) -> str:
+        host = headers.get(b"host", b"").decode("latin-1")
+        try:
+            name = urlsplit(f"//{host}").hostname
+        except ValueError:
+            name = None
+        if name not in LOOPBACK:
+            return "this page answers to 127.0.0.1 and localhost alone"
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and urlsplit(origin).netloc != host:
+            return "this page answers to its own scripts alone"
+        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            return "this page answers to its own scripts alone"
+        return ""
+
+
+def _read_to_the_end(run: RunReader) -> None:
+    run.refresh_rows()
+    while run.refresh_spans():
+        pass
+
+
+def _query(given: Iterable[tuple[str, str]]) -> SampleQuery:
+    fields = {field.name for field in msgspec.structs.fields(SampleQuery)}
+    try:
+        return msgspec.convert({name: value for name, value in given if name in fields and value}, SampleQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise Denied(422, str(error)) from error
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json", headers=_HEADERS)

@@ -1,0 +1,135 @@
+"""Advice about a run in words, from its own numbers: what it spends its time on, what teaches it nothing, and what would help.
+
+Each piece of advice is a finding with its figures, and what may be done about it, with a bound on what that brings where arithmetic
+gives one. Bounds assume that work spreads evenly and that nothing else becomes the slower half.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from asyncflow.telemetry.attribution import ENVIRONMENTS, INTERVAL, SLOWEST, WEIGHTS
+from asyncflow.telemetry.charts import MetricRow
+from asyncflow.telemetry.idle import Activity
+from asyncflow.telemetry.metrics import LARGE_MISMATCH
+from asyncflow.telemetry.run_reader import RunReader
+from asyncflow.telemetry.sections import idle_of_pools
+
+_STEPS: Final = 20
+"""Newest steps that the advice is about; the run's first one, which loads, is never among them."""
+_MUCH_IDLE: Final = 0.15
+_MANY: Final = 0.25
+_MANY_CLIPPED: Final = 0.3
+_LITTLE_ENTROPY: Final = 0.1
+_LARGE_EXPOSED: Final = 0.05
+_CLEARLY_SLOWER: Final = 1.25
+_WAITING_MODES: Final = ("synchronous", "periodic")
+
+
+def advice(run: RunReader) -> list[str]:
+    """Advice, the most costly thing first; none before the second step."""
+    ends, rows = [end for _, end in run.spans.steps][-_STEPS - 1 :], run.rows[1:][-_STEPS:]
+    if not rows:
+        return []
+    found = _about_rows(rows, run.rows, run.config)
+    if len(ends) > 1:
+        found = _about_time(run.spans.activities(ends[0], ends[-1]), (ends[-1] - ends[0]) / (len(ends) - 1), run.config) + found
+    return found
+
+
+def _about_time(activities: Mapping[str, Activity], step_seconds: float, config: Mapping[str, Any]) -> list[str]:
+    """Advice about halves that wait for one another."""
+    idle, told = idle_of_pools(activities), []
+    busy = {pool: 1 - sum(shares.values()) for pool, shares in idle.items()}
+    if "rollout" not in busy or "trainer" not in busy:
+        return []
+    count = {pool: sum(worker.partition("/")[0] == pool for worker in activities) for pool in ("rollout", "trainer")}
+    schedule = _name(config.get("schedule"))
+    slower, faster = ("trainer", "rollout") if busy["trainer"] >= busy["rollout"] else ("rollout", "trainer")
+    overlapped = max(busy.values()) * step_seconds
+    waits = idle["rollout"].get(INTERVAL, 0.0) + idle["rollout"].get(WEIGHTS, 0.0)
+    if schedule in _WAITING_MODES and waits > _MUCH_IDLE:
+        told.append(
+            f"Rollout workers wait {waits:.0%} of their time for the update and its weights: with schedule=delayed they would "
+            f"generate the next step meanwhile, for at best {overlapped:.3g} s a step instead of {step_seconds:.3g} s."
+        )
+    if busy[slower] > _CLEARLY_SLOWER * busy[faster]:
+        work = {pool: busy[pool] * step_seconds * count[pool] for pool in count}
+        total = sum(count.values())
+        splits = {n: max(work[slower] / n, work[faster] / (total - n)) for n in range(1, total)}
+        best = min(splits, key=lambda n: splits[n])
+        words = (
+            f"The {slower} is the slower half by {busy[slower] / max(busy[faster], 1e-9):.1f}: it is busy {busy[slower]:.0%} of "
+        )
+        words += f"the time, {'a ' if count[faster] == 1 else ''}{faster} {busy[faster]:.0%}."
+        if best != count[slower] and splits[best] < 0.95 * step_seconds:
+            words += f" {best} of the {total} workers for it instead of {count[slower]}, if devices can change sides, would make a "
+            words += f"step of at best {splits[best]:.3g} s instead of {step_seconds:.3g} s."
+        elif idle[faster].get(SLOWEST, 0.0) < _MUCH_IDLE:
+            words += f" Another worker for it brings at best {work[slower] / (count[slower] + 1):.3g} s of its work a step."
+        told.append(words)
+    if (tail := idle["trainer"].get(SLOWEST, 0.0) + idle["rollout"].get(SLOWEST, 0.0)) > _MUCH_IDLE:
+        told.append(
+            f"The last group of a step keeps others waiting for {tail:.0%} of a worker's time: shorter responses "
+            f"(rollout.max_new_tokens), more prompts a step, or schedule=bounded hide such stragglers."
+        )
+    if (environments := idle["rollout"].get(ENVIRONMENTS, 0.0)) > _MUCH_IDLE:
+        told.append(
+            f"Rollout workers wait {environments:.0%} of their time for environments: more episodes at once (episodes.at_once) "
+            f"fill it."
+        )
+    return told
+
+
+def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: Mapping[str, Any]) -> list[str]:
+    """Advice about what is learnt from."""
+    told: list[str] = []
+    mean = _means(rows)
+    groups, without = _option(config, "train", "prompts_per_step"), mean("reward/zero_std_groups")
+    if groups and without is not None and without > _MANY * groups:
+        is_skipped = bool(_option(config, "train", "skip_zero_advantages"))
+        told.append(
+            f"{without:.0f} of {groups} groups a step have no signal: all their rewards are equal. "
+            + ("" if is_skipped else f"train.skip_zero_advantages=true spares up to {without / groups:.0%} of the training; ")
+            + "algorithm=dapo takes other prompts in their place; or choose prompts that are neither too easy nor too hard."
+        )
+    if (cut := mean("response_length/clipped_ratio")) is not None and cut > _MANY:
+        longest = _option(config, "rollout", "max_new_tokens")
+        told.append(
+            f"{cut:.0%} of the responses are cut off at {longest} tokens: raise rollout.max_new_tokens, or reward short ones."
+        )
+    if (exposed := mean("perf/exposed_weights")) is not None and exposed > _LARGE_EXPOSED:
+        told.append(f"Weights take {exposed:.1%} of the workers' time: see weight_sync.name for other ways, or train an adapter.")
+    if (clipped := mean("policy/clip_ratio")) is not None and clipped > _MANY_CLIPPED:
+        told.append(f"{clipped:.0%} of the tokens are clipped: a lower learning rate, or fewer epochs, keeps the policy nearer.")
+    if (mismatch := mean("mismatch/kl")) is not None and mismatch > LARGE_MISMATCH:
+        told.append(f"Rollout and trainer disagree on one and the same version (mismatch/kl {mismatch:.3g}): compare their dtypes.")
+    entropies = [row["policy/entropy"] for row in every if row.get("policy/entropy") is not None]
+    if len(entropies) > 5 and entropies[0] > 0 and statistics.fmean(entropies[-3:]) < _LITTLE_ENTROPY * entropies[0]:
+        told.append(
+            f"The policy's entropy has fallen from {entropies[0]:.3g} to {entropies[-1]:.3g} nats: it hardly explores any more; a "
+            f"higher clip (algorithm=dapo), a lower learning rate or a KL term keeps more of it."
+        )
+    for key, words in (("rows/unscored", "could not be scored (see below why)"), ("rows/dead", "failed for good")):
+        if (lost := sum(row.get(key) or 0 for row in rows)) > 0:
+            told.append(f"{lost:.0f} responses of the last {len(rows)} steps {words}.")
+    return told
+
+
+def _means(rows: Sequence[MetricRow]) -> Callable[[str], float | None]:
+    def mean(key: str) -> float | None:
+        known = [row[key] for row in rows if row.get(key) is not None]
+        return statistics.fmean(known) if known else None
+
+    return mean
+
+
+def _option(config: Mapping[str, Any], section: str, key: str) -> Any:
+    found = config.get(section)
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
+def _name(choice: object) -> str:
+    return str(choice.get("name", "")) if isinstance(choice, Mapping) else str(choice or "")

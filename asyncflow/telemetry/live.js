@@ -1,0 +1,276 @@
+"use strict";
+/* The live page: what is new of a run comes as server-sent events; parts of the Gantt chart, charts and samples are asked for.
+   The key is in the address behind "#", which browsers send to nobody; from there it goes into this tab's own storage. */
+const byId = (id) => document.getElementById(id);
+const address = new URLSearchParams(location.hash.slice(1));
+if (address.get("key")) {
+  sessionStorage.setItem("key", address.get("key"));
+  address.delete("key");
+  history.replaceState(null, "", `#${address}`);
+}
+const key = sessionStorage.getItem("key") || "";
+const MOST_BARS = 4000;
+let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, hasBatches = "";
+
+function ask(path, params = {}, signal = undefined) {
+  const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  return fetch(`api/${path}?${query}`, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store", signal });
+}
+
+async function answer(path, params) {
+  const response = await ask(path, params);
+  const content = await response.json();
+  if (!response.ok) throw new Error(content.error ? content.error.message : response.statusText);
+  return content;
+}
+
+function say(text, kind = "") {
+  byId("status").textContent = text;
+  byId("status").className = kind;
+}
+
+/* ---- what is new ---- */
+
+async function listen(name) {
+  listening?.abort();
+  const stopped = listening = new AbortController();
+  while (!stopped.signal.aborted) {
+    try {
+      const response = await ask("events", { run: name }, stopped.signal);
+      if (!response.ok) {
+        say((await response.json()).error.message, "lost");
+        if (response.status < 500) return;
+      } else {
+        const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+        for (let pending = "";;) {
+          const { value, done } = await reader.read();
+          if (done) break;
+          const messages = (pending + value).split("\n\n");
+          pending = messages.pop();
+          for (const message of messages) {
+            const data = message.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+            if (data) changed(JSON.parse(data));
+          }
+        }
+      }
+    } catch (error) {
+      if (stopped.signal.aborted) return;
+    }
+    say("the connection is lost: trying again", "lost");
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
+}
+
+let drawnSteps = "";
+
+function changed(parts) {
+  byId("page").hidden = false;
+  for (const name of ["header", "now", "times", "unscored", "config"]) {
+    if (name in parts && byId(name).html !== parts[name]) {
+      byId(name).html = parts[name];
+      const isOpen = byId(name).querySelector("details")?.open;
+      byId(name).innerHTML = parts[name];
+      if (isOpen) byId(name).querySelector("details").open = true;
+    }
+  }
+  if ("advice" in parts) {
+    byId("advice").hidden = !parts.advice.length;
+    byId("advice").querySelector("ul").replaceChildren(...parts.advice.map((line) => element("li", "", line)));
+  }
+  if ("facts" in parts) {
+    const { title, is_live: isLive, steps, wall, share, samples, batches, first_view: firstView, num_damaged: numDamaged } = parts.facts;
+    document.title = `${title} - AsyncFlow`;
+    const reading = share < 1 ? `; reading its spans: ${Math.floor(100 * share)}%` : "";
+    say((isLive ? "live" : "not running") + reading + (numDamaged ? `; ${numDamaged} lines cannot be read` : ""), isLive ? "live" : "");
+    if (drawnSteps !== steps) { drawnSteps = steps; answer("charts", { run }).then((charts) => drawCharts(charts, { isLazy: true })); }
+    if (samples !== numSamples) { numSamples = samples; search(); }
+    if (batches.join() !== hasBatches) { hasBatches = batches.join(); showBatches(batches); }
+    present(wall, firstView, isLive);
+  }
+}
+
+/* ---- the Gantt chart ---- */
+
+let width = null, asking = false, wanted = null;
+
+function present(wall, firstView, isLive) {
+  const isEmpty = !wall;
+  byId("no-spans").hidden = !isEmpty;
+  byId("gantt-place").hidden = isEmpty;
+  if (isEmpty) return;
+  if (width === null) width = Math.max(firstView[1] - firstView[0], 1e-3);
+  if (gantt) gantt.gantt.wall = wall;
+  const isMoved = byId("follow").checked ? gantt?.view.hi !== wall : !gantt;
+  if (isMoved || isLive) fetchPart(byId("follow").checked || !gantt ? { lo: Math.max(0, wall - width), hi: wall } : gantt.view);
+}
+
+/* Ask for the part in view and as much on each side; of several wishes the last one counts. */
+async function fetchPart(view) {
+  wanted = { lo: view.lo, hi: view.hi };
+  if (asking) return;
+  asking = true;
+  try {
+    while (wanted) {
+      const { lo, hi } = wanted;
+      wanted = null;
+      const reach = (hi - lo) / 2;
+      const asked = run;
+      const found = await answer("gantt", { run, start: lo - reach, end: hi + reach, most: MOST_BARS });
+      if (asked !== run) continue;
+      part = { ...found, lo: lo - reach, hi: hi + reach };
+      if (!gantt) {
+        gantt = new Gantt(found, loaded, (moved) => { byId("follow").checked = moved.hi >= gantt.gantt.wall; width = moved.hi - moved.lo; fetchPart(moved); });
+        gantt.view = { lo, hi };
+      }
+      const isSame = gantt.gantt.states.length === found.states.length;
+      gantt.gantt = found;
+      if (!isSame) gantt.drawLegend();
+      if (byId("follow").checked) gantt.view = { lo, hi };
+      gantt.draw();
+    }
+  } catch (error) {
+    say(error.message, "lost");
+  } finally {
+    asking = false;
+  }
+}
+
+function loaded() {
+  const level = part.levels[0];
+  return { level, shown: level.start.map((_, i) => i), isFinest: false };
+}
+
+/* ---- samples ---- */
+
+let shownSamples = 0;
+
+async function search(isMore = false) {
+  const query = Object.fromEntries(new FormData(byId("search")));
+  if (!isMore) shownSamples = 0;
+  try {
+    const { total, samples } = await answer("samples", { run, ...query, skip: shownSamples });
+    const cards = samples.map(sampleCard);
+    if (isMore) byId("samples").append(...cards); else byId("samples").replaceChildren(...cards);
+    shownSamples += samples.length;
+    byId("num-samples").textContent = `${total} found`;
+    byId("more-samples").hidden = shownSamples >= total;
+  } catch (error) {
+    byId("num-samples").textContent = error.message;
+  }
+}
+
+const shortNumber = (value) => typeof value === "number" ? Number(value.toPrecision(4)).toString() : "none";
+
+function sampleCard(sample) {
+  const told = [sample.step === null ? "not scored" : `step ${sample.step}`, sample.purpose === "eval" ? "evaluation" : "", `row ${sample.row ?? "-"}`,
+    `reward ${shortNumber(sample.reward)}`, sample.finish_reason, `${sample.length} characters`].filter(Boolean);
+  for (const [name, value] of Object.entries(sample.reward_parts ?? {})) told.push(`${name} ${shortNumber(value)}`);
+  const card = element("article", "card sample", element("div", "lane-head", told.join(" \u00b7 ")), element("div", "text prompt", sample.prompt ?? ""));
+  if (sample.turns?.length) card.append(...sample.turns.map(turnText)); else card.append(element("div", "text", sample.response ?? ""));
+  if (sample.why) card.append(element("pre", "", sample.why));
+  return card;
+}
+
+function turnText(turn) {
+  const about = [turn.by, turn.tool_calls ? `${turn.tool_calls} tools called, ${turn.tool_failures} failed` : "", typeof turn.reward === "number" ? `reward ${shortNumber(turn.reward)}` : ""];
+  const tokens = turn.texts.map((text, i) => token(text, { logprob: turn.logprobs?.[i], mask: turn.by === "policy" ? 1 : 0 }));
+  return element("div", `turn ${turn.by}`, element("div", "soft", about.filter(Boolean).join(", ")), element("div", "text", ...tokens));
+}
+
+/* A token, the more coloured the less likely it was. */
+function token(text, { logprob, mask = 1, ...more }) {
+  const made = element("span", mask ? "token" : "token unmasked", text);
+  const told = typeof logprob === "number" ? [`p = ${Math.exp(logprob).toPrecision(3)} (log-prob of the engine ${logprob.toFixed(4)})`] : [];
+  told.push(mask ? "in the loss" : "observed, not in the loss");
+  for (const [name, value] of Object.entries(more)) if (value !== null && value !== undefined) told.push(`${name} ${typeof value === "number" ? shortNumber(value) : value}`);
+  made.title = told.join("\n");
+  made.style.setProperty("--surprise", typeof logprob === "number" && mask ? Math.min(60, -12 * logprob).toFixed(0) : "0");
+  return made;
+}
+
+/* ---- groups ---- */
+
+async function showBatches(steps) {
+  byId("groups").hidden = !steps.length;
+  byId("batch-step").replaceChildren(...steps.map((step) => new Option(step, step)));
+  if (steps.length) { byId("batch-step").value = steps.at(-1); await showStep(); }
+}
+
+async function showStep() {
+  const groups = await answer("groups", { run, step: byId("batch-step").value });
+  byId("batch-group").replaceChildren(...groups.map(({ group, mean, size }) => new Option(`${group}: ${size} responses, mean reward ${shortNumber(mean)}`, group)));
+  if (groups.length) await showGroup();
+}
+
+async function showGroup() {
+  const found = await answer("group", { run, step: byId("batch-step").value, group: byId("batch-group").value });
+  const cards = found.rows.map((row) => {
+    const head = `row ${row.row} \u00b7 reward ${shortNumber(row.reward)} \u00b7 advantage ${shortNumber(row.advantage)} \u00b7 ${row.tokens.length} tokens${row.truncated ? " \u00b7 cut off" : ""}`;
+    return element("article", "card response", element("div", "lane-head soft", head), element("div", "text", ...row.tokens.map(({ text, ...known }) => token(text, known))));
+  });
+  byId("group").replaceChildren(element("div", "card text prompt", found.prompt), element("div", "responses", ...cards));
+}
+
+/* ---- several runs ---- */
+
+async function compare(names) {
+  byId("compared").hidden = names.length < 2;
+  if (names.length < 2) return;
+  const query = new URLSearchParams(names.map((name) => ["run", name]));
+  const response = await fetch(`api/compare?${query}`, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store" });
+  const { html, charts } = await response.json();
+  byId("compared").innerHTML = html;
+  drawCharts(charts, { place: byId("compared").querySelector(".compared-charts"), isLazy: true });
+  byId("compared").scrollIntoView();
+}
+
+/* ---- the whole page ---- */
+
+function openRun(name) {
+  run = name;
+  gantt = null; part = null; width = null; numSamples = 0; hasBatches = ""; drawnSteps = "";
+  if (byId("gantt").data) Plotly.purge("gantt");
+  byId("gantt-place").replaceWith(ganttPlace.cloneNode(true));
+  byId("charts").replaceChildren();
+  byId("samples").replaceChildren();
+  byId("num-samples").textContent = "";
+  byId("follow").checked = true;
+  address.set("run", name);
+  history.replaceState(null, "", `#${address}`);
+  byId("runs").value = name;
+  listen(name);
+}
+
+const ganttPlace = byId("gantt-place").cloneNode(true);
+
+async function start() {
+  try {
+    runs = await answer("runs");
+  } catch (error) {
+    say(key ? error.message : "this page needs the key that `asyncflow watch` printed: open its whole address", "lost");
+    return;
+  }
+  for (const list of ["runs", "others"]) byId(list).replaceChildren(...runs.map((name) => new Option(name, name)));
+  byId("others").parentElement.hidden = runs.length < 2;
+  byId("others").size = Math.min(4, runs.length);
+  if (!runs.length) { say("there is no run here yet: reload when one has begun"); return; }
+  const compared = address.getAll("compare").filter((name) => runs.includes(name));
+  openRun(runs.includes(address.get("run")) ? address.get("run") : runs[0]);
+  for (const option of byId("others").options) option.selected = compared.includes(option.value);
+  if (compared.length) compare(compared);
+}
+
+byId("runs").addEventListener("change", (event) => openRun(event.target.value));
+byId("others").addEventListener("change", (event) => compare([...new Set([run, ...[...event.target.selectedOptions].map((option) => option.value)])]));
+byId("search").addEventListener("submit", (event) => { event.preventDefault(); search(); });
+byId("more-samples").addEventListener("click", () => search(true));
+byId("batch-step").addEventListener("change", showStep);
+byId("batch-group").addEventListener("change", showGroup);
+byId("follow").addEventListener("change", (event) => { if (event.target.checked && gantt) fetchPart({ lo: Math.max(0, gantt.gantt.wall - width), hi: gantt.gantt.wall }); });
+document.addEventListener("keydown", (event) => {
+  if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const act = { ArrowLeft: () => gantt?.buttons.back(), ArrowRight: () => gantt?.buttons.forth(), "+": () => gantt?.buttons.in(), "=": () => gantt?.buttons.in(),
+    "-": () => gantt?.buttons.out(), a: () => gantt?.buttons.all(), f: () => byId("follow").click(), "/": () => byId("search").elements.words.focus() }[event.key];
+  if (act) { event.preventDefault(); act(); }
+});
+start();

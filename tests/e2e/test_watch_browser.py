@@ -1,0 +1,76 @@
+"""The live page in a real browser: it opens, follows a run that goes on, and is its owner's alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import wait_for
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (apt-get install chromium)")
+
+_path = Path(__file__).parents[1] / "unit" / "telemetry" / "synthetic_run.py"
+_spec = importlib.util.spec_from_file_location("synthetic_run", _path)
+assert _spec is not None and _spec.loader is not None
+synthetic_run = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(synthetic_run)
+
+
+def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
+    synthetic_run.write_run(tmp_path / "runs" / "one")
+    synthetic_run.write_run(tmp_path / "runs" / "two", num_steps=4)
+    command = background("watch", tmp_path / "runs", "--no-browser")
+    (address,) = re.findall(r"http\S+", command.stdout.readline())
+    complaints: list[str] = []
+    requests: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 400, "height": 800})
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("#gantt .bars path")
+        assert "key=" not in page.url  # it is not left in the address
+        page.select_option("#runs", "two")
+        page.wait_for_function("() => document.querySelector('#header .value')?.textContent === '4'")  # steps
+        page.wait_for_selector("#samples article:nth-child(6)")
+        assert page.inner_text("#num-samples") == "6 found"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400  # nothing is wider than a narrow screen
+        assert page.evaluate("window.hacked") is None and synthetic_run.HOSTILE in page.text_content("#samples")
+
+        with (tmp_path / "runs" / "two" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "reward/mean": 0.987}) + "\n")
+        page.wait_for_function("() => document.getElementById('header').innerText.includes('0.987')")
+        before = page.inner_text("#gantt-view")
+        page.keyboard.press("+")
+        page.wait_for_function("before => document.getElementById('gantt-view').textContent !== before", arg=before)
+        page.keyboard.press("a")
+        page.wait_for_function("() => document.getElementById('gantt-view').textContent.startsWith('0.00 s')")
+        page.keyboard.press("/")
+        page.keyboard.type("nowhere")
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.getElementById('num-samples').textContent === '0 found'")
+
+        page.select_option("#others", ["one", "two"])
+        page.locator(".compared-charts .card").first.scroll_into_view_if_needed()
+        page.wait_for_selector(".compared-charts .plot .scatterlayer .trace", state="attached")
+        assert "2 runs compared" in page.inner_text("#compared")
+        assert complaints == []
+        server = address.split("/watch/")[0]
+        assert all(url.startswith((server, "blob:", "data:")) for url in requests)
+
+        stranger = browser.new_page()
+        stranger.goto(address.partition("#")[0])
+        stranger.wait_for_function("() => document.getElementById('status').textContent.includes('needs the key')")
+        browser.close()
+    command.terminate()
+    wait_for(lambda: command.poll() is not None)
+    assert command.poll() == 0  # there is no other way to end it

@@ -1,0 +1,182 @@
+"""The live page, asked without a socket: who may read it, and what it tells."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import yaml
+
+from asyncflow.service.app import AuditLog, make_app
+from asyncflow.service.keys import KeyRing
+from asyncflow.service.limits import Limits
+from asyncflow.service.watching import PUBLIC, LocalOnly, Watched, WatchedRun, watch_routes
+from asyncflow.telemetry.batches import BatchLog
+from asyncflow.types import Batch, Ragged
+from tests.patience import patience
+
+_path = Path(__file__).parents[1] / "telemetry" / "synthetic_run.py"
+_spec = importlib.util.spec_from_file_location("synthetic_run", _path)
+assert _spec is not None and _spec.loader is not None
+synthetic_run = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(synthetic_run)
+
+
+class Page:
+    """A folder of runs, and clients of its page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "runs"
+        synthetic_run.write_run(self.folder / "one")
+        synthetic_run.write_run(self.folder / "two", num_steps=4)
+        self.keys = KeyRing(folder / "keys.json", [], time.time)
+        self.secret = self.keys.add("page", "read").secret
+        self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(), audit=AuditLog(None), public=PUBLIC)
+        self.app.add_middleware(LocalOnly)
+        self.app.include_router(watch_routes(Watched(self.folder)))
+
+    def client(self, *, has_key: bool = True, host: str = "127.0.0.1:8000", **headers: str) -> httpx2.AsyncClient:
+        sent = {"Authorization": f"Bearer {self.secret}"} if has_key else {}
+        transport = httpx2.ASGITransport(app=self.app)
+        return httpx2.AsyncClient(transport=transport, base_url=f"http://{host}", headers={**sent, **headers})
+
+    async def get(self, path: str, **params: Any) -> Any:
+        async with self.client() as client:
+            response = await client.get(f"/watch/api/{path}", params=params)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    return Page(tmp_path)
+
+
+PATHS = ("runs", "events?run=one", "gantt?run=one&start=0&end=1", "charts?run=one", "samples?run=one", "compare?run=one&run=two")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_nothing_of_a_run_is_told_without_the_key(page: Page, path: str) -> None:
+    async with page.client(has_key=False) as client:
+        assert (await client.get(f"/watch/api/{path}")).status_code == 401
+    async with page.client(has_key=False, Authorization="Bearer af-wrong") as client:
+        assert (await client.get(f"/watch/api/{path}")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "headers", "status"),
+    [
+        ("localhost:9000", {}, 200),
+        ("[::1]:9000", {}, 200),
+        ("127.0.0.1:8000", {"Origin": "http://127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, 200),
+        ("rebound.example", {}, 403),
+        ("127.0.0.1.example", {}, 403),
+        ("127.0.0.1:8000", {"Origin": "http://elsewhere.example"}, 403),
+        ("127.0.0.1:8000", {"Origin": "http://127.0.0.1:8001"}, 403),
+        ("127.0.0.1:8000", {"Origin": "null"}, 403),
+        ("127.0.0.1:8000", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("127.0.0.1:8000", {"Sec-Fetch-Site": "same-site"}, 403),
+    ],
+)
+async def test_only_this_page_of_this_machine_is_answered(page: Page, host: str, headers: dict[str, str], status: int) -> None:
+    async with page.client(host=host, **headers) as client:
+        assert (await client.get("/watch/api/runs")).status_code == status
+        assert (await client.get("/watch/")).status_code == status
+
+
+async def test_the_page_itself_holds_nothing_of_a_run_and_no_script_from_elsewhere(page: Page) -> None:
+    async with page.client(has_key=False) as client:
+        for path in PUBLIC:
+            response = await client.get(path)
+            assert response.status_code == 200 and "tiny arithmetic" not in response.text
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'; script-src 'self';" in policy and "frame-ancestors 'none'" in policy
+            assert response.headers["referrer-policy"] == "no-referrer"
+        shell = (await client.get("/watch/")).text
+        assert "http" not in shell.replace("http-equiv", "")
+        assert (await client.get("/watch/../keys.json")).status_code in (401, 404)
+
+
+async def test_what_is_asked_for_is_told(page: Page) -> None:
+    assert sorted(await page.get("runs")) == ["one", "two"]
+    run = WatchedRun(page.folder / "one")
+    first = await anext(run.changes())
+    assert first["facts"]["samples"] == 6 and not first["facts"]["is_live"]
+    assert "&lt;b&gt;run&lt;/b&gt;" in first["header"] and "<b>run</b>" not in first["header"]
+    assert "A step of" in first["times"] and any("delayed" in line for line in first["advice"])
+    async with page.client() as client:
+        assert (await client.get("/watch/api/gantt?run=../one&start=0&end=1")).status_code == 404
+        assert (await client.get("/watch/api/samples?run=one&least_reward=much")).status_code == 422
+    assert (await page.get("samples", run="one", ended="failed"))["total"] == 0
+
+
+async def test_events_tell_what_is_new_of_a_run_that_goes_on(page: Page) -> None:
+    run = WatchedRun(page.folder / "two")
+    changes = run.changes()
+    first = await anext(changes)
+    assert first["facts"]["steps"].startswith("4 ")
+    with (page.folder / "two" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 0.5}) + "\n")
+    second = await asyncio.wait_for(anext(changes), patience(10))
+    assert second["facts"]["steps"].startswith("5 ")
+    assert "config" not in second  # it has not changed
+    await changes.aclose()
+
+
+async def test_a_part_of_the_chart_and_the_comparison(page: Page) -> None:
+    await anext(WatchedRun(page.folder / "one").changes())
+    compared = await page.get("compare", run=["one", "two"])
+    assert "2 runs compared" in compared["html"] and compared["charts"][0]["title"] == "Reward"
+    part = await page.get("gantt", run="one", start=5.0, end=10.0, most=200)
+    (level,) = part["levels"]
+    assert part["lanes"] == ["rollout/0", "rollout/1", "trainer/0", "driver"]
+    assert 0 < len(level["start"]) <= 200
+    assert all(start < 10 and start + seconds > 5 for start, seconds in zip(level["start"], level["seconds"], strict=True))
+
+
+class Engine:
+    async def fingerprint(self) -> dict[str, str]:
+        return {}
+
+
+def ragged(rows: list[list[float]], dtype: str) -> Ragged:
+    return Ragged.from_arrays([np.array(row, dtype) for row in rows], dtype)
+
+
+async def test_a_group_is_told_token_by_token_with_its_advantages(page: Page) -> None:
+    folder = page.folder / "one"
+    config = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 2}, "reward": {"scorer": "exact_match"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    columns = {
+        "prompt_ids": ragged([[5, 6]], "int64"),
+        "example": ragged([[]], "uint8"),
+        "temperature": np.ones(1, np.float32),
+        "response_ids": ragged([[7, 8], [9]], "int64"),
+        "rollout_logprobs": ragged([[-0.5, -1.5], [-0.25]], "float32"),
+        "loss_mask": ragged([[1, 0], [1]], "uint8"),
+        "version_spans": ragged([[0, 3, 1, 4], [0, 3]], "int64"),
+        "truncated": np.array([0, 1], np.uint8),
+        "reward": np.array([1.0, 0.0], np.float32),
+    }
+    log = BatchLog(folder, 1, rank=0, first=0)
+    log.group(Batch(np.array([6, 7]), np.array([3]), columns), [])
+    await log.step(2, Engine())
+    assert await page.get("groups", run="one", step=2) == [{"group": 3, "size": 2, "mean": 0.5}]
+    told = await page.get("group", run="one", step=2, group=3)
+    one, other = told["rows"]
+    assert told["prompt"] == "5 6"  # there is no tokenizer
+    assert one["reward"] == 1.0 and one["advantage"] > 0 > other["advantage"] and other["truncated"]
+    assert one["tokens"] == [
+        {"text": "7 ", "logprob": -0.5, "mask": 1, "version": 3},
+        {"text": "8 ", "logprob": -1.5, "mask": 0, "version": 4},
+    ]
+    async with page.client() as client:
+        assert (await client.get("/watch/api/groups?run=one&step=9")).status_code == 409
+        assert (await client.get("/watch/api/group?run=one&step=2&group=9")).status_code == 400
