@@ -17,11 +17,16 @@ The speed-up is also given in CPU seconds of the process, which a busy machine d
 
 Install: the same weights, into the engine's buffers (with the hop to the engine's thread), beside one memcpy of their bytes; and
 again with the first token after it, whose pass packs the weights, less a first token without an install.
+
+Shared prompts: 16 responses of 64 tokens to one prompt of 512, in slots that have the prompt's keys in common, and in slots that
+have a copy each; the same decode steps, one of the one kind and one of the other in turn. With the model above, and with one of
+SmolLM2-135M's shape and random weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import statistics
 import sys
@@ -29,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -41,6 +47,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
 from asyncflow.engines.base import SampleKey, Sampling
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder, padded
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slots import PREFILL_TOKENS
@@ -176,6 +183,34 @@ def measure_install(engine: SlotEngine, model: Qwen3ForCausalLM) -> dict[str, fl
     return {**{name: statistics.median(values) for name, values in seconds.items()}, "slope": slope}
 
 
+SMOLLM2 = {
+    **{"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048, "tie_word_embeddings": True},
+}
+
+
+def compare_sharing(fields: dict[str, Any]) -> tuple[float, float]:
+    """Blocks of the cache, and seconds of a decode step, of slots that share a prompt's keys, over those of slots with copies."""
+    prompt, slots, seconds = np.random.default_rng(0).integers(0, 1024, 512), list(range(16)), np.zeros((2, 64))
+    decoders = []
+    for _ in range(2):
+        config = DecoderConfig.from_fields({**fields, "max_position_embeddings": 576})
+        decoder = Decoder(config, num_slots=16, max_context=576, dtype=torch.float32, device=torch.device("cpu"))
+        decoder.install({name: torch.randn(shape) * 0.02 for name, shape in decoder.shapes.items()})
+        decoders.append(decoder)
+    with torch.inference_mode():
+        decoders[0].prefill([prompt], [slots])
+        for slot in slots:
+            decoders[1].prefill([prompt], [[slot]])
+        for step in range(64):
+            for which, decoder in enumerate(decoders):
+                began = time.process_time()
+                decoder.decode(np.arange(16), np.full(16, len(prompt) + step))
+                seconds[which, step] = time.process_time() - began
+    shared, copied = (decoder.cache.most_blocks for decoder in decoders)
+    return shared / copied, float(np.median(seconds[0] / seconds[1]))
+
+
 def speedup(rates: dict[str, np.ndarray]) -> float:
     """Median over the repeats of the engine's rate over the better of the two others."""
     return float(np.median(rates["engine"] / np.maximum(rates["generate"], rates["continuous"])))
@@ -193,6 +228,7 @@ def main() -> int:
         engine = SlotEngine(Path(folder), num_slots=NUM_REQUESTS, max_context=MAX_CONTEXT, num_threads=1, stop_ids=())
     rates, cpu_rates = compare(engine, model, given.repeats)
     install = measure_install(engine, model)
+    sharing = {"4.2M": compare_sharing(json.loads(model.config.to_json_string())), "135M": compare_sharing(SMOLLM2)}
 
     def over(name: str) -> float:
         return float(np.median(rates["engine"] / rates[name]))
@@ -208,6 +244,8 @@ def main() -> int:
         Figure("install / memcpy of the same bytes", install["install"] / install["memcpy"], "", "<= 3.0"),
         Figure("prepare (beside generation) / memcpy", install["prepare"] / install["memcpy"], ""),
         Figure("first tokens after an install / later ones", install["first tokens"] / install["tokens"], ""),
+        *(Figure(f"cache, shared prompt / copies, {name}", each[0], "", "<= 0.25") for name, each in sharing.items()),
+        *(Figure(f"decode step, shared prompt / copies, {name}", each[1], "", "<= 0.8") for name, each in sharing.items()),
         Figure("resident memory per install, over 100", install["slope"] / 2**20, "MiB", "<= 0.1"),
     ]
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {given.repeats} repeats")

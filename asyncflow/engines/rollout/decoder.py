@@ -168,6 +168,7 @@ class Decoder:
         self._cos_LD = torch.cat((cos, cos), -1).to(device, dtype)
         self._sin_LD = torch.cat((-sin, sin), -1).to(device, dtype)  # signed, so that a rotation swaps halves without negating
 
+        self._inert_slot = num_slots
         self.cache = SlotCache(
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
@@ -291,12 +292,14 @@ class Decoder:
         return sums + [(tuple(linear.names), sum_of_bits(linear.bits())) for linear in self.packed]
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (float32 [P, V]) after each prompt (int64), whose keys go to each of its slots."""
+        """Logits (float32 [P, V]) after each prompt (int64), whose keys are what each of its slots has from then on."""
         lengths = np.array([len(p) for p in prompts])
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
         positions = np.concatenate([np.arange(length) for length in lengths])
+        for first, *_ in slots:
+            self.cache.release(first)
         places = self.cache.places(np.repeat([first for first, *_ in slots], lengths), positions)
         buckets, rows_T = self._buckets(lengths, ends, len(inert))
         scale = self.config.attention_multiplier
@@ -311,7 +314,7 @@ class Decoder:
         tokens = np.concatenate([*prompts, inert])
         logits_PV = self._forward(tokens, np.append(positions, inert), attend, last)[: len(prompts)]
         for length, (first, *others) in zip(lengths.tolist(), slots, strict=True):
-            self.cache.copy(first, others, length)
+            self.cache.share(first, others, length)
         return logits_PV
 
     def _buckets(self, lengths: Array, ends: Array, num_inert: int) -> tuple[list[Tensor], Tensor]:
@@ -357,8 +360,7 @@ class Decoder:
         (int64 [N]). `wanted` (int64): the rows whose logits are wanted; None: all."""
         num_rows = len(tokens)
         inert = np.zeros(padded(num_rows) - num_rows, np.int64)
-        inert_slot = self.cache.tensor.shape[2] - 1
-        slots = np.append(np.arange(num_rows) if slots is None else slots, inert + inert_slot)
+        slots = np.append(np.arange(num_rows) if slots is None else slots, inert + self._inert_slot)
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         step = self.cache.step(slots, positions)
 

@@ -1,7 +1,9 @@
 """Keys and values of the active responses, and the attention of one new token for each of them.
 
-A *slot* holds one response, in blocks of `BLOCK` keys. A block's keys lie dimension by dimension (D rows of BLOCK lanes), its
-values key by key (BLOCK rows of D). So both halves of attention are weighted sums of rows, which `embedding_bag` computes:
+A *slot* holds one response, in blocks of `BLOCK` keys, wherever they lie (PagedAttention, arXiv:2309.06180). Responses to one
+prompt share the blocks that it fills: a block is free again when the last slot has left it. A block's keys lie dimension by
+dimension (D rows of BLOCK lanes), its values key by key (BLOCK rows of D). So both halves of attention are weighted sums of rows,
+which `embedding_bag` computes:
 
     scores of a block = sum over d of q[d] * keys[d, :]        attended = sum over the keys of weight[key] * values[key, :]
 
@@ -49,7 +51,7 @@ class Step:
 
 
 class SlotCache:
-    """The cache of `num_slots` slots of `max_context` tokens."""
+    """The cache of `num_slots` slots of `max_context` tokens. A block that no slot has ever had takes no memory on a CPU."""
 
     def __init__(
         self,
@@ -66,23 +68,61 @@ class SlotCache:
         """`scale`: of the scores, by default 1 / sqrt(head_dim). `like`: a tensor of the dtype and on the device of the cache."""
         self._scale = head_dim**-0.5 if scale is None else scale
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
-        self._blocks = -(-max_context // BLOCK)
+        per_slot = -(-max_context // BLOCK)
         # Zeros, because what lies beyond a slot's last key is multiplied too, by zero.
-        shape = (layers, 2, num_slots, kv_heads, self._blocks, BLOCK * head_dim)
+        shape = (layers, 2, num_slots * per_slot, kv_heads, BLOCK * head_dim)
         self.tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._keys = [layer[0].view(-1, BLOCK) for layer in self.tensor]
         self._values = [layer[1].view(-1, head_dim) for layer in self.tensor]
+        self._table = np.zeros((num_slots, per_slot), np.int64)  # blocks of each slot, in order
+        self._counts = np.zeros(num_slots, np.int64)  # how many it has
+        self._users = np.zeros(num_slots * per_slot, np.int64)  # slots that have a block
+        self._free = list(range(num_slots * per_slot - 1, -1, -1))  # those given back last are taken first
+        self.most_blocks = 0
+        """Blocks that were in use at once, at most."""
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` keys and values of slot `source` to other slots."""
-        used = self.tensor[:, :, :, :, : -(-length // BLOCK)]
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, over all layers."""
+        return self.tensor.nbytes // len(self._users)
+
+    def share(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Give other slots, instead of what they have, the first `length` keys and values of slot `source`.
+
+        They have its whole blocks in common; the last one, which each slot goes on to fill, is copied.
+        """
         for target in targets:
-            used[:, :, target] = used[:, :, source]
+            self.release(target)
+        whole, rest = divmod(length, BLOCK)
+        self._users[self._table[source, :whole]] += len(targets)
+        self._table[targets, :whole] = self._table[source, :whole]
+        self._counts[targets] = whole
+        if rest:
+            for target in targets:
+                self._extend(target, whole + 1)
+            self.tensor[:, :, self._table[targets, whole]] = self.tensor[:, :, int(self._table[source, whole]), None]
+
+    def release(self, slot: int) -> None:
+        """Forget what a slot has."""
+        for block in self._table[slot, : self._counts[slot]].tolist():
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free.append(block)
+        self._counts[slot] = 0
+
+    def clear(self) -> None:
+        """Forget everything, and what is not finite with it."""
+        self.tensor.zero_()
+        for slot in range(len(self._table)):
+            self.release(slot)
 
     def places(self, slots: Array, positions: Array) -> KeyPlaces:
-        """Places of the tokens at `positions` (int64 [T]) of `slots` (int64 [T])."""
+        """Places of the tokens at `positions` (int64 [T]) of `slots` (int64 [T]), for which there are blocks then."""
+        wanted = positions // BLOCK + 1
+        for token in np.flatnonzero(wanted > self._counts[slots]).tolist():
+            self._extend(int(slots[token]), int(wanted[token]))
         heads, dims = np.arange(self._kv_heads), np.arange(self._head_dim)
-        blocks_TK = (slots[:, None] * self._kv_heads + heads) * self._blocks + (positions // BLOCK)[:, None]
+        blocks_TK = self._table[slots, positions // BLOCK][:, None] * self._kv_heads + heads
         lanes_T1 = (positions % BLOCK)[:, None]
         keys_TKD = (blocks_TK[:, :, None] * self._head_dim + dims) * BLOCK + lanes_T1[:, :, None]
         return KeyPlaces(self._on_device(keys_TKD), self._on_device(blocks_TK * BLOCK + lanes_T1))
@@ -97,17 +137,17 @@ class SlotCache:
 
         A slot may be there several times, with positions one after another.
         """
-        group = self._heads // self._kv_heads
+        new, group = self.places(slots, positions), self._heads // self._kv_heads
         counts_N = positions // BLOCK + 1
         most = int(counts_N.max())
         exists_NHB = np.repeat(np.arange(most) < counts_N[:, None], self._heads, axis=0)
         blocks = np.flatnonzero(exists_NHB)
         heads = blocks // most
-        kv_heads = slots[heads // self._heads] * self._kv_heads + heads % self._heads // group  # in the cache
-        blocks_M1 = (kv_heads * self._blocks + (blocks - heads * most)).astype(np.int32)[:, None]
+        held = self._table[slots[heads // self._heads], blocks - heads * most]
+        blocks_M1 = (held * self._kv_heads + heads % self._heads // group).astype(np.int32)[:, None]
         mask_NL = np.where(np.arange(most * BLOCK) > positions[:, None], np.float32(-np.inf), np.float32(0))
         return Step(
-            new=self.places(slots, positions),
+            new=new,
             key_rows=self._on_device(blocks_M1 * self._head_dim + np.arange(self._head_dim, dtype=np.int32)),
             key_offsets=self._on_device((_begins(exists_NHB.ravel()) * self._head_dim).astype(np.int32)),
             value_rows=self._on_device(blocks_M1 * BLOCK + np.arange(BLOCK, dtype=np.int32)),
@@ -124,6 +164,14 @@ class SlotCache:
         weights_NHL = torch.add(step.mask_N1L, scores_NHL, alpha=self._scale).softmax(-1)
         weights = weights_NHL.view(-1, BLOCK).index_select(0, step.blocks)
         return _sums(self._values[layer], step.value_rows, step.value_offsets, weights).view(len(q_NHD), -1)
+
+    def _extend(self, slot: int, count: int) -> None:
+        """Let a slot have so many blocks. There are enough for all slots, also when they share none."""
+        for number in range(int(self._counts[slot]), count):
+            block = self._table[slot, number] = self._free.pop()
+            self._users[block] = 1
+        self._counts[slot] = max(count, self._counts[slot])
+        self.most_blocks = max(self.most_blocks, len(self._users) - len(self._free))
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array.ravel()).to(self.tensor.device)

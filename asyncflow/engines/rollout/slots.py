@@ -151,16 +151,16 @@ class Slots:
             self._waiting.remove(request)
         for row in reversed(range(self._num_active)):
             if self._requests[row] is request:
-                self._free.append(self._leave(row))
+                self._release(self._leave(row))
 
     def forget(self, key: np.uint64) -> None:
         """Free the parked slot of an episode that has ended."""
         if (parked := self._parked.pop(key, None)) is not None:
-            self._free.append(parked.slot)
+            self._release(parked.slot)
 
     def fail(self, error: Exception) -> None:
         """Free every slot, clearing keys that may not be finite; every request ends with `error`."""
-        self._decoder.cache.tensor.zero_()
+        self._decoder.cache.clear()
         requests = dict.fromkeys([*self._requests, *self._waiting])
         self._free += [*self._slots[: self._num_active].tolist(), *(parked.slot for parked in self._parked.values())]
         self._num_active = 0
@@ -207,7 +207,7 @@ class Slots:
         while self._waiting and self._num_active < self._num_slots:
             before, began = self._num_active, time.monotonic()
             if not (num_tokens := self._admit()):
-                continue  # copied from other slots, which is not worth a timing of its own: the decode steps around it have it
+                continue  # shared with other slots, which is not worth a timing of its own: the decode steps around it have it
             self.end_timing()
             self._timings.append(Timing("prefill", began, time.monotonic(), self._num_active - before, num_tokens))
         if self._num_active:
@@ -261,7 +261,7 @@ class Slots:
                 count = 1 if len(request.after) else min(len(request.pending), self._num_slots - first)
                 slots = [self._free_slot() for _ in range(count)]
             if sibling is not None:
-                self._decoder.cache.copy(sibling, slots, num_prompt)
+                self._decoder.cache.share(sibling, slots, num_prompt)
             elif is_prefilled:
                 prefills.append(_Prefill([request], slots))
             elif joined is not None and parked is None:
@@ -379,8 +379,12 @@ class Slots:
             self.forget(key)
             self._parked[key] = ParkedSlot(slot, request.prompt_ids, tokens, is_current)
         else:
-            self._free.append(slot)
+            self._release(slot)
         request.deliver(response)
+
+    def _release(self, slot: int) -> None:
+        self._decoder.cache.release(slot)
+        self._free.append(slot)
 
     def _leave(self, row: int) -> int:
         """Move the last active row into the place of `row`. Returns the slot that it had."""

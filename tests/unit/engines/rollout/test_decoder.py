@@ -233,7 +233,7 @@ def test_packed_products_see_few_numbers_of_rows(saved: tuple[PreTrainedModel, P
     with torch.inference_mode():
         for length in range(1, 200):
             decoder.prefill([np.arange(length) % 96], [[0]])
-        for rows in range(1, decoder.cache.tensor.shape[2] + 1):
+        for rows in range(1, 8):  # one slot more than there are is for inert rows
             decoder.decode(np.zeros(rows, np.int64), np.full(rows, 5))
     assert 2 < len(seen) < 32 and min(seen) == MIN_ROWS
 
@@ -259,7 +259,6 @@ def test_buffers_and_slots_are_aligned(saved: tuple[PreTrainedModel, Path]) -> N
     assert all(torch.ops.mkldnn.data_ptr(linear.weight) % 64 == 0 for linear in decoder.packed)
     assert all(buffer.data_ptr() % 64 == 0 for buffer in (decoder.embedding, layer.attention_norm, decoder.cache.tensor))
     assert decoder.cache.tensor.stride(2) * decoder.cache.tensor.element_size() % 64 == 0
-    assert decoder.cache.tensor.shape[2] > 1, "one slot more is for inert rows"
 
 
 def test_a_context_beyond_the_positions_is_refused() -> None:

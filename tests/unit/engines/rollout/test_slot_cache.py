@@ -1,0 +1,112 @@
+"""Blocks of the cache: shared by the responses to one prompt, each slot's own where it writes, and given back by the last one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
+from tests.depth import few
+
+SLOTS, CONTEXT = 5, 4 * BLOCK
+
+
+def new_cache() -> SlotCache:
+    return SlotCache(layers=2, heads=2, kv_heads=1, head_dim=4, num_slots=SLOTS, max_context=CONTEXT, like=torch.zeros(1))
+
+
+def write(cache: SlotCache, slot: int, positions: np.ndarray, value: float) -> None:
+    places = cache.places(np.full(len(positions), slot), positions)
+    for layer in range(2):
+        tokens = torch.full((len(positions), 1, 4), value) + torch.from_numpy(positions).float()[:, None, None]
+        cache.store(layer, places, tokens, -tokens)
+
+
+def read(cache: SlotCache, slot: int, length: int) -> np.ndarray:
+    """What stands at each position of a slot: its key in the first layer, checked against its value in the last."""
+    places = cache.places(np.full(length, slot), np.arange(length))
+    keys = cache._keys[0].view(-1)[places.keys].view(length, 4)
+    values = cache._values[1][places.values]
+    assert keys.equal(-values) and keys.eq(keys[:, :1]).all()
+    found: np.ndarray = keys[:, 0].numpy()
+    return found
+
+
+def used(cache: SlotCache) -> int:
+    return int((cache._users > 0).sum())
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(BLOCK - 1, 4), (BLOCK, 1), (2 * BLOCK, 2), (2 * BLOCK + 5, 2 + 4)])
+def test_siblings_share_whole_blocks_and_each_fills_its_last_one(length: int, blocks: int) -> None:
+    cache = new_cache()
+    write(cache, 0, np.arange(length), 100.0)
+    cache.share(0, [1, 2, 3], length)
+    assert used(cache) == cache.most_blocks == blocks
+    prompt = 100.0 + np.arange(length)
+    for slot in range(4):
+        write(cache, slot, np.arange(length, length + 3), 1000.0 * (slot + 1))
+    for slot in range(4):
+        behind = 1000.0 * (slot + 1) + np.arange(length, length + 3)
+        assert read(cache, slot, length + 3).tolist() == [*prompt, *behind]
+    for slot in (0, 2, 1):
+        cache.release(slot)
+        assert read(cache, 3, length).tolist() == prompt.tolist()
+    cache.release(3)
+    assert used(cache) == 0 and len(cache._free) == SLOTS * CONTEXT // BLOCK
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, SLOTS - 1), st.integers(1, CONTEXT)),
+        st.tuples(st.just("more"), st.integers(0, SLOTS - 1), st.integers(1, BLOCK + 3)),
+        st.tuples(st.just("share"), st.integers(0, SLOTS - 1), st.sets(st.integers(0, SLOTS - 1), min_size=1)),
+        st.tuples(st.just("release"), st.integers(0, SLOTS - 1), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=few(60, 2000), deadline=None)
+@given(OPERATIONS)
+def test_whatever_slots_do_each_reads_what_is_its_own(operations: list[tuple[str, int, object]]) -> None:
+    """Beside lists that share nothing. A prompt is written into a slot that was released; then more is added to it."""
+    cache, own = new_cache(), {slot: [] for slot in range(SLOTS)}  # type: dict[int, list[float]]
+    for number, (what, slot, extra) in enumerate(operations, 1):
+        if what == "write":
+            assert isinstance(extra, int)
+            cache.release(slot)
+            write(cache, slot, np.arange(extra), 1000.0 * number)
+            own[slot] = [1000.0 * number + position for position in range(extra)]
+        elif what == "more":
+            assert isinstance(extra, int)
+            begin, end = len(own[slot]), min(CONTEXT, len(own[slot]) + extra)
+            if begin < end:
+                write(cache, slot, np.arange(begin, end), 1000.0 * number)
+            own[slot] += [1000.0 * number + position for position in range(begin, end)]
+        elif what == "share":
+            assert isinstance(extra, set)
+            if targets := sorted(extra - {slot}):
+                cache.share(slot, targets, len(own[slot]))
+                for target in targets:
+                    own[target] = list(own[slot])
+        else:
+            cache.release(slot)
+            own[slot] = []
+        for each, expected in own.items():
+            if expected:
+                assert read(cache, each, len(expected)).tolist() == expected
+        held = [cache._table[each, : cache._counts[each]] for each in range(SLOTS)]
+        assert np.bincount(np.concatenate(held).astype(np.int64), minlength=len(cache._users)).tolist() == cache._users.tolist()
+        assert sorted([*cache._free, *np.flatnonzero(cache._users).tolist()]) == list(range(len(cache._users)))
+
+
+def test_what_is_cleared_is_all_free_and_finite() -> None:
+    cache = new_cache()
+    write(cache, 0, np.arange(40), float("nan"))
+    cache.share(0, [1], 40)
+    cache.clear()
+    assert used(cache) == 0 and cache.tensor.eq(0).all()
+    assert cache.block_bytes * len(cache._users) == cache.tensor.nbytes
