@@ -137,8 +137,8 @@ class Job:
         self._server, self._cluster = self._place(driver, attempt.weights_dir)
         fleet = self._fleet(attempt.weights_dir)
         names = [spec.name for spec in fleet]
-        self._standstill = Standstill(driver, waits, names, self._cluster.pids, writes=self._writes_situations)
-        self.watch = watch = Watch(driver, self._standstill)
+        self.standstill = Standstill(driver, waits, names, self._cluster.pids, writes=self._writes_situations)
+        self.watch = watch = Watch(driver, self.standstill)
         driver.serve("status", watch)
         self._running = Running(driver, self._cluster, self._interrupted, listener.log)
         self.scaling = Scaling(
@@ -155,7 +155,7 @@ class Job:
         await driver.transfer_queue.open()
         await self._open_doors()
         driver.ledger.allow(steps, steps)
-        self._running.begin([*driver.loops(), self._standstill.run()])
+        self._running.begin([*driver.loops(), self.standstill.run()])
         if not await self._running.start(fleet):
             return
         driver.progress()  # it has not stood still, however long there was no room for them
@@ -381,8 +381,8 @@ class Job:
         why = (
             str(error) or repr(error) if error is not None else "it was interrupted" if self._interrupted.is_set() else "it is done"
         )
-        words = await self._standstill.ended(why)
-        is_stuck = self._interrupted.is_set() and self._standstill.has_stood
+        words = await self.standstill.ended(why)
+        is_stuck = self._interrupted.is_set() and self.standstill.has_stood
         if words and words not in why and (is_stuck or (error is not None and not isinstance(error, UserError))):
             self.listener.log(f"at the end: {words}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import os
 import socket
 import time
@@ -113,7 +114,7 @@ class Standstill:
                 "episodes.deadline_seconds": config.episodes.deadline_seconds,
             },
             workers=self._workers(now, looks=looks),
-            open_steps=self._open_steps(now),
+            open_steps=self._open_steps(now, looks=looks),
             queue={task: controller.table.counts() for task, controller in driver.transfer_queue.controllers.items()},
             waits=[*self._waits.now(now), *driver.signal.open_waits(now), *self._asked(now)],
             ended=ended,
@@ -163,18 +164,19 @@ class Standstill:
 
     # -- steps --------------------------------------------------------------------------------------------------------------
 
-    def _open_steps(self, now: float) -> list[SeenStep]:
-        """The steps that training has come to, and open evaluations."""
+    def _open_steps(self, now: float, *, looks: bool) -> list[SeenStep]:
+        """The steps that training has come to, and open evaluations. `looks`: whether all groups are looked at for the likeliest
+        cause, or the first ones."""
         ledger = self._driver.ledger.ledger
         first = min(ledger.committed_by(task) for task in ledger.tasks.trained)
         steps = [
-            self._step(state, "train", now) if state is not None else SeenStep(topic="train", step=step, is_open=False)
+            self._step(state, "train", now, looks=looks) if state is not None else SeenStep(topic="train", step=step, is_open=False)
             for step in range(first, min(ledger.committed + 1, self._driver.config.run.steps))
             for state in (ledger.step_state(step) if ledger.is_open(step) else None,)
         ]
-        return [*steps, *(self._step(state, "eval", now) for state in ledger.open_evaluations())]
+        return [*steps, *(self._step(state, "eval", now, looks=looks) for state in ledger.open_evaluations())]
 
-    def _step(self, state: StepState, topic: str, now: float) -> SeenStep:
+    def _step(self, state: StepState, topic: str, now: float, *, looks: bool) -> SeenStep:
         tasks, config = self._driver.ledger.ledger.tasks, self._driver.config
         rows: dict[int, tuple[str, list[int]]] = {}  # by group: the first task that it lacks, and those rows
         for task in tasks.before:
@@ -182,18 +184,22 @@ class Standstill:
                 of_group = rows.setdefault(row >> state.group_bits, (task, []))
                 if of_group[0] == task:
                     of_group[1].append(row)
-        groups = sorted((self._group(group, *lacks, topic, now) for group, lacks in rows.items()), key=_head)
+        seen = sorted(rows) if looks else heapq.nsmallest(MOST, rows)
+        groups = sorted((self._group(group, *rows[group], topic, now) for group in seen), key=_head)
+        lacking = len(rows)
         asked: list[int] = []
         if topic == "train" and (under_way := next((one for one in state.updates[tasks.policy] if one.members), None)) is not None:
             asked = list(under_way.asked)
             untaken = [group for group in sorted(under_way.members) if group not in rows and group not in under_way.order]
-            groups += [self._group(group, tasks.policy, sorted(under_way.members[group]), topic, now) for group in untaken]
+            lacking += len(untaken)
+            of_ranks = untaken[: MOST - len(groups[:MOST])]
+            groups += [self._group(group, tasks.policy, sorted(under_way.members[group]), topic, now) for group in of_ranks]
         each = config.layout.tp * config.layout.pp
         return SeenStep(
             topic=topic,
             step=state.step,
             groups=groups[:MOST],
-            lacking=len(groups),
+            lacking=lacking,
             members_left=state.num_left,
             asked=asked,
             leaders=[f"trainer/{rank * each}" for rank in range(len(asked))],
@@ -249,7 +255,8 @@ def state_of_driver(situation: Situation) -> str:
         return f"as of {age:.0f} s ago, on {situation.host}, {moved}:"
     process = _process(situation.pid)
     if process in GONE or _began_after(situation):
-        return f"its driver (process {situation.pid}) is gone: it was killed, {age:.0f} s ago or later. At last {moved}:"
+        why = "it was killed, or its disk was full"
+        return f"its driver (process {situation.pid}) is gone without a word: {why}, {age:.0f} s ago or later. At last {moved}:"
     if age > DRIVER_SECONDS:
         return f"its driver (process {situation.pid}, {process}) has written nothing for {age:.0f} s. Before that {moved}:"
     return f"{moved}:"

@@ -349,6 +349,8 @@ def test_a_full_disk_is_one_sentence(small: Small, tmp_path: Path, tiny_disk: Pa
     assert command.returncode == 1
     assert "No space left on device" in command.stderr and len(command.stderr.strip().splitlines()) == 1, command.stderr
     assert not processes_of(tiny_disk / "test")
+    said = run_command("why", tiny_disk / "test").stdout
+    assert "No space left on device" in said or "is gone without a word: it was killed, or its disk was full" in said
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

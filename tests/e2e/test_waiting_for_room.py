@@ -14,6 +14,8 @@ from asyncflow.cluster.inline import InlineCluster
 from asyncflow.config import parse
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job
+from asyncflow.telemetry.situation import read_situation
+from asyncflow.telemetry.why import sentence
 from asyncflow.transport import Server
 from asyncflow.types import RunError
 from tests.patience import patience
@@ -91,6 +93,14 @@ async def test_waiting_for_room_is_no_stall_and_nobody_joins_meanwhile(small: Sm
     job.full.has_room.set()
     assert await asyncio.wait_for(running, patience(60.0))
     assert seen[0] > last + limit
+
+
+async def test_a_run_that_waits_for_room_says_so(small: Small) -> None:
+    job, running = await waiting(small)
+    assert sentence(job.standstill.situation()).startswith("the driver waits for the cluster to start 2 workers, since ")
+    job.interrupt()
+    await asyncio.wait_for(running, patience(20.0))
+    assert read_situation(job.config.run_dir).ended == "it was interrupted"
 
 
 async def test_prompts_are_there_before_any_worker_is(small: Small) -> None:

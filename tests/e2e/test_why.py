@@ -19,6 +19,7 @@ from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_
 from tests.forked import Command
 from tests.patience import patience
 from tests.processes import words_of
+from tests.vllm.servers import fake_python
 
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., Command]
@@ -102,7 +103,8 @@ def test_a_stopped_process_is_named_live_and_after_the_driver_was_killed(name: s
     command.wait()
     os.kill(stopped.pid, signal.SIGCONT)
     said = why(run_dir)
-    assert re.search(r"its driver \(process \d+\) is gone: it was killed, \d+ s ago or later", said) and re.search(chain, said)
+    gone = r"its driver \(process \d+\) is gone without a word: it was killed, .* \d+ s ago or later"
+    assert re.search(gone, said) and re.search(chain, said)
 
 
 @deep
@@ -152,6 +154,18 @@ def test_a_storage_unit_that_is_stopped_is_named(long: Long, background: Backgro
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
     os.kill(worker_of(run_dir, "storage/0").pid, signal.SIGSTOP)
     named(run_dir, command, r"storage/0 does nothing: its process \d+ is stopped")
+
+
+@deep
+def test_a_vllm_server_that_is_stopped_is_named(long: Long, tmp_path: Path, background: Background) -> None:
+    engine = {"name": "vllm", "python": str(fake_python(tmp_path))}
+    config, run_dir = long(rollout={"engine": engine})
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    for process in processes_of(run_dir):
+        if any(word.endswith("fake_vllm.py") for word in words_of(process)):
+            os.kill(process.pid, signal.SIGSTOP)
+    named(run_dir, command, r"trainer/0 waits for group \d+", r"rollout/0 has it", r"rollout/0 waits for vLLM.*, since [\d.]+ s")
 
 
 @deep
