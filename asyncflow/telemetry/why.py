@@ -150,9 +150,8 @@ class _Chain:
             return self._link(name, f"{name} is not connected: it has not come yet, or has gone{state}")
         if worker.silence > SILENT_SECONDS:
             state = f", its {pid} is {worker.process}" if worker.process else ""
-            last = worker.cause if worker.task == WAIT else worker.task
-            doing = f"last heard of in {worker.task}" if worker.task != WAIT else f"last heard of waiting for {last}"
-            return self._link(name, f"{name} has not reported for {_s(worker.silence)}{state}; {doing}", ends=restart)
+            last = f"waiting for {worker.cause}" if worker.task == WAIT else f"in {worker.task}"
+            return self._link(name, f"{name} has not reported for {_s(worker.silence)}{state}; last heard of {last}", ends=restart)
         return None
 
     def _at_work(self, worker: SeenWorker) -> Iterator[Link]:

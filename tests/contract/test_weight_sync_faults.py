@@ -18,6 +18,7 @@ import pytest
 
 from asyncflow.transport import Credentials, Server
 from asyncflow.types import HeldWeights
+from asyncflow.waits import PULL, OpenWait, OpenWaits
 from asyncflow.weight_sync import collective
 from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
 from asyncflow.weight_sync.group import Group
@@ -215,6 +216,34 @@ async def test_a_lost_connection_costs_no_more_than_what_was_under_way(options: 
         tensors = await receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address))
     assert digest(tensors) == digest(weights(0)) and not cuts
     assert manifest.num_bytes < wire.passed < 1.01 * manifest.num_bytes + 2 * 4 * CHUNK_BYTES
+
+
+async def test_a_fetch_that_stands_says_how_much_has_come_and_since_when_nothing_has(options: Options) -> None:
+    sync, waits = make("network", options()), OpenWaits()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest = await sender.publish(0, HeldWeights(weights(0)))
+    goes_on, clock = asyncio.Event(), asyncio.get_running_loop().time
+    waits.begin()
+
+    async def stand() -> None:
+        if wire.passed > NUM_BYTES // 2:
+            await goes_on.wait()
+
+    def pulls() -> list[OpenWait]:
+        return [wait for wait in waits.now(clock()) if wait.name == PULL.name]
+
+    async with proxy(manifest.served_at, stand) as wire:
+        fetching = asyncio.create_task(receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address)))
+        async with asyncio.timeout(patience(20.0)):
+            while not pulls() or not pulls()[0].moved or (pulls()[0].still or 0.0) < 0.3:
+                await asyncio.sleep(0.02)
+        (pull,) = pulls()
+        assert pull.words == f"bytes of version 0 from the trainer's sender at {wire.address}"
+        assert 0 < pull.moved < NUM_BYTES and pull.still is not None and pull.still < pull.seconds
+        goes_on.set()
+        assert digest(await fetching) == digest(weights(0)) and pulls() == []
+    await receiver.close()
+    await sender.close()
 
 
 async def test_a_machines_receiver_remembers_no_more_versions_than_it_has(options: Options) -> None:
