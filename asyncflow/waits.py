@@ -196,7 +196,7 @@ RUN_ENDS: Final = _wait(
     "end of the run",
     "the end of the run",
     "the run's end",
-    "control/policy_versions.py:PolicyVersions.stopped cli/queue.py:_until_told cli/serve.py:_until_told cli/queue.py:_listen"
+    "control/policy_versions.py:PolicyVersions.stopped cli/queue.py:_until_told cli/serve.py:until_told cli/queue.py:_listen"
     " transfer_queue/queue.py:TransferQueue.running transfer_queue/node.py:serve_controller"
     " transfer_queue/node.py:serve_controller.join run/running.py:Running._over service/hosted.py:HostedRun._watch",
 )
@@ -536,6 +536,7 @@ HTTP: Final = _wait(
     "a client's request, or its repetition",
     "the limits of the service (service/limits.py)",
     "service/app.py:Gate._paced.paced service/app.py:Gate._timed.timed service/hosted.py:HostedRun.__init__"
+    " service/watching.py:WatchedRun.__init__"
     " service/repeats.py:Repeats.begin",
 )
 TINKER: Final = _wait(
