@@ -231,7 +231,7 @@ def quickstart(folder: Path, name: str, changes: dict[str, Any], program: str, *
         command = [sys.executable, str(ROOT / "tests" / "e2e" / program), address, str(key_file), *arguments]
         outside = subprocess.Popen(command, cwd=ROOT)
         evaluations = folder / name / "eval.jsonl"
-        while not evaluations.exists() or json.loads(evaluations.read_text().splitlines()[-1])["step"] < steps:
+        while not (rows := evaluations.exists() and evaluations.read_text().splitlines()) or json.loads(rows[-1])["step"] < steps:
             assert outside.poll() in (None, 0), "the program outside has failed"
             time.sleep(0.5)
         seconds = time.monotonic() - began
