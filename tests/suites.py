@@ -143,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         print(f"== {suite.name}: {f'everything, since {why}' if why else 'smoke tests'}", flush=True)
         results.append(run(suite, is_deep=bool(why)))
-    if chosen.what == "deep":
-        PAGE.write_text(page(PAGE.read_text() if PAGE.exists() else "", results, at))
+        if chosen.what == "deep":  # after each, since hours may lie between the first and the last
+            PAGE.write_text(page(PAGE.read_text() if PAGE.exists() else "", results, at))
     for result in results:
         what = "all" if result.is_deep else "smoke"
         print(f"{result.suite:12} {what:6} {result.passed:5} passed {result.failed} failed {result.seconds:6.0f} s")
