@@ -28,6 +28,8 @@ from asyncflow.types import UserError
 CONFIG_FILE: Final = "config.yaml"
 JOB_FILE: Final = "job.json"
 KEY_FILE: Final = "key.pem"
+FORK_FILE: Final = "fork.json"
+"""The origin of a run that is a fork."""
 EVAL_FILE: Final = "eval.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 UNSCORED_FILE: Final = "unscored.jsonl"
@@ -112,6 +114,8 @@ class RunDir:
         """Check that a new run may begin in this folder. Raises `UserError`."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return
+        if self.is_run() and not (self.path / CONFIG_FILE).exists():  # a process was killed while it claimed the empty folder
+            return
         if not may_overwrite:
             raise UserError(
                 f"{self.path} holds an earlier run: go on with it by --resume, give this one another run.name, remove that one by "
@@ -133,8 +137,9 @@ class RunDir:
         sync_folder(self.path)
         return aside
 
-    def claim(self, config: str, *, keeps_aside: bool = False) -> None:
-        """Make the folder for a run of this configuration (YAML), empty, but with `keeps_aside` for what was set aside in it."""
+    def claim(self, config: str, *, keeps_aside: bool = False, fork: bytes | None = None) -> None:
+        """Make the folder for a run of this configuration (YAML), empty, but with `keeps_aside` for what was set aside in it.
+        `fork`: content of `FORK_FILE`, which is there before the configuration is."""
         if self.path.exists():
             # What says whose the rest is goes last: killed in between, the folder is still known for this run's.
             for entry in self.path.iterdir():
@@ -145,6 +150,8 @@ class RunDir:
         else:
             self.path.mkdir(parents=True, mode=0o700)
         (self.path / _MARKER_FILE).touch()
+        if fork is not None:
+            replace(self.path / FORK_FILE, fork)
         replace(self.path / CONFIG_FILE, config.encode())
 
     @contextmanager

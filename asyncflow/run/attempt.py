@@ -27,6 +27,7 @@ from asyncflow.config import Config, dump
 from asyncflow.engines.lora_files import write_published_lora
 from asyncflow.run.connection import JobFile
 from asyncflow.run.factories import make_algorithm, queue_schema
+from asyncflow.run.fork import copy_origin, unfinished_fork
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.resume import (
@@ -182,6 +183,9 @@ class Attempt:
         if not self._resume:
             return None
         self._folder.restore_models()
+        if (record := unfinished_fork(self._config)) is not None:
+            self._log(f"the fork of {record.origin} after {record.step} steps was not made to its end: it is made now")
+            await asyncio.to_thread(copy_origin, self._config, record, self._log)
         checkpoints = checkpoints_of(self._config)
         version = await asyncio.to_thread(checkpoints.newest, self._log)
         if version is not None:

@@ -1,9 +1,9 @@
 """A new run that begins with a checkpoint of another one: `asyncflow train CONFIG --fork-from RUN[@STEP]`.
 
-    RUN/checkpoints/step-000012 --copied, as the new run's own--> --resume goes on from it
+    RUN/checkpoints/step-000012 --fork.json, then a copy, as the new run's own--> --resume goes on from it
 
 Weights always come along. The optimiser's state (moments, count of updates) and the place in the data do, unless they are not
-wanted; what differs in the configuration is free, and written into `fork.json`.
+wanted; what differs in the configuration is free, and written into `fork.json`. `--resume` makes a fork that was killed to its end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from asyncflow.run.resume import (
     write_driver,
 )
 from asyncflow.run.saving import checkpoints_of
-from asyncflow.run_dir import CRITIC_DIR, JOB_FILE, RunDir, replace
+from asyncflow.run_dir import CRITIC_DIR, FORK_FILE, JOB_FILE, RunDir
 from asyncflow.types import UserError
 
-FORK_FILE: Final = "fork.json"
 Kept = Literal["optimizer", "data"]
 KEPT: Final[tuple[Kept, ...]] = ("optimizer", "data")
 """What a fork may keep of the run that it comes from, beside the weights."""
@@ -70,9 +69,27 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
         raise UserError(f"model.path is {config.model.path!r}: a fork has that of {place}, {began.model.path!r}, or a folder")
     own.check(may_overwrite=config.run.overwrite)
     record = ForkRecord(str(origin.path.resolve()), version, sorted(keep), differences(began, config))
-    own.claim(dump(config))
+    own.claim(dump(config), fork=msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    copy_origin(config, record, log)
+    return record
+
+
+def unfinished_fork(config: Config) -> ForkRecord | None:
+    """Record of the fork that the run's folder was to be when its process was killed; None: it is no fork, or a whole one."""
+    file = config.run_dir / FORK_FILE
+    if not file.exists() or checkpoints_of(config).versions():
+        return None
+    return msgspec.json.decode(file.read_bytes(), type=ForkRecord)
+
+
+def copy_origin(config: Config, record: ForkRecord, log: Callable[[str], None]) -> None:
+    """Copy into the run's folder what it has of its origin. May be repeated. Raises `RunError` where the origin is gone."""
+    origin, own, version, keep = RunDir(Path(record.origin)), RunDir(config.run_dir), record.step, record.kept
+    checkpoints = Checkpoints(origin.checkpoints, keep=1)
+    resumed = read_driver(checkpoints.path(version), checkpoints.added(version))
+    began = parse_dumped(resumed.state.config)
     if origin.initial_model.exists():
-        shutil.copytree(origin.initial_model, own.initial_model)
+        shutil.copytree(origin.initial_model, own.initial_model, dirs_exist_ok=True)
     if began.model.path == config.model.path:  # which says where the run found it
         shutil.copyfile(origin.path / JOB_FILE, own.path / JOB_FILE)
     before, position, data = resumed.state, 0, ""
@@ -91,6 +108,7 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
         num_pushed=len(pushed),
     )
     made = checkpoints_of(config)
+    made.sweep()
     partial = made.partial(version)
     for name in (TRAINER_DIR, CRITIC_DIR):
         if (folder := checkpoints.path(version) / name).is_dir():
@@ -102,8 +120,6 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
     for trouble in made.commit(version):
         log(trouble)
     write_added(made.added(version), state, is_whole=True)
-    replace(own.path / FORK_FILE, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-    return record
 
 
 def _version(checkpoints: Checkpoints, place: str, step: str, log: Callable[[str], None]) -> int:

@@ -211,6 +211,10 @@ async def _go_on(run: RunConnection, engine: TrainEngine, sender: WeightSender |
         for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
             weights = HeldWeights(tensors_of(path) if (path / "model.safetensors").stat().st_size else {})
             await publish(version_of(path), weights, sender, run.versions)
+        there = {version_of(path) for path in (folder / VERSIONS_DIR).glob("*")}
+        for version in range(make_schedule(run.config).interval(run.job.first).high, run.job.first):
+            if version not in there:  # a fork generates its first step with the weights that it begins with
+                await publish(version, await engine.export_weights(), sender, run.versions)
         await publish(run.job.first, await engine.export_weights(), sender, run.versions)
 
 

@@ -23,19 +23,33 @@ from asyncflow.checkpoint import folder
 from asyncflow.config import parse
 from asyncflow.engines.train import state, torch_engine
 from asyncflow.run import saving
+from asyncflow.run.fork import fork
 from asyncflow.run.job import Job, Listener, run_with_signals
 from asyncflow.types import RunError, UserError
+from tests.e2e.operations import watch
 from tests.forked import context
 from tests.patience import patience
 
 
 class Life:
-    """One start of a run, `cluster: inline`, in a process of its own. `harm`: see `harmed`."""
+    """One start of a run, `cluster: inline`, in a process of its own. `harm`: see `harmed`. `kill_before`: a kind of operation on
+    the run's folder, before which it is killed; every operation is noted in a file (`tests/e2e/operations.py`)."""
 
-    def __init__(self, tree: Mapping[str, Any], *, resume: bool = True, harm: tuple[str, int] = ("", 0)) -> None:
+    def __init__(
+        self,
+        tree: Mapping[str, Any],
+        *,
+        resume: bool = True,
+        harm: tuple[str, int] = ("", 0),
+        kill_before: str | None = None,
+        origin: str = "",
+    ) -> None:
+        """`origin`: the run is a fork of that one."""
         self.run_dir = Path(tree["run"]["dir"]) / tree["run"]["name"]
         self.log = self.run_dir.with_name("said.log")
-        self._process = context().Process(target=_live, args=(dict(tree), resume, harm, str(self.log)))
+        self.operations = self.run_dir.with_name("operations.txt")
+        of_folder = (str(self.operations), kill_before)
+        self._process = context().Process(target=_live, args=(dict(tree), resume, harm, str(self.log), of_folder, origin))
         self._process.start()
 
     def wait_for_steps(self, number: int, seconds: float = 60.0) -> None:
@@ -83,17 +97,29 @@ class Life:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _live(tree: dict[str, Any], resume: bool, harm: tuple[str, int], log: str) -> None:
+def _live(
+    tree: dict[str, Any],
+    resume: bool,
+    harm: tuple[str, int],
+    log: str,
+    operations: tuple[str, str | None],
+    origin: str,
+) -> None:
     os.setsid()
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     said = Path(log).open("w", buffering=1)  # noqa: SIM115
+    if operations[1] is not None:
+        watch(Path(tree["run"]["dir"]) / tree["run"]["name"], *operations)
 
     class Written(Listener):
         def log(self, text: str) -> None:
             print(text, file=said)
 
     async def run() -> int:
-        job = Job(parse({**tree, "cluster": "inline"}), Written(), resume=resume)
+        config = parse({**tree, "cluster": "inline"})
+        if origin:
+            fork(config, origin, {"data", "optimizer"}, Written().log)
+        job = Job(config, Written(), resume=resume)
         is_finished = await run_with_signals(job, job.run())
         return 0 if is_finished else 128 + (job.ended_by or signal.SIGINT)
 

@@ -87,9 +87,7 @@ class CaptureEndpoint:
 
     async def _serve(self, http: HttpRequest, *, is_chat: bool) -> Response:
         episode = self._episode(http)
-        if int(http.headers.get("content-length", 0)) > MAX_REQUEST_BYTES:
-            raise RefusedCall(413, "too_large", f"a request has at most {MAX_REQUEST_BYTES} bytes")
-        request = read_request(await http.body(), is_chat=is_chat)
+        request = read_request(await _body(http), is_chat=is_chat)
         answer = await episode.answer(request)
         if not request.stream:
             return JSONResponse(answer.whole())
@@ -108,6 +106,19 @@ class _CaptureServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _body(http: HttpRequest) -> bytes:
+    """The request's body. Raises `RefusedCall` as soon as it is, or says that it will be, too large."""
+    too_large = RefusedCall(413, "too_large", f"a request has at most {MAX_REQUEST_BYTES} bytes")
+    if int(http.headers.get("content-length", 0)) > MAX_REQUEST_BYTES:
+        raise too_large
+    body = bytearray()
+    async for piece in http.stream():  # in chunks it says no length
+        body += piece
+        if len(body) > MAX_REQUEST_BYTES:
+            raise too_large
+    return bytes(body)
 
 
 async def _events(answer: ModelAnswer) -> AsyncIterator[bytes]:

@@ -1,0 +1,141 @@
+"""A run that is killed before each kind of operation on its folder, and resumed: it always goes on, and comes to the same bits.
+
+The kinds are found by runs that nothing disturbs: one that begins, one that resumes a checkpoint, and one that is a fork.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import merged
+from tests.depth import few, in_gate
+from tests.e2e.commands import rows
+from tests.e2e.lives import Life
+from tests.e2e.test_resume import tree
+
+STEPS = 3
+NOTHING = "nothing"
+SHORT: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "schedule": "delayed",
+    "train": {"old": "previous", "prompts_per_step": 2},
+    "rollout": {"max_new_tokens": 8},
+    "eval": {"path": None, "every_steps": None},
+    "checkpoint": {"keep": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """Folder of a run that nothing has disturbed, and the kinds of its operations."""
+    life = Life(tree(tmp_path_factory.mktemp("whole"), SHORT), resume=False, kill_before=NOTHING)
+    assert life.end(seconds=120) == 0, life.said()
+    yield life.run_dir, kinds(life)
+
+
+def kinds(life: Life) -> list[str]:
+    """Kinds of operations in the order in which they came first."""
+    return list(dict.fromkeys(life.operations.read_text().splitlines()))
+
+
+def copy_run(run_dir: Path, to: Path) -> None:
+    """A copy of a run's folder, without its socket."""
+    shutil.copytree(run_dir, to, ignore=shutil.ignore_patterns("control.sock"))
+
+
+def some_of(found: list[str], at_least: int) -> list[str]:
+    """All of them in the deep suite, a few in the gate."""
+    assert len(found) >= at_least, found
+    return random.Random(0).sample(found, few(min(2, len(found)), len(found)))
+
+
+def check(config: dict[str, Any], whole: Path) -> None:
+    """Resumed in a loop, with half-written lines in its files, the run comes to its end, and to the bits of the whole one."""
+    run_dir = Path(config["run"]["dir"]) / config["run"]["name"]
+    for file in run_dir.glob("*.jsonl"):
+        with file.open("ab") as opened:
+            opened.write(b'{"step": 1, "half of')
+    for _ in range(3):
+        life = Life(config)
+        if (status := life.end(seconds=120)) == 0:
+            break
+    assert status == 0, life.said()
+    weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, whole))
+    assert weights.keys() == expected.keys() and all(np.array_equal(weights[name], expected[name]) for name in expected)
+    for name in ("metrics.jsonl", "samples.jsonl", "fingerprints.jsonl"):
+        found = [sorted((row["step"], row.get("row", -1)) for row in rows(folder / name)) for folder in (run_dir, whole)]
+        assert found[0] == found[1], name
+    left = {path.name for path in run_dir.rglob("*") if path.name.endswith((".partial", ".over"))}
+    assert not left, left
+    assert Life(config).end() == 0  # finished already
+
+
+def test_killed_before_each_kind_of_operation_of_a_run_that_begins(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+    undisturbed, found = whole
+    for number, kind in enumerate(some_of(found, 30)):
+        config = tree(tmp_path / str(number), SHORT)
+        life = Life(config, resume=False, kill_before=kind)
+        assert life.end(seconds=120) in (137, 0), (kind, life.said())
+        try:
+            check(config, undisturbed)
+        except AssertionError as error:
+            raise AssertionError(f"killed before {kind}") from error
+
+
+@pytest.mark.parametrize("state", in_gate("longer", of=["cut", "longer"]))
+def test_killed_before_each_kind_of_operation_of_a_run_that_resumes(
+    whole: tuple[Path, list[str]], tmp_path: Path, state: str
+) -> None:
+    """`cut`: it was killed before its first checkpoint was one. `longer`: it had ended, was to make more steps, and was killed before
+    it had its new model."""
+    undisturbed, _ = whole
+    folder = tmp_path / state
+    if state == "cut":
+        cut = Life(tree(folder, SHORT), resume=False, kill_before="open /checkpoints/step-n.partial/manifest.json.partial")
+        assert cut.end(seconds=120) == 137, cut.said()
+    else:
+        first = Life(tree(folder, SHORT, {"run": {"steps": 2}}), resume=False)
+        assert first.end(seconds=120) == 0, first.said()
+        longer = Life(tree(folder, SHORT), kill_before="os.rename /model")
+        assert longer.end(seconds=120) == 137, longer.said()
+    copy_run(folder / "test", folder / "calm" / "test")
+    calm = Life(tree(folder / "calm", SHORT), kill_before=NOTHING)
+    assert calm.end(seconds=120) == 0, calm.said()
+    for number, kind in enumerate(some_of(kinds(calm), 15)):
+        config = tree(folder / str(number), SHORT)
+        copy_run(folder / "test", folder / str(number) / "test")
+        life = Life(config, kill_before=kind)
+        assert life.end(seconds=120) in (137, 0), (kind, life.said())
+        try:
+            check(config, undisturbed)
+        except AssertionError as error:
+            raise AssertionError(f"killed before {kind}, where a run was {state}") from error
+
+
+def test_a_fork_that_is_killed_before_each_kind_of_operation_is_made_to_its_end(
+    whole: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """By `--resume`, or by `--fork-from` again where its record was not written: it never begins with other weights than those of
+    its origin."""
+    origin = f"{whole[0]}@{STEPS}"
+    longer = merged(SHORT, {"run": {"steps": STEPS + 1}})
+    calm = Life(tree(tmp_path / "calm", longer), kill_before=NOTHING, origin=origin)
+    assert calm.end(seconds=120) == 0, calm.said()
+    found = kinds(calm)
+    expected = load_file(calm.run_dir / "model" / "model.safetensors")
+    for number, kind in enumerate(some_of(found[: found.index("os.rename /checkpoints/step-n.added") + 1], 12)):
+        config = tree(tmp_path / str(number), longer)
+        life = Life(config, kill_before=kind, origin=origin)
+        assert life.end(seconds=120) == 137, (kind, life.said())
+        last = Life(config, origin="" if (life.run_dir / "fork.json").exists() else origin)
+        assert last.end(seconds=120) == 0, (kind, last.said())
+        weights = load_file(last.run_dir / "model" / "model.safetensors")
+        assert all(np.array_equal(weights[name], expected[name]) for name in expected), kind
