@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 4
 # Compiled modules are kept, whatever the environment says: every process that the tests start would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-deep test-suites smoke wheel soak servers lint types layers docs collect unit coverage install install-dev clean
+.PHONY: quickstart test test-deep test-suites smoke wheel soak soak-run servers lint types layers docs collect unit coverage install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
@@ -112,6 +112,11 @@ wheel:
 
 soak: install-dev
 	$(BIN)/python -m tests.sim.run --seeds 0:20000 --processes 2
+
+# Whole real runs under faults, for as long as MINUTES says; a session goes on where the last one ended (runs/soak.jsonl).
+MINUTES ?= 60
+soak-run: install-dev
+	$(BIN)/python -m tests.soak.run --minutes $(MINUTES)
 
 # The queue is tested over a real Redis server.
 servers:

@@ -94,8 +94,8 @@ def test_killed_before_each_kind_of_operation_of_a_run_that_begins(whole: tuple[
 def test_killed_before_each_kind_of_operation_of_a_run_that_resumes(
     whole: tuple[Path, list[str]], tmp_path: Path, state: str
 ) -> None:
-    """`cut`: it was killed before its first checkpoint was one. `longer`: it had ended, was to make more steps, and was killed before
-    it had its new model."""
+    """`cut`: it was killed before its first checkpoint was one. `longer`: it had ended, was to make more steps, and was killed
+    before it had its new model."""
     undisturbed, _ = whole
     folder = tmp_path / state
     if state == "cut":

@@ -1,0 +1,1 @@
+"""Hours of faults on whole real runs: `make soak-run`."""
