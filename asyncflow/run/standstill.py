@@ -50,16 +50,17 @@ class Standstill:
         self._said = ""  # the cause that the log has named last
         self._writing: asyncio.Task[None] | None = None
         self._why_unwritten = ""
+        self._has_ended = False
 
     async def run(self) -> None:
-        """Write a situation and all spans every second, and say in the log what has stood for too long. For ever."""
+        """Write a situation and all spans every second, and say in the log what has stood for too long, until the run ends."""
         driver, loop = self._driver, asyncio.get_running_loop()
         patience = LOGGED_SHARE * driver.config.run.stall_timeout_seconds
-        while True:
+        while not self._has_ended:
             idle = loop.time() - driver.last_progress
             await asyncio.sleep(SECONDS if self._folder is not None else max(SECONDS, patience - idle))
             idle = loop.time() - driver.last_progress
-            if self._folder is None and idle < patience:
+            if self._has_ended or (self._folder is None and idle < patience):
                 continue
             situation = self.situation()
             if self._folder is not None:
@@ -84,9 +85,11 @@ class Standstill:
         return idle >= LOGGED_SHARE * self._driver.config.run.stall_timeout_seconds
 
     async def ended(self, why: str) -> str:
-        """The run ends, and not in order: the last situation says `why`. Returns who waited for what, in words."""
-        situation = self.situation(ended=why)
+        """The run ends: the last situation says `why`. Returns who waited for what, in words."""
+        self._has_ended, situation = True, self.situation(ended=why)
         if self._folder is not None:
+            if self._writing is not None:
+                await asyncio.wait([self._writing], timeout=SECONDS)
             await self._write(self._folder, situation)
         return sentence(situation)
 

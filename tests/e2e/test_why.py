@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -183,6 +184,17 @@ def test_a_run_that_ended_says_who_waited_for_whom_in_its_log_and_by_why(
     assert re.search(rf"nothing has moved for 8 s \(run.stall_timeout_seconds\): {chain}", errors)
     assert re.search(rf"nothing has moved for [0-3] s: {chain}", output)
     assert re.search(r"it ended \d+ s ago: nothing has moved for 8 s", why(run_dir))
+
+
+def test_a_run_that_was_interrupted_says_so_however_long_it_took_to_end(long: Long, background: Background) -> None:
+    config, run_dir = long()
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    os.kill(worker_of(run_dir, "rollout/0").pid, signal.SIGSTOP)  # so that it is killed, after run.stop_grace_seconds
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=patience(60.0))
+    situation = json.loads(run_command("why", run_dir, "--json").stdout)
+    assert situation["situation"]["ended"] == "it was interrupted" and situation["chain"] and situation["graph"]
 
 
 def test_a_run_that_is_done_says_so_and_no_folder_is_one_sentence(small: Small, tmp_path: Path) -> None:
