@@ -283,3 +283,17 @@ def test_a_planted_hang_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _fits(found: str, chain: tuple[str, ...]) -> bool:
     return re.search("^" + ".*; ".join(each.removesuffix("$") for each in chain), found) is not None
+
+
+def test_a_run_that_an_error_ends_says_who_waited_for_whom() -> None:
+    log, config = Log(), parse(merged(BASE, {"rollout": {"max_restarts": 0}}))
+    violations = simulate(config, faults=Faults(deaths=((1.9, "rollout/0"),)), costs=COSTS, listener=log).violations
+    assert any("rollout/0" in violation for violation in violations)
+    (told,) = [line for line in log.lines if line.startswith("at the end: ")]
+    assert re.match(r"at the end: trainer/0 waits for group \d+ of step 1.*; rollout/0 has it for task rollout, since ", told), told
+
+
+def test_a_run_that_is_done_says_nothing_of_waits() -> None:
+    log = Log()
+    assert not simulate(parse(BASE), costs=COSTS, listener=log).violations
+    assert not [line for line in log.lines if line.startswith(("at the end", "nothing has moved"))]
