@@ -11,6 +11,7 @@ bisection.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -84,14 +85,15 @@ class GanttLevels:
             moment = np.floor(moment / level.resolution) * level.resolution
             self._remake(level, finer, moment)
         while len((last := self._levels[-1]).bars) > _FEW_BARS:
-            level = _Level(2 * last.resolution if last is not finest else self._first_resolution())
+            level = _Level(2 * last.resolution if last is not finest else self._first_resolution(self.bars))
             if level.resolution > float(self.bars["end"].max()):
                 break
             self._remake(level, last, -np.inf)
             self._levels.append(level)
 
     def part(self, start: float, end: float, most: int, newest: Bars) -> tuple[float, Bars]:
-        """The finest level that has no more than `most` bars in (start, end), and these: (resolution in seconds, bars).
+        """The finest level that has no more than `most` bars in (start, end), or is made coarser until it has: (resolution in
+        seconds, bars).
 
         `newest`: bars that are not among those that were added, since they may still change.
         """
@@ -106,13 +108,18 @@ class GanttLevels:
             with_newest = [found, grouped(in_lanes(newest), level.resolution) if level.resolution else newest]
             shown = joined(in_lanes(np.concatenate(with_newest)))
             if len(shown) <= most or is_last:
-                return level.resolution, shown
-        raise AssertionError("the last level is always shown")
+                break
+        resolution = level.resolution
+        while len(shown) > most and resolution < end - start:  # many lanes, or many of the newest bars
+            resolution = 2 * resolution or self._first_resolution(shown)
+            shown = joined(grouped(shown, resolution))
+        return resolution, shown
 
-    def _first_resolution(self) -> float:
-        """A power of two, so that cells and their halves begin at numbers without rounding."""
-        median = float(np.median(self.bars["end"] - self.bars["start"]))
-        return 2.0 ** np.ceil(np.log2(max(_MEDIANS * median, 1e-6)))
+    @staticmethod
+    def _first_resolution(bars: Bars) -> float:
+        """Resolution of the first coarse level: a power of two, so that cells and their halves begin without rounding."""
+        median = float(np.median(bars["end"] - bars["start"]))
+        return float(2.0 ** math.ceil(math.log2(max(_MEDIANS * median, 1e-6))))
 
     @staticmethod
     def _remake(level: _Level, finer: _Level, moment: float) -> None:

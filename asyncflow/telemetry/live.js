@@ -9,7 +9,7 @@ if (address.get("key")) {
   history.replaceState(null, "", `#${address}`);
 }
 const key = sessionStorage.getItem("key") || "";
-const MOST_BARS = 4000;
+const MOST_BARS = 2500;
 let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, hasBatches = "";
 
 function ask(path, params = {}, signal = undefined) {

@@ -32,7 +32,7 @@ from asyncflow.types import UserError
 
 T = TypeVar("T")
 
-_CHUNK_BYTES: Final = 2 << 20
+_CHUNK_BYTES: Final = 1 << 20
 _TAIL_BYTES: Final = 2 << 20
 _REMEMBERED_BYTES: Final = 256
 LIVE_SECONDS: Final = 10.0

@@ -129,16 +129,19 @@ class SpanIndex:
             if span.is_lane and span.task != WAIT and span.end <= moment:
                 until[span.worker] = max(until.get(span.worker, -math.inf), span.end)
 
-        def is_settled(span: Span) -> bool:
-            return span.end <= (until.get(span.worker, -math.inf) if span.is_lane else moment)
+        def settled_of(spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+            """Spans that are settled, and the others."""
+            parted: tuple[list[Span], list[Span]] = [], []
+            for span in spans:
+                parted[span.end > (until.get(span.worker, -math.inf) if span.is_lane else moment)].append(span)
+            return parted
 
-        settled = [span for span in told if is_settled(span)]
+        (settled, left), (known, self._newest) = settled_of(told), settled_of(self._newest)
         self._levels.insert(self.frame.bars(settled))
         self._installs += installs(settled, self.frame.origin)
-        known = [*self._context, *(span for span in self._newest if is_settled(span))]
+        known = [*self._context, *known]
         updates = [span for span in known if span.is_lane and span.task == "optim_step"][-_KEPT_UPDATES:]
         step = max((span.step for span in updates), default=0)
         self._context = [*updates, *(span for span in known if span.task in _GROUP_TASKS and span.step >= step)]
-        self._newest = [span for span in self._newest if not is_settled(span)]
         self._begins = False
-        return [span for span in told if not is_settled(span)]
+        return left

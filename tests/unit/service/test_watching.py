@@ -134,6 +134,8 @@ async def test_a_part_of_the_chart_and_the_comparison(page: Page) -> None:
     await anext(WatchedRun(page.folder / "one").changes())
     compared = await page.get("compare", run=["one", "two"])
     assert "2 runs compared" in compared["html"] and compared["charts"][0]["title"] == "Reward"
+    coarse = await page.get("gantt", run="one", start=0.0, end=40.0, most=100)
+    assert coarse["levels"][0]["resolution"] > 0 and len(coarse["levels"][0]["start"]) <= 100
     part = await page.get("gantt", run="one", start=5.0, end=10.0, most=200)
     (level,) = part["levels"]
     assert part["lanes"] == ["rollout/0", "rollout/1", "trainer/0", "driver"]
