@@ -9,7 +9,18 @@ if (address.get("key")) {
   history.replaceState(null, "", `#${address}`);
 }
 const key = sessionStorage.getItem("key") || "";
-const MOST_BARS = 2500;
+const MOST_BARS = 2500, FIRST_BARS = 1000;
+/* plotly.js takes a second to begin: it does so when the figures are shown and the data for the charts is asked for. */
+let beginPlotly;
+const plotly = new Promise((resolve) => {
+  beginPlotly = () => {
+    beginPlotly = () => {};
+    const script = element("script");
+    script.src = "plotly.js";
+    script.addEventListener("load", resolve);
+    requestAnimationFrame(() => setTimeout(() => document.head.append(script)));
+  };
+});
 let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, hasBatches = "";
 
 function ask(path, params = {}, signal = undefined) {
@@ -82,10 +93,11 @@ function changed(parts) {
     document.title = `${title} - AsyncFlow`;
     const reading = share < 1 ? `; reading its spans: ${Math.floor(100 * share)}%` : "";
     say((isLive ? "live" : "not running") + reading + (numDamaged ? `; ${numDamaged} lines cannot be read` : ""), isLive ? "live" : "");
-    if (drawnSteps !== steps) { drawnSteps = steps; answer("charts", { run }).then((charts) => drawCharts(charts, { isLazy: true })); }
+    if (drawnSteps !== steps) { drawnSteps = steps; answer("charts", { run }).then((charts) => plotly.then(() => drawCharts(charts, { isLazy: true }))); }
     if (samples !== numSamples) { numSamples = samples; search(); }
     if (batches.join() !== hasBatches) { hasBatches = batches.join(); showBatches(batches); }
     present(wall, firstView, isLive);
+    beginPlotly();
   }
 }
 
@@ -115,12 +127,14 @@ async function fetchPart(view) {
       wanted = null;
       const reach = (hi - lo) / 2;
       const asked = run;
-      const found = await answer("gantt", { run, start: lo - reach, end: hi + reach, most: MOST_BARS });
+      const found = await answer("gantt", { run, start: lo - reach, end: hi + reach, most: gantt ? MOST_BARS : FIRST_BARS });
+      await plotly;
       if (asked !== run) continue;
       part = { ...found, lo: lo - reach, hi: hi + reach };
       if (!gantt) {
         gantt = new Gantt(found, loaded, (moved) => { byId("follow").checked = moved.hi >= gantt.gantt.wall; width = moved.hi - moved.lo; fetchPart(moved); });
         gantt.view = { lo, hi };
+        wanted ??= { lo, hi };  // at its full detail
       }
       const isSame = gantt.gantt.states.length === found.states.length;
       gantt.gantt = found;
@@ -220,6 +234,7 @@ async function compare(names) {
   const response = await fetch(`api/compare?${query}`, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store" });
   const { html, charts } = await response.json();
   byId("compared").innerHTML = html;
+  await plotly;
   drawCharts(charts, { place: byId("compared").querySelector(".compared-charts"), isLazy: true });
   byId("compared").scrollIntoView();
 }
@@ -229,7 +244,7 @@ async function compare(names) {
 function openRun(name) {
   run = name;
   gantt = null; part = null; width = null; numSamples = 0; hasBatches = ""; drawnSteps = "";
-  if (byId("gantt").data) Plotly.purge("gantt");
+  if (byId("gantt").data) window.Plotly.purge("gantt");
   byId("gantt-place").replaceWith(ganttPlace.cloneNode(true));
   byId("charts").replaceChildren();
   byId("samples").replaceChildren();
