@@ -32,8 +32,6 @@ def loop() -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_request_is_a_servers_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
-    monkeypatch.setattr(routes, "RETRIEVE_SECONDS", 0.01)
-
     async def begun() -> tuple[World, dict[str, Any]]:
         world = World(tmp_path, models=3, sessions=1 << 20)
         session = await world.session()
@@ -42,6 +40,7 @@ def test_no_request_is_a_servers_error(tmp_path: Path, monkeypatch: pytest.Monke
         return world, {"session_id": session, "model_id": await world.model(session), "sampling_session_id": sampler}
 
     world, known = loop.run_until_complete(begun())
+    monkeypatch.setattr(routes, "RETRIEVE_SECONDS", 0.01)
     known |= {"base_model": "base", "sampler_id": known["sampling_session_id"], "request_id": f"{known['model_id']}:0"}
     schema, statuses = schemathesis.openapi.from_dict(world.app.openapi()), Counter[int]()
     paths = [found.ok() for found in schema.get_all_operations() if found.ok().path.startswith("/api/v1/")]
