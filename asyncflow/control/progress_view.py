@@ -29,4 +29,4 @@ class ProgressView:
         return self._controllers[self._task].table.ready.last_version(at_least)
 
     def ready(self, task: str) -> int:
-        return self._controllers[task].table.counts()["ready"]
+        return self._controllers[task].table.counts()["ready"] + self._ledger.offered(task)

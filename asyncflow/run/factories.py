@@ -47,7 +47,7 @@ from asyncflow.weight_sync.base import WeightSyncFacts
 
 NO_FIELDS: Final[Mapping[str, Any]] = {}
 PASS_TOKENS_CPU: Final = 1024
-"""Tokens of a pass on a CPU, for models of at least 512 hidden elements. Measured by benchmarks/passes.py."""
+"""Tokens of a pass on a CPU, for models of more than 128 hidden elements. Measured by benchmarks/passes.py."""
 PASS_TOKENS: Final = 8192
 """Tokens of a pass on an accelerator. Not measured: from some thousand on, matrix products do not wait for memory."""
 CANDIDATES = 10
@@ -135,21 +135,22 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     """Packed tokens up to which several micro-batches are computed in one pass; None: each by itself. `fields`: of the model's
     `config.json`.
 
-    By itself is each where `train.responses_per_micro_batch` has made them small, where bits are promised and the model is cut over
-    ranks (a sum over ranks is of a whole pass), in a pipeline (whose stages are to be busy with many), and by other engines than
-    the built-in one; unless a number says otherwise.
+    By itself is each where `train.responses_per_micro_batch` has made them small, in a pipeline (whose stages are to be busy with
+    many), by other engines than the built-in one, and with exact sums over ranks (which are sums of whole passes) or on an
+    accelerator (whose library may compute a row otherwise in a longer pass); unless a number says otherwise.
     """
     train, layout = config.train, config.layout
     if train.tokens_per_micro_batch != "auto":
         return train.tokens_per_micro_batch
-    is_cut_exactly = train.accumulate == "exact" and layout.size > 1
-    is_chosen = train.responses_per_micro_batch is not None
-    if "hidden_size" not in fields or is_chosen or is_cut_exactly or layout.pp > 1 or train.engine.name != "torch":
+    is_chosen, is_on_cpu = train.responses_per_micro_batch is not None, kind_of(train.device) == CPU
+    if "hidden_size" not in fields or is_chosen or layout.pp > 1 or train.engine.name != "torch":
         return None
-    if kind_of(train.device) != CPU:
+    if train.accumulate == "exact" and (layout.size > 1 or not is_on_cpu):
+        return None
+    if not is_on_cpu:
         return PASS_TOKENS
     # In a narrow model what a call costs counts more than its arithmetic.
-    return PASS_TOKENS_CPU * max(1, 512 // int(fields["hidden_size"]))
+    return PASS_TOKENS_CPU * max(1, 256 // int(fields["hidden_size"]))
 
 
 def queue_schema(config: Config) -> Schema:

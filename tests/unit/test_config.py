@@ -12,13 +12,18 @@ from pydantic import BaseModel, ValidationError
 
 from asyncflow.config import Config, dump, load, parse, parse_dumped
 from asyncflow.run.factories import (
+    PASS_TOKENS,
+    PASS_TOKENS_CPU,
     critic_options,
     make_algorithm,
     num_devices,
+    pass_note,
     queue_schema,
     shape_of,
     tasks_before_training,
+    tokens_per_pass,
     train_engine_options,
+    update_plan,
     weights_need_key,
 )
 from asyncflow.run.prepare import check_choices
@@ -535,6 +540,59 @@ def test_a_falling_learning_rate_ends_with_the_last_update_of_each_model() -> No
     policy, critic = train_engine_options(config), critic_options(config)
     assert (policy.num_updates, critic.num_updates) == (14, 20)
     assert critic.min_learning_rate == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("train", "width", "expected"),
+    [
+        ({}, 576, PASS_TOKENS_CPU),
+        ({}, 4096, PASS_TOKENS_CPU),
+        ({}, 128, 2 * PASS_TOKENS_CPU),
+        ({"accumulate": "exact"}, 576, PASS_TOKENS_CPU),
+        ({"device": "cuda"}, 128, PASS_TOKENS),
+        ({"device": "cuda", "accumulate": "exact"}, 128, None),
+        ({"responses_per_micro_batch": 1}, 576, None),
+        ({"engine": "deepspeed"}, 576, None),
+        ({"engine": "outside"}, 576, None),
+        ({"tokens_per_micro_batch": 77, "responses_per_micro_batch": 1}, 576, 77),
+        ({"tokens_per_micro_batch": None}, 576, None),
+    ],
+)
+def test_the_tokens_of_a_pass_go_by_the_models_width_and_the_device(
+    train: dict[str, Any], width: int, expected: int | None
+) -> None:
+    fields = {"hidden_size": width}
+    config = parse({**NEEDED, "train": train})
+    assert tokens_per_pass(config, fields) == update_plan(config, fields).tokens_per_round == expected
+    assert train_engine_options(config, fields).tokens_per_pass == expected
+    is_told = expected is not None and "tokens_per_micro_batch" not in train
+    assert pass_note(config, fields).startswith(f"training passes take up to {expected:,} packed tokens") if is_told else True
+    assert is_told or not pass_note(config, fields)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "layout", "expected"),
+    [("fp32", {"dp": 2}, PASS_TOKENS_CPU), ("exact", {"dp": 2}, None), ("exact", {"tp": 2}, None), ("fp32", {"pp": 2}, None)],
+)
+def test_the_tokens_of_a_pass_go_by_the_layout(accumulate: str, layout: dict[str, int], expected: int | None) -> None:
+    config = parse({**NEEDED, "train": {"accumulate": accumulate}, "plan": {"train": layout}})
+    assert tokens_per_pass(config, {"hidden_size": 576}) == expected
+
+
+def test_a_pipelines_round_has_tokens_for_all_its_passes() -> None:
+    train = {"tokens_per_micro_batch": 100, "pipeline_micro_batches": 3}
+    plan = update_plan(parse({**NEEDED, "train": train, "plan": {"train": {"pp": 2}}}), {})
+    assert (plan.groups_per_round, plan.tokens_per_round) == (3, 300)
+
+
+def test_rows_without_advantages_are_left_out_unless_a_process_from_outside_trains() -> None:
+    for train, expected in (
+        ({}, True),
+        ({"engine": "outside"}, False),
+        ({"engine": "outside", "skip_zero_advantages": True}, True),
+    ):
+        assert shape_of(parse({**NEEDED, "train": train})).skips_zero_advantages is expected
+    assert not shape_of(parse({**NEEDED, "train": {"skip_zero_advantages": False}})).skips_zero_advantages
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])

@@ -280,6 +280,16 @@ class Ledger:
         """Members to be found for steps that no version after `version` may generate: perhaps among candidates to be admitted."""
         return sum(state.num_left for state in self._steps.values() if state.last_version <= version)
 
+    def offered(self, task: str) -> int:
+        """Rows of training steps that lie ready for the ranks of this task, and that no rank has been given yet."""
+        return sum(
+            len(state.updates[task][0].members.get(group, ()))
+            for (topic, _), state in self._steps.items()
+            if topic == "train" and task in state.updates
+            for groups in state.updates[task][0].offered
+            for group in groups
+        )
+
     def missing(self) -> list[str]:
         """A line for each open step and evaluation that says what it waits for."""
         return [

@@ -548,6 +548,9 @@ def test_as_many_groups_are_taken_as_fill_the_rounds_that_were_asked_for() -> No
         state.offer(taken, 9)
         taken += 1
     assert taken == 7  # 63 tokens for two rounds of 30
+    assert ledger.offered("train") == 14 and ledger.offered("rollout") == 0
+    state.give_out()
+    assert ledger.offered("train") == 2  # three groups in each round
 
 
 async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:

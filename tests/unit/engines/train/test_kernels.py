@@ -193,6 +193,19 @@ def run(kernel: Kernel, layout: AttentionLayout, heads: tuple[int, int]) -> list
     return [out, *torch.autograd.grad(out, qkv, torch.randn(out.shape, generator=generator))]
 
 
+SEVERAL = AttentionLayout(
+    (130, 20, 5, 7, 3, 200, 9, 40), (SharedPrompt(0, 2), SharedPrompt(3, 1), SharedPrompt(5, 1)), torch.arange(414)
+)
+"""A pass of three micro-batches that share their prompts, and one that does not."""
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("kernel", [CudaFlash(), NpuFusion()], ids=["cuda", "npu"])
+def test_each_device_computes_a_pass_of_several_micro_batches(kernel: Kernel) -> None:
+    for ours, expected in zip(run(kernel, SEVERAL, (4, 2)), run(CpuFlash(), SEVERAL, (4, 2)), strict=True):
+        assert (ours - expected).norm() < 1e-5 * expected.norm()
+
+
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kernel", [CudaFlash(), NpuFusion()], ids=["cuda", "npu"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -218,10 +231,17 @@ def plain_mask(layout: AttentionLayout) -> Tensor:
 @pytest.mark.parametrize("lengths", [*LENGTHS, (1, *[40] * 20), (127, 1, 1, 127)])
 @pytest.mark.parametrize("has_prompt", [True, False])
 def test_the_block_mask_holds_the_blocks_that_are_needed_and_no_others(has_prompt: bool, lengths: tuple[int, ...]) -> None:
-    layout = make_layout(lengths, has_prompt)
+    check_block_mask(make_layout(lengths, has_prompt))
+
+
+def test_the_block_mask_of_a_pass_of_several_micro_batches() -> None:
+    check_block_mask(SEVERAL)
+
+
+def check_block_mask(layout: AttentionLayout) -> None:
     expected = plain_mask(layout)
     num_tokens = len(expected)
-    mask = flex.block_mask(lengths, layout.prompts, torch.device("cpu"))
+    mask = flex.block_mask(layout.segment_lengths, layout.prompts, torch.device("cpu"))
     tokens = torch.arange(num_tokens)
     assert mask.mask_mod(torch.tensor(0), torch.tensor(0), tokens[:, None], tokens[None]).equal(expected)
     num_blocks = -(-num_tokens // 128)

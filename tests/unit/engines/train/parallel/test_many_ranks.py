@@ -214,6 +214,45 @@ def test_a_pipeline_filled_to_one_length_computes_the_same_and_tells_the_fill(
     assert [answer.fill_tokens for answer in answers] == [fill + inert] * layout.size
 
 
+@pytest.mark.parametrize(
+    "layout", in_gate(Layout(dp=2), of=[Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, pp=2)]), ids=str
+)
+def test_passes_of_several_micro_batches_compute_the_same(ranks: Processes, model_path: ModelPath, layout: Layout) -> None:
+    """The first group has a pass of three and one of a single micro-batch, the second one pass, then none."""
+    batches = [on_ranks.make_batch(seed, lengths, 20) for seed, lengths in enumerate([(5, 3), (9, 14, 2), (4, 4), (3, 1), (6, 6)])]
+    turns = [[batches[:3], batches[3:]][: layout.dp], [batches[1:4], []][: layout.dp]]
+    path, options = model_path("qwen2-tiny"), {**OPTIONS, "has_reference": True, "old": "step_start"}
+    alone = on_ranks.gradients_alone(path, turns, options)
+    answers = ranks.run(on_ranks.gradients, path, turns, layout, {**options, "tokens_per_pass": 110}, size=layout.size)
+    assert difference(alone.sums, answers[0].sums) < 1e-5 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
+    seen = [result for leader in range(0, layout.size, layout.tp * layout.pp) for result in answers[leader].results]
+    for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, alone.results)), strict=True):
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+        assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
+
+
+def test_of_a_pass_of_several_micro_batches_gradients_are_scattered_once(ranks: Processes, model_path: ModelPath) -> None:
+    turn = [[on_ranks.make_batch(seed, (5, 3), 20) for seed in range(4)] for _ in range(2)]
+    options = {**OPTIONS, "check_shared_prompt": False}
+    counts = [
+        ranks.run(on_ranks.scattered, model_path("qwen2-tiny"), [turn], Layout(dp=2), {**options, "tokens_per_pass": most}, size=2)
+        for most in (None, 1000)
+    ]
+    assert counts == [[4 * 3] * 2, [3] * 2]  # two layers, and the root
+
+
+def test_of_a_pass_that_is_not_finite_no_micro_batch_is_added_and_all_are_told_of(ranks: Processes, model_path: ModelPath) -> None:
+    path, options = model_path("qwen2-tiny"), {**OPTIONS, "tokens_per_pass": 1000}
+    good, bad = on_ranks.make_batch(1, (5, 3), 20), on_ranks.make_batch(3, (6, 2), 20)
+    objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
+    one, other = ranks.run(on_ranks.gradients, path, [[[good, bad], [good]]], Layout(dp=2), options, objective, size=2)
+    assert [result.is_finite for result in one.results] == [False, False] and [result.is_finite for result in other.results] == [
+        True
+    ]
+    expected = on_ranks.gradients_alone(path, [[[good]]], OPTIONS).sums
+    assert difference(expected, one.sums) < 1e-5
+
+
 def test_a_loss_that_is_not_finite_adds_nothing_on_any_rank_and_is_told_by_its_own(ranks: Processes, model_path: ModelPath) -> None:
     path, options = model_path("qwen2-tiny"), {**OPTIONS, "accumulate": "exact"}
     good = [[[on_ranks.make_batch(1, (5, 3), 20)], [on_ranks.make_batch(2, (4, 4), 20)]]]

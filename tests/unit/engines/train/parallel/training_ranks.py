@@ -23,7 +23,7 @@ from asyncflow.engines.train.model import check_sharing
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.one_rank import OneRank
-from asyncflow.engines.train.parallel import check_sharing_of_ranks
+from asyncflow.engines.train.parallel import check_sharing_of_ranks, fsdp
 from asyncflow.engines.train.parallel.fsdp import ExactSums, HandedSums
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 from asyncflow.engines.train.state import placed_like
@@ -344,6 +344,26 @@ def layer_passes(path: Path, layout: Layout, options: dict[str, Any]) -> int:
         return len(passes)
     finally:
         many.close()
+
+
+def scattered(path: Path, turns: list[Turn], layout: Layout, options: dict[str, Any]) -> int:
+    """How often gradients of a unit were added up over data-parallel ranks, on this one."""
+    many = ManyRanks(path, train_options(layout=layout, **options))
+    count, reduce_scatter = 0, fsdp._reduce_scatter
+
+    def counted(*arguments: Any, **others: Any) -> Any:
+        nonlocal count
+        count += 1
+        return reduce_scatter(*arguments, **others)
+
+    fsdp._reduce_scatter = counted
+    try:
+        for turn in turns:
+            many.forward_backward(turn[many.ranks.dp_rank], Clipped())
+    finally:
+        fsdp._reduce_scatter = reduce_scatter
+        many.close()
+    return count
 
 
 def held_bytes(parts: list[torch.nn.Parameter], training: Any) -> int:

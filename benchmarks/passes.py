@@ -1,0 +1,198 @@
+"""Training passes of several micro-batches against one micro-batch a pass, and both against the machine's matrix products. CPU.
+
+    OMP_NUM_THREADS=1 python benchmarks/passes.py [--models tiny smollm2] [--sums fp32 exact] [--repeats N] [--json FILE]
+
+tiny       the quickstart's model (0.44M parameters), 32 groups of 8 responses
+smollm2    a model of SmolLM2-135M's shape with random weights (its time does not depend on them), 8 groups of 8 responses of some
+           ten tokens, 122 packed tokens a group, as in `recipes/smollm2.yaml`
+
+A step is the forward and backward passes of all groups, with the sums of gradients, by the train engine itself (`OneRank`), in
+float32. Both ways take turns within a repeat, with plain and with exact sums; so does a product of matrices of 512 x 512 by the
+same number of threads, whose rate is the machine's. A way's share of that rate counts six operations for each weight of a layer and
+packed token, six for each weight of the output layer and response token, and those of attention (3.5 times the forward's), by the
+rate right before and after. Medians over the repeats.
+
+After that the cost of exact sums alone: a step's time above that with plain sums, by parameters and micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from figures import Figure, finish, parser
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncflow.algorithms.grpo import GRPO
+from asyncflow.config import load
+from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.model_folder import read_json
+from asyncflow.run.factories import tokens_per_pass, train_engine_options
+from asyncflow.types import Ragged
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = 512
+THREADS = int(os.environ["OMP_NUM_THREADS"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """`groups` of 8 responses: lengths of the prompts, and of the responses, uniform between two numbers. `share`: to reach."""
+
+    recipe: str
+    groups: int
+    prompt: int
+    responses: tuple[int, int]
+    share: float
+
+
+CASES = {
+    "tiny": Case("quickstart", 32, 24, (4, 20), 0.42),
+    "smollm2": Case("smollm2", 8, 42, (8, 12), 0.68),
+}
+
+
+def smollm2(folder: Path) -> Path:
+    """A model of SmolLM2-135M's shape, with random weights."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def micro_batches(case: Case, vocabulary: int) -> list[MicroBatch]:
+    rng = np.random.default_rng(0)
+
+    def group(number: int) -> MicroBatch:
+        responses = Ragged.from_arrays([rng.integers(5, vocabulary, n) for n in rng.integers(*case.responses, 8)], "int64")
+        ones = np.ones(len(responses.values), np.uint8)
+        return MicroBatch(
+            indices=np.arange(8 * number, 8 * number + 8),
+            prompt_ids=rng.integers(5, vocabulary, case.prompt),
+            response_ids=responses,
+            loss_mask=Ragged(ones, responses.offsets),
+            rollout_logprobs=Ragged(-ones.astype(np.float32), responses.offsets),
+            advantages=rng.normal(size=8).astype(np.float32),
+            staleness=np.zeros(8, np.int64),
+        )
+
+    return [group(number) for number in range(case.groups)]
+
+
+def operations(engine: OneRank, batches: list[MicroBatch]) -> float:
+    config = engine.policy.module.config
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    wide = config.num_attention_heads * (getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
+    of_layers = sum(p.numel() for name, p in engine.policy.parameters.items() if p.ndim == 2 and ".layers." in name)
+    total = 0.0
+    for batch in batches:
+        lengths = batch.response_ids.lengths
+        prompt, response = len(batch.prompt_ids), int(lengths.sum())
+        pairs = prompt * prompt / 2 + float((lengths * lengths / 2 + lengths * prompt).sum())
+        total += 6.0 * of_layers * (prompt + response) + 6.0 * hidden * config.vocab_size * response
+        total += 3.5 * 4.0 * wide * layers * pairs
+    return total
+
+
+def product_rate(seconds: float = 0.3) -> float:
+    """Operations a second of products of matrices of 512 x 512."""
+    left, right = torch.randn(PRODUCT, PRODUCT), torch.randn(PRODUCT, PRODUCT)
+    out, count, began = torch.empty(PRODUCT, PRODUCT), 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        torch.mm(left, right, out=out)
+        count += 1
+    return count * 2.0 * PRODUCT**3 / (time.perf_counter() - began)
+
+
+def measure(name: str, folder: Path, kinds: list[str], repeats: int) -> list[Figure]:
+    """Figures of a model, with these kinds of sums."""
+    case = CASES[name]
+    config = load(ROOT / f"recipes/{case.recipe}.yaml")
+    path = ROOT / config.model.path if name == "tiny" else smollm2(folder)
+    fields = read_json(path / "config.json")
+    tokens = tokens_per_pass(config, fields)
+    ways = {"one a pass": None, "passes": tokens}
+    engines = {
+        (sums, way): OneRank(path, replace(
+            train_engine_options(config), accumulate=sums, tokens_per_pass=most, num_threads=THREADS, check_shared_prompt=False
+        ))
+        for sums in kinds for way, most in ways.items()
+    }  # fmt: skip
+    for engine in engines.values():
+        if engine.remark:
+            print(f"{name}: {engine.remark}")
+    batches = micro_batches(case, fields["vocab_size"])
+    work = operations(next(iter(engines.values())), batches)
+    rates: list[float] = []
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
+    shares: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
+    for number in range(repeats + 1):
+        for key, engine in engines.items():
+            before = product_rate()
+            began = time.perf_counter()
+            engine.forward_backward(batches, GRPO())
+            took = time.perf_counter() - began
+            engine.discard()
+            if number:  # the first one warms up
+                rates.append((before + product_rate()) / 2)
+                seconds[key].append(took)
+                shares[key].append(work / took / rates[-1])
+    packed = sum(len(batch.prompt_ids) + len(batch.response_ids.values) for batch in batches)
+    rate = statistics.median(rates) / 1e9
+    print(f"{name}: {packed} packed tokens, passes of up to {tokens}; products at {rate:.1f} G operations a second")
+    figures = []
+    for sums in kinds:
+        alone, full = (sums, "one a pass"), (sums, "passes")
+        ratios = [a / b for a, b in zip(seconds[alone], seconds[full], strict=True)]
+        target = f">= {case.share}"
+        figures += [
+            Figure(f"{name}, {sums}: one micro-batch a pass, share of the product's rate", statistics.median(shares[alone]), ""),
+            Figure(f"{name}, {sums}: passes, share of the product's rate", statistics.median(shares[full]), "", target),
+            Figure(f"{name}, {sums}: one micro-batch a pass / passes, time", statistics.median(ratios), "x"),
+        ]
+    parameters = sum(parameter.numel() for parameter in next(iter(engines.values())).policy.parameters.values())
+    for way in ways if len(kinds) > 1 else ():
+        more = [a - b for a, b in zip(seconds["exact", way], seconds["fp32", way], strict=True)]
+        cost = statistics.median(more) / len(batches) / parameters * 1e9
+        target = "<= 3" if (name, way) == ("smollm2", "passes") else None
+        figures.append(Figure(f"{name}: exact sums above plain ones, {way}", cost, "ns a parameter and micro-batch", target))
+    return figures
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    arguments.add_argument("--sums", nargs="+", choices=("fp32", "exact"), default=["fp32", "exact"])
+    arguments.add_argument("--repeats", type=int, default=5)
+    given = arguments.parse_args()
+    torch.set_num_threads(THREADS)
+    print(f"instruction set: {torch.backends.cpu.get_cpu_capability()}, threads: {THREADS}")
+    figures = []
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
+        for name in given.models:
+            figures += measure(name, Path(folder), given.sums, given.repeats)
+    return finish(figures, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
