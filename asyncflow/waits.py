@@ -410,7 +410,7 @@ SITUATION: Final = _wait(
     "situation",
     "the disk, for the file that `asyncflow why` reads",
     "a second (SECONDS), after which it is left alone",
-    "run/standstill.py:Standstill._write",
+    "run/standstill.py:Standstill._write run/standstill.py:Standstill.ended",
 )
 
 # -- between processes ---------------------------------------------------------------------------------------------------------

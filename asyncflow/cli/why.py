@@ -26,11 +26,9 @@ def why(
         return
     print(f"{run}: {situation.committed} of {situation.steps} steps are committed; {state_of_driver(situation)}")
     for depth, link in enumerate(links):
-        print(f"{'  ' * depth}{link.text}")
-        if link.ends and depth == len(links) - 1:
-            print(f"{'  ' * depth}ended at the latest by {link.ends}")
+        print(f"{'  ' * depth}{link.text} [at the latest until: {link.ends}]")
     shown = {link.text for link in links}
     if rest := [link for link in others if link.text not in shown]:
         print("and the others:")
         for link in rest:
-            print(f"  {link.text}{f' -> {link.on}' if link.on else ''}")
+            print(f"  {link.text}{f' -> {link.on}' if link.on else ''} [at the latest until: {link.ends}]")

@@ -205,7 +205,10 @@ class Job:
         """Stop the loops and the workers, and write what is left: the model, the trace, the report."""
         try:
             if self.driver is not None:
-                await self._stop(self.driver)
+                try:
+                    await self._say_why()
+                finally:
+                    await self._stop(self.driver)
         finally:
             self.driver = None
             self._attempt.remove_weights()
@@ -237,8 +240,6 @@ class Job:
         """`goes_on`: another attempt follows, so workers are ended at once, and what a run leaves at its end is not written."""
         if goes_on:
             await self._running.abandon(partial(self._settle, driver, 0.0))
-        else:
-            await self._say_why()
         await driver.stop()
         await self._running.finish_step(self.config.run.stop_grace_seconds)
         await self.scaling.stop()

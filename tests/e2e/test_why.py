@@ -99,7 +99,8 @@ def test_a_stopped_process_is_named_live_and_after_the_driver_was_killed(name: s
     chain = rf"{name} does nothing: its process {stopped.pid} is stopped \(SIGSTOP\)"
     said = named(run_dir, command, chain)
     assert "nothing has moved for" in said and "400 steps are committed" in said
-    assert re.search(r"^ *ended at the latest by (queue.lease_seconds|run.stall_timeout_seconds) \(\d+ s\)$", said, re.MULTILINE)
+    ends = r"\[at the latest until: (queue.lease_seconds|run.stall_timeout_seconds) \(\d+ s\)\]$"
+    assert re.search(rf"{chain}.*{ends}", said, re.MULTILINE)
     command.kill()
     command.wait()
     os.kill(stopped.pid, signal.SIGCONT)

@@ -6,6 +6,7 @@ that never come. That the words are right in real processes, too, is tests/e2e/t
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Callable
@@ -24,12 +25,16 @@ from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.selection import Selection
 from asyncflow.run.job import Listener
-from asyncflow.simulation.run import NO_FAULTS, simulate
+from asyncflow.run.standstill import Standstill
+from asyncflow.simulation.run import NO_FAULTS, drawn_faults, simulate
+from asyncflow.telemetry.why import chain, graph
 from asyncflow.transfer_queue.capacity import Capacity
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.table import Table
 from asyncflow.transport import remote
 from tests.conftest import merged
+from tests.depth import few
+from tests.schedules.configurations import MODES, drawn
 
 STALL = 60.0
 NEVER = 1e9
@@ -297,3 +302,25 @@ def test_a_run_that_is_done_says_nothing_of_waits() -> None:
     log = Log()
     assert not simulate(parse(BASE), costs=COSTS, listener=log).violations
     assert not [line for line in log.lines if line.startswith(("at the end", "nothing has moved"))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_at_any_moment_of_any_run_there_is_a_chain_to_a_cause(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the run is at, and whatever goes wrong with its workers: a run must not end by what looks at it."""
+    moments = [0]
+
+    async def look(self: Standstill) -> None:
+        while True:
+            await asyncio.sleep(0.37)
+            situation = self.situation()
+            links, edges = chain(situation), graph(situation)
+            assert links and links[-1].ends and all(link.on for link in links[:-1]), links
+            assert [link.who for link in edges] == [worker.name for worker in situation.workers]
+            moments[0] += 1
+
+    monkeypatch.setattr(Standstill, "run", look)
+    for seed in range(few(2, 40)):
+        config, costs = drawn(mode, seed)
+        simulated = simulate(config, costs=costs, faults=drawn_faults(config, costs, seed), seed=seed)
+        assert not simulated.violations, f"{mode}, seed {seed}"
+    assert moments[0] > 10
