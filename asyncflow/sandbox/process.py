@@ -26,6 +26,7 @@ from asyncflow.waits import PROCESS, waiting
 
 LAST_WORDS_BYTES = 4096
 DRAIN_SECONDS = 0.2  # for the pipes of a process that has ended: somebody outside its group may hold them open
+NUM_STARTS = 3  # of a process that somebody kills before it has begun
 KILL_SECONDS = 5.0  # SIGKILL to the end of the process; longer only if the kernel is stuck
 RESTART_PAUSES_SECONDS = (0.5, 2.0)
 
@@ -204,7 +205,19 @@ class SandboxProcesses:
         )
 
     async def spawn(self) -> tuple[SandboxProcess, Any]:
-        """A new process and its answer to the setup. Raises `UserError`, with no process left, if there was none in time."""
+        """A new process and its answer to the setup. One that is killed before it has answered is started again, a few times.
+
+        With no process left it raises `UserError` if there was no answer in time or the process has ended by itself, and `RunError`
+        if all were killed: that is no mistake of the user's code.
+        """
+        for _ in range(NUM_STARTS):
+            process, reply = await self._spawned()
+            if reply is not None:
+                return process, reply
+        raise RunError(f"{self._who}: its process {process.end} before the {self._built} was built, {NUM_STARTS} times")
+
+    async def _spawned(self) -> tuple[SandboxProcess, Any]:
+        """A new process and its answer to the setup; None if it was killed before it had one."""
         loop = asyncio.get_running_loop()
         _, process = await loop.subprocess_exec(
             lambda: SandboxProcess(self._replies, self._what), *self._command, start_new_session=True, env=self._variables
@@ -219,6 +232,8 @@ class SandboxProcesses:
             raise UserError(f"{self._who} {late}{process.last_line}") from None
         except ProcessEnded:
             await self.remove(process)
+            if process.ended.result() < 0:
+                return process, None
             ended = f"its process {process.end} before the {self._built} was built"
             raise UserError(f"{self._who}: {ended}{process.last_line}") from None
 
@@ -250,6 +265,6 @@ async def patiently(spawn: Callable[[], Any]) -> Any:
     for pause in RESTART_PAUSES_SECONDS:
         try:
             return await spawn()
-        except (UserError, OSError):
+        except (RunError, UserError, OSError):
             await asyncio.sleep(pause)
     return await spawn()

@@ -395,6 +395,30 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
         await pool.score(sample("number 1"))
 
 
+@pytest.mark.parametrize("times", [1, 1000])
+async def test_a_scorer_that_is_killed_before_it_is_built_is_no_mistake_of_the_users(tmp_path: Path, times: int) -> None:
+    """It may have been the kernel, for want of memory: it is started again, and a pool that cannot is no refused configuration."""
+    lines = [
+        "import os, signal",
+        f"told = {str(tmp_path / 'told')!r}",
+        "open(told, 'a').write('x')",
+        "def f(sample):",
+        "    return 1.0",
+    ]
+    lines.insert(3, f"if len(open(told).read()) <= {times}: os.kill(os.getpid(), signal.SIGKILL)")
+    (tmp_path / "killed.py").write_text("\n".join(lines))
+    parts = [RewardPart("test", f"{tmp_path / 'killed.py'}:f")]
+    pool = RewardPool(parts, ProcessLimits(1, MEMORY_BYTES), num_workers=1, name="test")
+    if times == 1:
+        await pool.start()
+        assert (await pool.score(sample("number 1"))).reward == 1.0
+        await pool.close()
+    else:
+        with pytest.raises(RunError, match="was killed by SIGKILL before the scorer was built, 3 times"):
+            await pool.start()
+    assert own_children() == []
+
+
 @pytest.mark.parametrize("path", ["final_answer", ":Name", "module:", ""])
 def test_a_path_without_a_name_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=r"package\.module:Name"):
