@@ -10,7 +10,6 @@ read from its beginning again.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +46,7 @@ class GrowingLines(Generic[T]):
         self.path, self._what = path, what
         self.num_damaged = 0
         self._decoder = msgspec.json.Decoder(kind)
-        self._identity, self._offset, self._before, self._number = 0, 0, b"", 0
+        self._offset, self._before, self._number = 0, b"", 0
 
     def read(self, *, most_bytes: int | None = None, is_strict: bool = False) -> tuple[list[T], bool]:
         """Lines that were added since the last time, of so many bytes at most (None: all); and whether the file begins anew with
@@ -59,12 +58,10 @@ class GrowingLines(Generic[T]):
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
-            return [], self._begin_anew(0)
+            return [], self._begin_anew()
         with file:
-            status = os.fstat(file.fileno())
-            file.seek(max(0, self._offset - len(self._before)))
-            is_same = status.st_size >= self._offset and file.read(len(self._before)) == self._before
-            is_anew = (status.st_ino != self._identity or not is_same) and self._begin_anew(status.st_ino)
+            file.seek(self._offset - len(self._before))
+            is_anew = file.read(len(self._before)) != self._before and self._begin_anew()
             file.seek(self._offset)
             content = file.read(most_bytes)
             while b"\n" not in content and (more := file.read(most_bytes)):  # a line that is longer
@@ -82,10 +79,10 @@ class GrowingLines(Generic[T]):
         except FileNotFoundError:
             return 0
 
-    def _begin_anew(self, identity: int) -> bool:
+    def _begin_anew(self) -> bool:
         """Forget how far the file was read. False: nothing was read of it yet."""
         was_read = self._offset > 0
-        self._identity, self._offset, self._before, self._number, self.num_damaged = identity, 0, b"", 0, 0
+        self._offset, self._before, self._number, self.num_damaged = 0, b"", 0, 0
         return was_read
 
     def _decoded(self, content: bytes, is_strict: bool) -> list[T]:
@@ -157,6 +154,7 @@ class RunReader:
         self._of_spans = GrowingLines(path / SPANS_FILE, Span, "a span")
         self._tail: SpanIndex | None = None  # the newest spans of a large file, until all of it has been read
         self._tail_start = 0.0
+        self._has_read_spans = False  # the last look found no whole line
         self._config_stamp = 0
 
     @property
@@ -192,8 +190,8 @@ class RunReader:
 
     @property
     def share_of_spans_read(self) -> float:
-        """Share of the spans' file that has been read: 1 once all of it has been."""
-        left = self._of_spans.num_unread_bytes
+        """Share of the spans' file that has been read: 1 once all whole lines have been."""
+        left = 0 if self._has_read_spans else self._of_spans.num_unread_bytes
         size = self._of_spans.path.stat().st_size if left else 1
         return 1.0 - left / size
 
@@ -226,6 +224,7 @@ class RunReader:
     def refresh_spans(self, most_bytes: int = _CHUNK_BYTES) -> bool:
         """Read what is new of the spans, a part of it where it is much. Returns whether anything is."""
         found, is_anew = self._of_spans.read(most_bytes=most_bytes)
+        self._has_read_spans = not found
         if is_anew:
             self.spans, self._tail = SpanIndex(), None
         is_first = self.spans.frame is None

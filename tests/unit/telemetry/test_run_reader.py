@@ -90,7 +90,9 @@ def test_a_copied_run_that_is_read_in_pieces_is_the_run(tmp_path):
     for name, activity in whole.spans.activities().items():
         assert copy.spans.activities()[name].idle == pytest.approx(activity.idle)
         assert copy.spans.activities()[name].busy == pytest.approx(activity.busy)
-    assert copy.share_of_spans_read == 1
+    with (tmp_path / "copy" / "spans.jsonl").open("a") as file:
+        file.write('{"worker": "rollo')  # the run was killed
+    assert not copy.refresh_spans() and copy.share_of_spans_read == 1
 
 
 def test_the_newest_spans_of_a_large_file_are_shown_before_the_others_are_read(tmp_path):
