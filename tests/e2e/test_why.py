@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.vllm.servers import fake_python
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., Command]
 Long = Callable[..., tuple[Path, Path]]
+Stop = Callable[[int], None]
 
 SLEEPS = "import time\ndef score(sample):\n    time.sleep(1000)\n    return 0.0\n"
 
@@ -79,6 +81,21 @@ def worker_of(run_dir: Path, name: str) -> psutil.Process:
 
 
 @pytest.fixture
+def stop(background: Background) -> Iterator[Stop]:
+    """Stops processes by SIGSTOP. They go on at the end, before the run is killed: a stopped one would outlive it."""
+    stopped: list[int] = []
+
+    def send(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+
+    yield send
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
 def long(small: Small, tmp_path: Path) -> Long:
     """Configuration and folder of a run of many steps, in which nothing is declared dead for a while."""
 
@@ -90,12 +107,14 @@ def long(small: Small, tmp_path: Path) -> Long:
 
 
 @pytest.mark.parametrize("name", in_gate("rollout/0", of=["rollout/0", "trainer/0"]))
-def test_a_stopped_process_is_named_live_and_after_the_driver_was_killed(name: str, long: Long, background: Background) -> None:
+def test_a_stopped_process_is_named_live_and_after_the_driver_was_killed(
+    name: str, long: Long, background: Background, stop: Stop
+) -> None:
     config, run_dir = long()
     command = background("train", config)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
     stopped = worker_of(run_dir, name)
-    os.kill(stopped.pid, signal.SIGSTOP)
+    stop(stopped.pid)
     chain = rf"{name} does nothing: its process {stopped.pid} is stopped \(SIGSTOP\)"
     said = named(run_dir, command, chain)
     assert "nothing has moved for" in said and "400 steps are committed" in said
@@ -103,28 +122,24 @@ def test_a_stopped_process_is_named_live_and_after_the_driver_was_killed(name: s
     assert re.search(rf"{chain}.*{ends}", said, re.MULTILINE)
     command.kill()
     command.wait()
-    os.kill(stopped.pid, signal.SIGCONT)
     said = why(run_dir)
     gone = r"its driver \(process \d+\) is gone without a word: it was killed, .* \d+ s ago or later"
     assert re.search(gone, said) and re.search(chain, said)
 
 
 @deep
-def test_a_driver_that_is_stopped_is_named_from_its_file_alone(long: Long, background: Background) -> None:
+def test_a_driver_that_is_stopped_is_named_from_its_file_alone(long: Long, background: Background, stop: Stop) -> None:
     config, run_dir = long()
     command = background("train", config)
     wait_for(lambda: (run_dir / "now.json").exists(), command)
-    os.kill(command.pid, signal.SIGSTOP)
-    try:
-        time.sleep(DRIVER_SECONDS + 1.0)
-        assert re.search(rf"its driver \(process {command.pid}, stopped\) has written nothing for \d+ s", why(run_dir))
-    finally:
-        os.kill(command.pid, signal.SIGCONT)
+    stop(command.pid)
+    time.sleep(DRIVER_SECONDS + 1.0)
+    assert re.search(rf"its driver \(process {command.pid}, stopped\) has written nothing for \d+ s", why(run_dir))
 
 
 @deep
 def test_a_reward_that_sleeps_is_named_with_its_process_and_its_deadline(
-    long: Long, tmp_path: Path, background: Background
+    long: Long, tmp_path: Path, background: Background, stop: Stop
 ) -> None:
     (tmp_path / "slow.py").write_text(SLEEPS)
     scorer = {"path": f"{tmp_path / 'slow.py'}:score"}
@@ -134,7 +149,7 @@ def test_a_reward_that_sleeps_is_named_with_its_process_and_its_deadline(
     said = named(run_dir, command, *words, r"rollout/0 waits for reward worker \d+, since [\d.]+ s", r"its deadline, in \d+ s")
     pid = int(re.findall(r"reward worker (\d+)", said)[0])
     assert psutil.Process(pid).is_running()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     named(run_dir, command, rf"reward worker {pid}, since [\d.]+ s, which is stopped")
 
 
@@ -150,24 +165,24 @@ def test_a_lock_that_a_thread_holds_is_named_by_its_line(long: Long, tmp_path: P
 
 
 @deep
-def test_a_storage_unit_that_is_stopped_is_named(long: Long, background: Background) -> None:
+def test_a_storage_unit_that_is_stopped_is_named(long: Long, background: Background, stop: Stop) -> None:
     config, run_dir = long(queue={"place": "workers"})
     command = background("train", config)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
-    os.kill(worker_of(run_dir, "storage/0").pid, signal.SIGSTOP)
+    stop(worker_of(run_dir, "storage/0").pid)
     named(run_dir, command, r"storage/0 does nothing: its process \d+ is stopped")
 
 
 @deep
-def test_a_vllm_server_that_is_stopped_is_named(long: Long, tmp_path: Path, background: Background) -> None:
+def test_a_vllm_server_that_is_stopped_is_named(long: Long, tmp_path: Path, background: Background, stop: Stop) -> None:
     engine = {"name": "vllm", "python": str(fake_python(tmp_path))}
     config, run_dir = long(rollout={"engine": engine})
     command = background("train", config)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
     for process in processes_of(run_dir):
         if any(word.endswith("fake_vllm.py") for word in words_of(process)):
-            os.kill(process.pid, signal.SIGSTOP)
-    named(run_dir, command, r"trainer/0 waits for group \d+", r"rollout/0 has it", r"rollout/0 waits for vLLM.*, since [\d.]+ s")
+            stop(process.pid)
+    named(run_dir, command, r"trainer/0 waits for group \d+", r"rollout/0 waits for vLLM.*, since [\d.]+ s")  # or for its update
 
 
 @deep
@@ -187,11 +202,11 @@ def test_a_run_that_ended_says_who_waited_for_whom_in_its_log_and_by_why(
     assert re.search(r"it ended \d+ s ago: nothing has moved for 8 s", why(run_dir))
 
 
-def test_a_run_that_was_interrupted_says_so_however_long_it_took_to_end(long: Long, background: Background) -> None:
+def test_a_run_that_was_interrupted_says_so_however_long_it_took_to_end(long: Long, background: Background, stop: Stop) -> None:
     config, run_dir = long()
     command = background("train", config)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
-    os.kill(worker_of(run_dir, "rollout/0").pid, signal.SIGSTOP)  # so that it is killed, after run.stop_grace_seconds
+    stop(worker_of(run_dir, "rollout/0").pid)  # so that it is killed, after run.stop_grace_seconds
     command.send_signal(signal.SIGINT)
     command.communicate(timeout=patience(60.0))
     situation = json.loads(run_command("why", run_dir, "--json").stdout)
