@@ -197,7 +197,13 @@ def test_a_response_that_cannot_be_trained_on_costs_its_row_and_is_named(
 
 def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(small: Small, tmp_path: Path) -> None:
     (tmp_path / "loss.py").write_text(BAD_LOSS)
-    job, said = run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [2]}, run={"steps": 3}))
+    job, said = run_inline(
+        small(
+            algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [2]},
+            run={"steps": 3},
+            train={"skip_zero_advantages": False, "tokens_per_micro_batch": 1},
+        )
+    )
     assert [job.rows[s]["policy/skipped_updates"] for s in range(3)] == [1, 0, 0]
     assert job.rows[0]["policy/non_finite_micro_batches"] == 1
     named = [text for text in said if "step 0 is skipped" in text]
