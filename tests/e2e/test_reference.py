@@ -23,7 +23,7 @@ def test_the_reference_as_a_task_changes_no_bit(small: Callable[..., dict[str, A
         tree = small(
             run={"name": name, "steps": 3},
             **sections,
-            train={"accumulate": "exact", "reference": reference, "skip_zero_advantages": False},
+            train={"accumulate": "exact", "reference": reference, "skip_zero_advantages": False, "tokens_per_micro_batch": 1},
             algorithm={"name": "grpo", "kl_coefficient": kl_coefficient},
         )
         folder = tmp_path / f"config-{name}"
