@@ -34,7 +34,8 @@ NAMES = [
 
 
 def test_that_prompts_are_too_short_to_share_is_said_once(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    tree = small(run={"steps": 2}, data={"prompt_template": "{answer}"}, rollout={"max_new_tokens": 64})
+    every_row = {"skip_zero_advantages": False}
+    tree = small(run={"steps": 2}, data={"prompt_template": "{answer}"}, rollout={"max_new_tokens": 64}, train=every_row)
     command = run_command("train", write_config(tmp_path, tree))
     assert command.returncode == 0 and command.stdout.count("prompts are not shared where that saves less than a tenth") == 1
     for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl"):
@@ -129,7 +130,11 @@ def test_busy_and_idle_add_up_to_wall_time(finished: tuple[Path, subprocess.Comp
         "wait",
     }
     assert {s.task for s in spans if s.worker == "rollout/0"} >= {"load", "generate", "install", "wait", "fetch", "generate_group"}
-    assert sum(s.rows for s in spans if s.task == "forward_backward") == 3 * 32
+    steps = rows(finished[0] / "metrics.jsonl")
+    assert sum(step["rows/trained"] for step in steps) == 3 * 32
+    computed = sum(step["rows/trained"] - step["rows/zero_advantage"] for step in steps)
+    beyond = sum(s.rows for s in spans if s.task == "forward_backward") - computed
+    assert beyond in range(0, 3 * 4 + 1, 4), "the first group of a step is computed in any case, to see that nothing is left out"
 
 
 def test_both_workers_generate(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -21,7 +21,8 @@ BOUNDED = {"name": "bounded", "max_staleness": 1}
 def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: Path, schedule: Any) -> None:
     """The stand-in's log-probs are not the model's, of which the run warns."""
     engine = {"name": "vllm", "python": str(fake_python(tmp_path)), "instances": 2}
-    config = small(schedule=schedule, rollout={"engine": engine, "kv_on_install": "recompute"}, run={"steps": 3})
+    rollout, every_row = {"engine": engine, "kv_on_install": "recompute"}, {"skip_zero_advantages": False}
+    config = small(schedule=schedule, rollout=rollout, run={"steps": 3}, train=every_row)
     done = run_command("train", write_config(tmp_path, config))
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "runs" / "test"
