@@ -165,13 +165,31 @@ def test_a_run_whose_ray_dies_says_so_and_saves_its_model(
 ) -> None:
     """Ray by itself would end the driver's process a minute later, as it stands."""
     run_dir = tmp_path / "runs" / "test"
-    command = background("train", write_config(tmp_path, recipe(small, run={"steps": 5000})), "cluster=ray")
+    config = write_config(tmp_path, recipe(small, run={"steps": 5000}))
+    command = background("train", config, "cluster=ray", "train.max_restarts=0")
     wait_for(lambda: num_steps(run_dir) >= 1, command)
     everyone = leaves_of(command)
     next(process for process in everyone if name_of(process) == name).kill()
     _, errors = command.communicate(timeout=SECONDS)
     assert command.returncode == 1 and "its host is gone" in errors and "worker trainer/0" in errors, errors
     assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
+    wait_for(lambda: not alive(everyone), seconds=20.0)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_run_whose_ray_dies_goes_on_with_another_one(
+    small: Small, tmp_path: Path, background: Callable[..., Command], name: str
+) -> None:
+    """Where it was the run's own: the death of a trainer is what the run sees of it."""
+    run_dir = tmp_path / "runs" / "test"
+    config = write_config(tmp_path, recipe(small, run={"steps": 60}))
+    command = background("train", config, "cluster=ray", "checkpoint.every_steps=2")
+    wait_for(lambda: num_steps(run_dir) >= 4, command)
+    everyone = leaves_of(command)
+    next(process for process in everyone if name_of(process) == name).kill()
+    output, errors = command.communicate(timeout=SECONDS)
+    assert command.returncode == 0 and "the run is resumed from its newest checkpoint" in output + errors, output + errors
+    assert [row["step"] for row in rows(run_dir / "metrics.jsonl")] == [*range(60)]
     wait_for(lambda: not alive(everyone), seconds=20.0)
 
 
