@@ -174,7 +174,9 @@ def test_a_bounded_run_on_two_instances_one_of_which_is_killed(
     engine = {"name": "vllm", "python": VLLM_PYTHON, "instances": 2, "arguments": {"disable_uvicorn_access_log": False}}
     rollout = {"engine": engine, "num_slots": 16, "group_size": 4, "max_new_tokens": 48, "kv_on_install": "recompute"}
     before = vllm_processes()
-    command, run_dir = run(run={"steps": 5000}, rollout=rollout, schedule={"name": "bounded", "max_staleness": 2})
+    every_row = {"skip_zero_advantages": False}  # so that each step compares the two engines
+    schedule = {"name": "bounded", "max_staleness": 2}
+    command, run_dir = run(run={"steps": 5000}, rollout=rollout, schedule=schedule, train=every_row)
     said, deadline = tmp_path / "said", time.monotonic() + patience(1200)
     while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir / "metrics.jsonl")) < 2:
         assert command.poll() is None and time.monotonic() < deadline, said.read_text()[-2000:]
