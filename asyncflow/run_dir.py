@@ -15,6 +15,7 @@ Whatever must be whole or not there at all is written beside its name, flushed t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -228,8 +229,9 @@ def sweep_shared_memory() -> None:
     """Remove files in shared memory of runs whose processes are gone."""
     for folder in _SHARED_MEMORY.glob(f"{_WEIGHTS_PREFIX}*-*"):
         pid = folder.name.removeprefix(_WEIGHTS_PREFIX).split("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process sweeps at the same time
+            if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -32,6 +32,7 @@ from asyncflow.registry import build
 from asyncflow.types import TensorSpec
 from tests.conftest import MODEL
 from tests.contract.devices import alike, needed_devices
+from tests.depth import in_gate
 from tests.patience import patience
 from tests.vllm.servers import CONTEXT, fake_python
 
@@ -289,7 +290,7 @@ async def test_a_response_ends_with_its_stop_string(opened: Opened, is_model: No
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("pauses", [True, False])
+@pytest.mark.parametrize("pauses", in_gate(True, of=[True, False]))
 async def test_an_install_in_mid_response(opened: Opened, pauses: bool) -> None:
     async with opened() as engine:
         before = (await responses(engine, (0,), 200))[0]
@@ -333,9 +334,9 @@ async def test_pausing_stops_and_loses_nothing(opened: Opened) -> None:
     async with opened() as engine:
         samples = range(24)  # more than any engine here makes at once, so that the pause comes long before the last
         started = time.monotonic()
-        expected = await responses(engine, samples, 200)
+        expected = await responses(engine, samples, 100)
         took = time.monotonic() - started
-        task = asyncio.create_task(responses(engine, samples, 200))
+        task = asyncio.create_task(responses(engine, samples, 100))
         await asyncio.sleep(0.05)
         await engine.pause()
         await engine.pause()

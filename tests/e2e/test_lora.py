@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.fingerprints import read_fingerprints
 from tests.conftest import MODEL, merged
+from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
 
 STEPS = 3
@@ -89,7 +90,7 @@ class Deaf(SlotEngine):
 """
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["whole", "adapter"])
+@pytest.mark.parametrize("lora", [pytest.param(None, id="whole", marks=deep), pytest.param({"rank": 4, "alpha": 8}, id="adapter")])
 def test_an_engine_that_installs_nothing_gets_no_prompts_and_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
     """It says that it has the version, as its responses do; what it attests does not."""
     (tmp_path / "deaf.py").write_text(DEAF)

@@ -91,7 +91,7 @@ def differs(first: Path, second: Path) -> bool:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("synchronous", {}, id="synchronous"),
+        pytest.param("synchronous", {}, id="synchronous", marks=deep),
         pytest.param("periodic", {}, id="periodic", marks=deep),
         pytest.param("delayed", {}, id="delayed", marks=deep),
         pytest.param("sub_step", {}, id="sub_step"),

@@ -15,7 +15,7 @@ from tests.e2e.service import Served
 from tests.forked import Command
 
 
-@pytest.mark.parametrize("num_cases", in_gate(500, of=[500, 50_000]))
+@pytest.mark.parametrize("num_cases", in_gate(200, of=[200, 50_000]))
 def test_no_request_breaks_the_service(
     background: Callable[..., Command], small: Callable[..., dict[str, Any]], tmp_path: Path, num_cases: int
 ) -> None:

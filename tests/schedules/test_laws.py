@@ -27,7 +27,7 @@ from tests.depth import few
 from tests.forked import context
 from tests.schedules.configurations import MODES, drawn
 
-SEEDS, CHUNK, PROCESSES = few(range(8, 16), range(100)), few(4, 10), 2
+SEEDS, CHUNK, PROCESSES = few(range(8, 14), range(100)), few(3, 10), 2
 FIRST_WITH_FAULTS = 10
 MOST = 100
 COUNTED: dict[str, Counter[str]] = {}

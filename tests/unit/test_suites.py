@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.suites import EVERYTHING, SUITES, Result, Suite
 PACKAGES = ("deepspeed", "megatron", "ray")
 
 
+@functools.cache
 def imported(file: Path) -> set[str]:
     """Top packages that a module imports, wherever in it, by a statement or by `import_module`."""
     found = set()

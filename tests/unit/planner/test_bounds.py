@@ -11,6 +11,7 @@ from asyncflow.planner.bounds import bound
 from asyncflow.planner.graph import Drawn, Graph, Task, graph
 from asyncflow.simulation.run import simulate
 from tests.conftest import ROOT
+from tests.depth import in_gate
 
 STEPS = 4
 COSTS = Costs(
@@ -24,7 +25,7 @@ def config(*overrides: str) -> Config:
     return load(ROOT / "recipes/quickstart.yaml", given)
 
 
-@pytest.mark.parametrize("train_token_seconds", [1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("train_token_seconds", in_gate(1e-4, of=[1e-5, 1e-4, 1e-3]))
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, PackedLinear, can_pack, load_tensors
 from tests.conftest import ROOT
-from tests.depth import deep
+from tests.depth import deep, few
 from tests.patience import patience
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
@@ -231,7 +231,7 @@ def test_packed_products_see_few_numbers_of_rows(saved: tuple[PreTrainedModel, P
         monkeypatch.setattr(kind, "__call__", spy)
     decoder = load(saved[1])
     with torch.inference_mode():
-        for length in range(1, 200):
+        for length in range(1, 200, few(4, 1)):
             decoder.prefill([np.arange(length) % 96], [[0]])
         for rows in range(1, 8):  # one slot more than there are is for inert rows
             decoder.decode(np.zeros(rows, np.int64), np.full(rows, 5))

@@ -224,7 +224,7 @@ async def test_pause_modes(model: Path, python: str, pause_mode: Any, spans: lis
     async with opened(model, python, pause_mode=pause_mode) as engine:
         for pauses in (True, False):
             await engine.install(0, TENSORS)
-            task = asyncio.create_task(responses(engine, range(3), 490))
+            task = asyncio.create_task(responses(engine, range(3), 250))
             await under_way(engine, 3)
             if pauses:
                 await engine.pause()
@@ -233,7 +233,7 @@ async def test_pause_modes(model: Path, python: str, pause_mode: Any, spans: lis
                 await engine.resume()
             made = await task
             assert [r.version_spans[:, 1].tolist() for r in made.values()] == [spans] * 3
-            after = (await responses(engine, (0,), 490))[0]
+            after = (await responses(engine, (0,), 250))[0]
             if pause_mode == "abort":
                 assert np.array_equal(made[0].logprobs, after.logprobs)
 

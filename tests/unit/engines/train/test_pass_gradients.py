@@ -17,6 +17,7 @@ from asyncflow.engines.train.model.kernels import CpuFlash
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec, LossSums, Ragged, TokenBatch
+from tests.depth import in_gate
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, Sum, one_rank, policy_gradient, torch_engine, untied
 
@@ -56,7 +57,7 @@ async def trained(path: Path | str, order: list[MicroBatch], objective: Any, **c
         ("qwen2-tiny", {"lora": LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))}),
     ],
 )
-@pytest.mark.parametrize("is_token_local", [True, False])
+@pytest.mark.parametrize("is_token_local", in_gate(True, of=[True, False]))
 async def test_bits_do_not_depend_on_who_is_in_the_pass(
     name: str, changes: dict[str, Any], is_token_local: bool, model_path: ModelPath, tmp_path: Path
 ) -> None:
