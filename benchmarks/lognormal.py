@@ -7,6 +7,7 @@ response's own noise key: whatever schedule, worker or attempt makes it, it is a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -31,9 +32,9 @@ class LognormalSlots(SlotEngine):
         super().__init__(model_path, stop_ids=(), **options)
         slots, occupy = self._slots, self._slots._occupy
 
-        def occupy_for_a_while(request: SlotRequest, count: int) -> None:
-            taken = slice(slots._num_active, slots._num_active + count)
-            occupy(request, count)
+        def occupy_for_a_while(request: SlotRequest, chosen: Sequence[int], *, is_current: bool) -> None:
+            taken = slice(slots._num_active, slots._num_active + len(chosen))
+            occupy(request, chosen, is_current=is_current)
             slots._limits[taken] = np.minimum(slots._limits[taken], lengths(slots._keys[taken], median, sigma))
 
         slots._occupy = occupy_for_a_while  # type: ignore[method-assign]

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from asyncflow.config import load
+from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.telemetry.spans import Span
-from tests.conftest import ROOT
+from tests.conftest import MODEL, ROOT
 
 Benchmark = Callable[[str], ModuleType]
 
@@ -124,3 +126,15 @@ def test_what_a_command_uses_holds_the_processes_below_it(benchmark_module: Benc
         seconds, num_bytes = benchmark_module("start_up").used(command.pid)
         command.communicate()
     assert 200_000_000 < num_bytes < 400_000_000 and seconds > 0
+
+
+async def test_responses_of_the_lognormal_engine_are_as_long_as_drawn(benchmark_module: Benchmark) -> None:
+    module = benchmark_module("lognormal")
+    engine = module.LognormalSlots(MODEL, median=20.0, sigma=0.5, num_slots=4, max_context=128)
+    try:
+        key, sampling = SampleKey(seed=0, prompt_index=1), Sampling(max_new_tokens=60)
+        made = [r async for r in engine.generate(np.arange(8), samples=tuple(range(6)), sampling=sampling, key=key)]
+    finally:
+        await engine.close()
+    drawn = module.DrawnLengths(response_median=20.0, response_sigma=0.5)
+    assert {r.sample: len(r.token_ids) for r in made} == {sample: drawn.draw(key, sample, 60)[0] for sample in range(6)}
