@@ -316,9 +316,9 @@ class EpisodesConfig(Section):
     num_workers: PositiveInt = 1
     """Environment processes beside each rollout worker; each has one episode at a time, or as many as the environment says.
     Episodes beyond that wait for one."""
-    python: str | None = None
+    python: str | list[str] | None = None
     """Interpreter of these processes, where the environment's packages do not go with AsyncFlow's: of a virtual environment with
-    msgspec and numpy."""
+    msgspec and numpy. `ssh://HOST/path/to/python`: on another machine. Of several the processes take one after another."""
     deadline_seconds: PositiveFloat = 30.0
     """An environment that has not answered by then is killed, and its episode ends as `timeout`."""
     memory_bytes: PositiveInt = 1 << 30

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,11 +50,12 @@ class EnvironmentPool:
         *,
         num_workers: int,
         name: str,
-        python: str | None = None,
+        pythons: Sequence[str] = (),
     ) -> None:
-        """`path`: `package.module:Name` or `/path/file.py:Name`. `python`: interpreter of the processes, where it is another one.
+        """`path`: `package.module:Name` or `/path/file.py:Name`. `pythons`: interpreters of the processes, in turn, where they are
+        others, of other machines too (sandbox/interpreter.py).
 
-        Raises `UserError` for a path of another shape.
+        Raises `UserError` for a path or an interpreter of another shape.
         """
         place, _, cls = path.rpartition(":")
         if not (place and cls):
@@ -66,7 +67,7 @@ class EnvironmentPool:
         self._processes = SandboxProcesses(
             "asyncflow.environments.worker", frame(EnvironmentSetup(self.path, options, limits)), Reply,
             what="environment process", who=f"environment {self.path}", built="environment", start_seconds=limits.start_seconds,
-            python=python,
+            pythons=pythons,
         )  # fmt: skip
         self._limits, self._num_workers, self._name = limits, num_workers, name
         self._numbers = itertools.count()

@@ -410,7 +410,8 @@ def environment_pool(config: Config, name: str) -> EnvironmentPool | None:
         return None
     episodes, path = config.episodes, resolve("environment", chosen.name, ENVIRONMENTS)
     limits = ProcessLimits(episodes.deadline_seconds, episodes.memory_bytes, episodes.output_bytes)
-    return EnvironmentPool(path, chosen.options, limits, num_workers=episodes.num_workers, name=name, python=episodes.python)
+    pythons = [episodes.python] if isinstance(episodes.python, str) else episodes.python or ()
+    return EnvironmentPool(path, chosen.options, limits, num_workers=episodes.num_workers, name=name, pythons=pythons)
 
 
 def turn_format(config: Config, tokenizer: CheckpointTokenizer) -> TurnFormat:

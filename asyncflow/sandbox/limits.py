@@ -22,13 +22,16 @@ _space_at_limit: int | None = None  # bytes of address space that this process h
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, also in the middle of C code. Elsewhere the guard does it alone."""
+    """Let the kernel kill this process when its parent dies, also in the middle of C code. Elsewhere the guard does it alone.
+
+    `parent`: its process id; 0: that of whatever has started this process, where nobody on this machine knows it.
+    """
     if sys.platform != "linux":
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if parent and os.getppid() != parent:  # it died before the call
         os._exit(0)
 
 

@@ -10,17 +10,18 @@ A process is ended by SIGKILL, with everything in its session; what it started o
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from asyncflow.sandbox import guard
 from asyncflow.sandbox.frames import MAX_FRAME_BYTES, TOKEN_BYTES
+from asyncflow.sandbox.interpreter import PACKAGE_FOLDER, command_of
 from asyncflow.types import RunError, UserError
 from asyncflow.waits import PROCESS, waiting
 
@@ -186,13 +187,16 @@ class SandboxProcesses:
         who: str,
         built: str,
         start_seconds: float,
-        python: str | None = None,
+        pythons: Sequence[str] = (),
     ) -> None:
         """`module`: run with the owner's process id as argument; its first question is `setup`. In messages a process is called
-        `what`, the user's code in it `who`, and `built` is what is built there. `python`: another interpreter, which finds this
-        package, and has numpy and msgspec of its own."""
-        self._command = (python or sys.executable, "-u", "-m", module, str(os.getpid()))
-        self._variables = None if python is None else {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        `what`, the user's code in it `who`, and `built` is what is built there. `pythons`: other interpreters than this process's,
+        taken in turn, which find this package and have numpy and msgspec of their own: paths, or see `interpreter.py`.
+
+        Raises `UserError` for an address that is none.
+        """
+        self._commands = itertools.cycle([command_of(python, module) for python in pythons or (sys.executable,)])
+        self._variables = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER} if pythons else None
         self._setup, self._replies, self._start_seconds = setup, replies, start_seconds
         self._what, self._who, self._built = what, who, built
         self._guard: asyncio.subprocess.Process | None = None
@@ -220,7 +224,7 @@ class SandboxProcesses:
         """A new process and its answer to the setup; None if it was killed before it had one."""
         loop = asyncio.get_running_loop()
         _, process = await loop.subprocess_exec(
-            lambda: SandboxProcess(self._replies, self._what), *self._command, start_new_session=True, env=self._variables
+            lambda: SandboxProcess(self._replies, self._what), *next(self._commands), start_new_session=True, env=self._variables
         )
         self._living.add(process)
         self._tell_guard(f"+{process.pid}\n")

@@ -257,7 +257,7 @@ async def test_an_environment_may_have_an_interpreter_of_its_own(tmp_path: Path)
     (tmp_path / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
     (tmp_path / "lib").symlink_to(Path(sys.prefix) / "lib")
     limits = ProcessLimits(deadline_seconds=30, memory_bytes=1 << 30)
-    pool = EnvironmentPool(f"{tmp_path / 'where.py'}:Where", {}, limits, num_workers=1, name="test", python=str(python))
+    pool = EnvironmentPool(f"{tmp_path / 'where.py'}:Where", {}, limits, num_workers=1, name="test", pythons=[str(python)])
     await pool.start()
     try:
         episode, opening = await pool.begin({}, 0)
