@@ -23,10 +23,11 @@ from typing import IO, Annotated, Any, Final
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from asyncflow.service.keys import Key, KeyRing, Scope
 from asyncflow.service.limits import Busy, Callers, Limits, Room
+from asyncflow.service.reference import HEADERS, reference_page
 from asyncflow.service.repeats import HEADER, MAX_ID, Repeats, WholeAnswer
 from asyncflow.service.tickets import PREFIX as TICKETS
 from asyncflow.service.tickets import Tickets, ticket_routes
@@ -338,12 +339,16 @@ def make_app(
     Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`, `tickets`, `looks`, `public`: see
     `Gate`.
     """
-    app = FastAPI(title=title, description=description, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title=title, description=description, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed, tickets=tickets, looks=looks, public=public)
 
     @app.get(HEALTH, summary="Whether the service answers")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(reference_page(app.openapi()), headers=HEADERS)
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Denied)

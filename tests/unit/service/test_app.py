@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import pytest
 from fastapi import FastAPI, Request
+from pydantic import BaseModel, Field
 
 from asyncflow.service.app import AuditLog, Caller, make_app, needs
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.types import RunError, UserError
+
+
+class Told(BaseModel):
+    """An answer."""
+
+    words: list[str]
+    number: int = Field(3, ge=1, description="How many.")
 
 
 class World:
@@ -120,6 +129,24 @@ async def test_a_browsers_password_looks_and_changes_nothing(world: World) -> No
         asked = await client.get("/docs")
         assert "Basic" in asked.headers["www-authenticate"]
         assert (await client.get("/docs", headers={"Authorization": "Basic !!!"})).status_code == 401
+
+
+async def test_the_interface_is_a_page_that_needs_no_network(world: World) -> None:
+    @world.app.get("/of/{number}", summary="<b>A look</b>", description="Says it.")
+    async def of(number: int, kind: Literal["a", "b"] | None = None) -> list[Told]:
+        return []
+
+    async with world.admin as client:
+        page = await client.get("/docs")
+    assert "default-src 'none'" in page.headers["content-security-policy"] and "<script" not in page.text
+    linked = re.findall(r"(?:src|href|url|import|action)\s*[=(]\s*[\"']?([^\"' >)]+)", page.text)
+    anchors = set(re.findall(r'id="([^"]+)"', page.text))
+    assert {link for link in linked if not link.startswith("#")} == {"openapi.json"}
+    assert {link[1:] for link in linked if link.startswith("#")} <= anchors
+    text = " ".join(re.sub(r"<[^>]+>", " ", page.text).split())
+    assert "GET /of/{number}" in text and "&lt;b&gt;A look&lt;/b&gt;" in text and "200 Successful Response list of Told" in text
+    assert "&#39;a&#39; or &#39;b&#39; or null (optional)" in text and "words list of string" in text
+    assert "How many. Default: 3." in text and "integer from 1" in text and "POST /count" in text
 
 
 async def test_a_repeated_request_has_one_effect(world: World) -> None:
