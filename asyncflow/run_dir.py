@@ -1,7 +1,7 @@
 """Folder of a run: its files, their names, and which process may write them.
 
     runs/<name>/   config.yaml job.json control.sock key.pem logs/ initial-model/    what the run is, and how it is reached
-                   metrics.jsonl eval.jsonl samples.jsonl unscored.jsonl spans.jsonl    what it has told
+                   metrics.jsonl eval.jsonl samples.jsonl tokens.jsonl unscored.jsonl spans.jsonl    what it has told
                    now.json                                             who waits for what (`asyncflow why`)
                    fingerprints.jsonl certificate.json                                  what it proves
                    checkpoints/step-000012/                                          what it can go on from
@@ -33,6 +33,8 @@ FORK_FILE: Final = "fork.json"
 """The origin of a run that is a fork."""
 EVAL_FILE: Final = "eval.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
+TOKENS_FILE: Final = "tokens.jsonl"
+"""Responses of `samples.jsonl` as they were trained, token by token."""
 UNSCORED_FILE: Final = "unscored.jsonl"
 """Responses that a scorer could not score: the first ones of a run."""
 SNAPSHOTS_DIR: Final = "snapshots"

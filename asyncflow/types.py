@@ -12,7 +12,7 @@ Nothing here imports torch: the driver and the reward workers use this module an
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
@@ -372,11 +372,13 @@ class LossSums:
     `optim_step`).
 
     `metrics` are sums over the masked tokens, without gradient; dividing by the step's token count gives the logged mean. One whose
-    name ends in `/max` is a maximum over them instead, and is logged as it is.
+    name ends in `/max` is a maximum over them instead, and is logged as it is. `tokens`: numbers of each token [T], without
+    gradient, such as whether it is clipped, which the live page shows of the responses that are kept.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def is_maximum(metric: str) -> bool:

@@ -138,6 +138,7 @@ class PolicyLoss(Algorithm):
         Metrics, sums over the masked tokens: `policy/kl` in nats by k3, from the policy to the reference if there is one, else
         from the old policy to the policy; `policy/rollout_kl` in nats, from the engine that sampled to the policy;
         `policy/entropy` in nats; `policy/clip_ratio`, the tokens that are clipped; those of `ImportanceWeights.weigh`.
+        Of each token: whether it is clipped, and its importance weight where there are any.
 
         Raises `UserError` if a KL term is asked for, but the batch has no reference log-probs.
         """
@@ -145,9 +146,11 @@ class PolicyLoss(Algorithm):
         log_ratio_T = functional.log_ratio(batch.logprobs_T, batch.old_logprobs_T, mask_T)
         objective_T, clipped_T = self.surrogate(batch, log_ratio_T)
         weighing: dict[str, Tensor] = {}
+        tokens = {"clipped": clipped_T}
         if self.correction != "none":
             importance_T, weighing = self.importance_weights.weigh(batch)
             objective_T = importance_T * objective_T
+            tokens["importance weight"] = importance_T
         log_s_T = self._log_ratio_to_reference(batch, log_ratio_T)
         if self.kl_coefficient and self.kl_place == "loss":
             objective_T = objective_T - self.kl_coefficient * ESTIMATORS[self.kl_estimator](log_s_T)
@@ -164,6 +167,7 @@ class PolicyLoss(Algorithm):
                 "policy/clip_ratio": (mask_T * clipped_T).sum(),
                 **weighing,
             },
+            tokens=tokens,
         )
 
     def _log_ratio_to_reference(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:

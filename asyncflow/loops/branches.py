@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def branch_micro_batches(batch: Batch, token_advantages: Ragged, row_staleness: 
         begun = [(int(first), int(context)) for first, context in pairs.reshape(-1, 2)]
         for (first, context), (end, _) in pairwise([*begun, (length, 0)]):
             own = slice(first + context, end)
-            found = {name: Ragged.from_arrays([each[row][own]], str(each.values.dtype)) for name, each in columns.items()}
+            found: Any = {name: Ragged.from_arrays([each[row][own]], str(each.values.dtype)) for name, each in columns.items()}
             yield MicroBatch(
                 indices=batch.indices[row : row + 1],
                 prompt_ids=columns["response_ids"][row][first : first + context],

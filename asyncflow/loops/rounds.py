@@ -173,8 +173,9 @@ class Rounds:
             advantages = work.advantages
             if self._sums is not None:
                 advantages = self._objective.normalised(advantages, self._sums)
-            batch, rows_each = work.leased.batch, self._shape.rows_per_micro_batch
-            work = replace(work, micro_batches=list(micro_batches(self.step, batch, advantages, rows_each)))
+            batch, shape = work.leased.batch, self._shape
+            pieces = micro_batches(self.step, batch, advantages, shape.rows_per_micro_batch, shape.is_sampled)
+            work = replace(work, micro_batches=list(pieces))
         if self._update < self.num_updates - self._shape.mini_batches:
             self._kept[given.group] = work
         return work

@@ -180,6 +180,12 @@ class Shape:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     max_turns: int | None = None  # of an episode; None: there is no environment
+    samples_per_step: int = 0
+
+    def is_sampled(self, row: int) -> bool:
+        """Whether a training row is of the few of a step that `samples.jsonl` keeps: the first response of the first prompts."""
+        group, number = divmod(row, 1 << self.group_bits)
+        return number == 0 and group % self.numbers_per_step < self.samples_per_step
 
     def sampling(self, temperature: float) -> Sampling:
         """Settings of an engine for a group that is sampled at `temperature`."""
@@ -363,9 +369,14 @@ def scored_group(batch: Batch) -> ScoredGroup:
     )
 
 
-def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: int) -> Iterator[MicroBatch]:
+def micro_batches(
+    step: int, batch: Batch, advantages: Advantages, rows_each: int, is_told: Callable[[int], bool] = lambda row: False
+) -> Iterator[MicroBatch]:
     """A leased group, trained in this step, in pieces: a function of which rows there are. Raises `RunError` for advantages of
-    another shape than the group's."""
+    another shape than the group's.
+
+    `is_told`: rows of which the engine is to give figures token by token. It gives none of a group that has branches.
+    """
     check_advantages(batch, advantages)
     row_staleness, has_reference = staleness(step, batch), REFERENCE_COLUMN.name in batch.columns
     has_values = VALUES_COLUMN.name in batch.columns
@@ -385,6 +396,7 @@ def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: in
             ref_logprobs=batch.ragged(REFERENCE_COLUMN.name).take(piece) if has_reference else None,
             values=batch.ragged(VALUES_COLUMN.name).take(piece) if has_values else None,
             rewards=batch.dense("reward")[rows] if "reward" in batch.columns else None,
+            told_rows=tuple(number for number, row in enumerate(batch.indices[rows].tolist()) if is_told(row)),
         )
 
 
@@ -400,6 +412,7 @@ def _with_branches(batch: Batch, advantages: Advantages, row_staleness: Array, r
     of_tokens = first_sequences(batch, advantages)
     for piece in pieces(len(batch), rows_each):
         rows = [row for row in piece if len(columns["response_ids"][row])]
+        taken: Any = {name: column.take(rows) for name, column in columns.items()}
         if rows:
             yield MicroBatch(
                 indices=batch.indices[rows],
@@ -407,7 +420,7 @@ def _with_branches(batch: Batch, advantages: Advantages, row_staleness: Array, r
                 advantages=of_tokens.take(rows).values,
                 staleness=row_staleness[rows],
                 rewards=batch.dense("reward")[rows] if "reward" in batch.columns else None,
-                **{name: column.take(rows) for name, column in columns.items()},
+                **taken,
             )
     yield from branch_micro_batches(batch, advantages, row_staleness)
 

@@ -84,6 +84,7 @@ def shape_of(config: Config) -> Shape:
         top_k=config.rollout.top_k,
         min_p=config.rollout.min_p,
         stop=config.rollout.stop,
+        samples_per_step=config.telemetry.samples_per_step,
     )
 
 

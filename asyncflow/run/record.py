@@ -26,11 +26,12 @@ from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.own_metrics import means
 from asyncflow.run.context import RunContext
 from asyncflow.run.training_checks import TrainingChecks
-from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, UNSCORED_FILE
+from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, UNSCORED_FILE
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub, UnscoredResponse
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
+from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import OWN_TRACKER, Tracker, make_trackers
 from asyncflow.transfer_queue.leases import DeadRow
@@ -89,9 +90,11 @@ class RunRecord:
         self._ledger, self._schedule, self._progress = context.ledger.ledger, context.schedule, context.progress
         self._now, self._num_devices = context.clock, num_devices
         config, run_dir = context.config, context.config.run_dir
-        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, self._keep_unscored, context.progress)
+        callbacks = self._keep_sample, self._keep_tokens, self._keep_unscored, context.progress
+        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), *callbacks)
         self._unscored_path, self._num_unscored = run_dir / UNSCORED_FILE, 0
         self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
+        self._tokens = (run_dir / TOKENS_FILE).open("ab", buffering=0)
         self._evaluating = asyncio.Lock()
         self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
         names = [OWN_TRACKER, *config.telemetry.trackers]
@@ -170,6 +173,7 @@ class RunRecord:
         for tracker in self._trackers.values():
             tracker.close()
         self._samples.close()
+        self._tokens.close()
         self._evaluations.close()
         self.hub.log.close()
 
@@ -269,6 +273,9 @@ class RunRecord:
         if "reward_parts" in sample:
             sample = {**sample, "reward_parts": dict(zip(self._config.reward.names, sample["reward_parts"], strict=False))}
         self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+
+    def _keep_tokens(self, row: TrainedTokens) -> None:
+        self._tokens.write(msgspec.json.encode(row) + b"\n")
 
     def _keep_unscored(self, response: UnscoredResponse) -> None:
         """Keep a response that could not be scored, and say so of the first one of each kind."""

@@ -24,7 +24,7 @@ import numpy as np
 from asyncflow.config import Config, load, parse_dumped
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.record import RecordState
-from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE, RunDir, control_socket, replace
+from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, RunDir, control_socket, replace
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
 from asyncflow.telemetry.report import REPORT_FILE
@@ -265,6 +265,7 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
         return sample["step"] < version or sample["row"] in rows
 
     _keep_lines(run_dir / SAMPLES_FILE, is_kept)
+    _keep_lines(run_dir / TOKENS_FILE, lambda row: row["step"] < version)
     for path in run_dir.glob(FINGERPRINTS_FILE.replace(".", "*.")):
         _keep_lines(path, lambda line: line["step"] < version)
     _cut_spans(run_dir / SPANS_FILE, version, now)

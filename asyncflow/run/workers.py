@@ -50,6 +50,7 @@ from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.batches import BatchLog, StepLogs
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
 from asyncflow.telemetry.spans import Recorder, SharedLane
+from asyncflow.telemetry.tokens import TokenLog
 from asyncflow.transfer_queue.node import serve_unit
 from asyncflow.transport import Arena
 from asyncflow.types import Array, HeldWeights, RunError
@@ -196,6 +197,7 @@ async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSen
     fingerprints = StepLogs(
         FingerprintLog(run_dir / fingerprints_file(rank) if has_log else None),
         BatchLog(run_dir, run.config.telemetry.keep_batches, rank=rank, first=first),
+        TokenLog(run.reporter.keep_tokens),
     )
     version = await train(loop_context(run), engine, make_algorithm(run.config), sender, fingerprints, saving, first)
     await saving.save(version)
@@ -297,12 +299,15 @@ def loop_context(run: RunConnection) -> LoopContext:
 
 def _sample_filter(run: RunConnection) -> Callable[[Mapping[str, Any]], None]:
     """Keeps the first response of the first few prompts of every step and evaluation."""
-    shape, count, keep = run.shape, run.config.telemetry.samples_per_step, run.reporter.keep_sample
+    shape, keep = run.shape, run.reporter.keep_sample
 
     def filtered(sample: Mapping[str, Any]) -> None:
-        group, number = divmod(sample["row"], 1 << shape.group_bits)
-        position = position_of(group, run.job.num_held_out) if sample["purpose"] == "eval" else group % shape.numbers_per_step
-        if number == 0 and position < count:
+        if sample["purpose"] != "eval":
+            is_kept = shape.is_sampled(sample["row"])
+        else:
+            group, number = divmod(sample["row"], 1 << shape.group_bits)
+            is_kept = number == 0 and position_of(group, run.job.num_held_out) < shape.samples_per_step
+        if is_kept:
             keep(sample)
 
     return filtered

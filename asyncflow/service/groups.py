@@ -1,8 +1,9 @@
 """Groups as they were trained, for reading: a step's kept batch (`telemetry.keep_batches`), response by response, and token by
-token."""
+token; and single responses of `samples.jsonl`, with what the trainer made of each token."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from asyncflow.run.connection import model_begun_with
 from asyncflow.run.factories import make_algorithm, shape_of
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.telemetry.batches import read_batch
+from asyncflow.telemetry.tokens import read_tokens, token_versions
 from asyncflow.types import Advantages, Array, Batch, Ragged, UserError, Values
 
 
@@ -49,14 +51,35 @@ def told_group(run_dir: Path, step: int, group: int) -> dict[str, Any]:
     return {"prompt": texts.whole(alone.ragged("prompt_ids")[0]), "rows": rows}
 
 
+def told_tokens(run_dir: Path, row: int) -> list[dict[str, Any]]:
+    """A response of `samples.jsonl` in each epoch that trained it: the step, and each token with what the rollout engine and the
+    trainer have said of it. Empty where it was not computed in training. `num_more`: tokens that were not kept."""
+    texts = _Texts(run_dir)
+    return [
+        {
+            "step": trained.step,
+            "epoch": trained.epoch,
+            "num_more": trained.length - len(trained.ids),
+            "tokens": _told(
+                texts.each(np.array(trained.ids, np.int64)),
+                {"logprob": trained.logprobs, "mask": trained.mask, "version": trained.versions, **trained.figures},
+            ),
+        }
+        for trained in read_tokens(run_dir, [row])
+    ]
+
+
+def _told(texts: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
+    """Each token with its text and its number in every column."""
+    return [{"text": text, **{name: column[i] for name, column in columns.items()}} for i, text in enumerate(texts)]
+
+
 def _told_row(batch: Batch, number: int, advantages: Advantages | None, texts: _Texts) -> dict[str, Any]:
     ids = batch.ragged("response_ids")[number]
-    spans = batch.ragged("version_spans")[number].reshape(-1, 2)
-    versions = spans[np.searchsorted(spans[:, 0], np.arange(len(ids)), "right") - 1, 1] if len(spans) else np.full(len(ids), -1)
     columns: dict[str, Array] = {
         "logprob": batch.ragged("rollout_logprobs")[number],
         "mask": batch.ragged("loss_mask")[number],
-        "version": versions,
+        "version": token_versions(batch.ragged("version_spans")[number], len(ids)),
     }
     known = {"log-prob of the reference": REFERENCE_COLUMN.name, "value": VALUES_COLUMN.name}
     columns |= {name: batch.ragged(column)[number] for name, column in known.items() if column in batch.columns}
@@ -64,14 +87,13 @@ def _told_row(batch: Batch, number: int, advantages: Advantages | None, texts: _
     if isinstance(advantages, Ragged):
         columns["advantage"] = advantages[number]
     shown = {name: [round(value, 6) for value in column.tolist()] for name, column in columns.items()}
-    tokens = [{"text": text, **{name: column[i] for name, column in shown.items()}} for i, text in enumerate(texts.each(ids))]
     advantage = None if advantages is None else float(np.mean(advantages[number])) if is_by_token else float(advantages[number])
     return {
         "row": int(batch.indices[number]),
         "reward": float(batch.dense("reward")[number]),
         "advantage": advantage,
         "truncated": bool(batch.dense("truncated")[number]),
-        "tokens": tokens,
+        "tokens": _told(texts.each(ids), shown),
     }
 
 

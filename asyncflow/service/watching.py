@@ -29,7 +29,7 @@ from plotly.offline import get_plotlyjs
 
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.service.app import Denied
-from asyncflow.service.groups import groups_of, told_group
+from asyncflow.service.groups import groups_of, told_group, told_tokens
 from asyncflow.service.server import LOOPBACK
 from asyncflow.telemetry import sections
 from asyncflow.telemetry.advice import advice
@@ -215,6 +215,10 @@ def watch_routes(watched: Watched) -> APIRouter:
         query = _query(request.query_params.items())
         found = await watched.run(run).of(lambda reader: find(reader.samples, reader.unscored, query))
         return _json({"total": len(found), "samples": found[skip : skip + _SAMPLES_AT_ONCE]})
+
+    @router.get("/api/tokens", summary="A response of the samples as it was trained, token by token")
+    async def tokens(run: str, row: int) -> Response:
+        return _json(await watched.run(run).of(lambda reader: told_tokens(reader.path, row)))
 
     @router.get("/api/groups", summary="Groups of a step whose batch was kept")
     async def groups(run: str, step: int) -> Response:

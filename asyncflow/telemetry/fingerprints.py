@@ -59,7 +59,8 @@ class StepPrint(msgspec.Struct, frozen=True):
 
 
 class TrainedMicroBatch(Protocol):
-    """Record of a trained micro-batch. `logprob_differences`: (tokens with equal bits, largest absolute difference)."""
+    """Record of a trained micro-batch. `logprob_differences`: (tokens with equal bits, largest absolute difference).
+    `token_figures`: numbers by name, one for each token, of some rows, by their indices."""
 
     @property
     def loss_sum(self) -> float: ...
@@ -69,6 +70,8 @@ class TrainedMicroBatch(Protocol):
     def logprob_differences(self) -> tuple[int, float]: ...
     @property
     def is_computed(self) -> bool: ...
+    @property
+    def token_figures(self) -> Mapping[int, Mapping[str, Sequence[float]]]: ...
 
 
 class Fingerprinted(Protocol):

@@ -14,6 +14,7 @@ import psutil
 
 from asyncflow.own_metrics import Sums, add
 from asyncflow.telemetry.spans import Recorder, Span
+from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SpanLog
 from asyncflow.threads import places
 from asyncflow.transport import remote
@@ -61,13 +62,14 @@ class WorkerState(msgspec.Struct, frozen=True):
 
 
 class Hub:
-    """The driver's end. `on_sample` takes the sampled responses, `on_unscored` those that could not be scored, `on_tokens` is told
-    that there was progress."""
+    """The driver's end. `on_sample` takes the sampled responses, `on_trained` those that were trained, token by token,
+    `on_unscored` those that could not be scored; `on_tokens` is told that there was progress."""
 
     def __init__(
         self,
         log: SpanLog,
         on_sample: Callable[[Mapping[str, Any]], None],
+        on_trained: Callable[[TrainedTokens], None],
         on_unscored: Callable[[UnscoredResponse], None],
         on_tokens: Callable[[], None],
     ) -> None:
@@ -75,21 +77,28 @@ class Hub:
         self.states: dict[str, WorkerState] = {}
         self.own_metrics: Sums = {}  # of all workers, until they are taken
         self.past: list[WorkerState] = []  # the last ones of workers that have gone; one that was started again is in both
-        self._on_sample, self._on_unscored, self._on_tokens = on_sample, on_unscored, on_tokens
+        self._on_sample, self._on_trained, self._on_unscored, self._on_tokens = on_sample, on_trained, on_unscored, on_tokens
         self._reported = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._heard: dict[str, float] = {}  # when, by the driver's clock
 
     @remote
     async def report(
-        self, spans: list[Span], samples: list[dict[str, Any]], unscored: list[UnscoredResponse], state: WorkerState
+        self,
+        spans: list[Span],
+        samples: list[dict[str, Any]],
+        trained: list[TrainedTokens],
+        unscored: list[UnscoredResponse],
+        state: WorkerState,
     ) -> None:
-        """Take the spans and samples of a worker since its last report, responses that could not be scored, and its present
-        state."""
+        """Take the spans and samples of a worker since its last report, those that it has trained, responses that could not be
+        scored, and its present state."""
         for span in spans:
             self.log.append(span)
         for sample in samples:
             self._on_sample(sample)
+        for row in trained:
+            self._on_trained(row)
         self.states[state.worker], self._heard[state.worker] = state, self._clock()
         add(self.own_metrics, state.own_metrics)
         for each in unscored:
@@ -166,6 +175,7 @@ class Reporter:
         self._hub, self._clock, self._flush_seconds = hub, clock, flush_seconds
         self._spans: list[Span] = []
         self._samples: list[dict[str, Any]] = []
+        self._trained: list[TrainedTokens] = []
         self._unscored: list[UnscoredResponse] = []
         self._process = psutil.Process()
         self._waits = OpenWaits()
@@ -174,6 +184,10 @@ class Reporter:
     def keep_sample(self, sample: Mapping[str, Any]) -> None:
         """Send a sampled response with the next report."""
         self._samples.append(dict(sample))
+
+    def keep_tokens(self, row: TrainedTokens) -> None:
+        """Send a row that was trained with the next report."""
+        self._trained.append(row)
 
     def keep_unscored(self, response: UnscoredResponse) -> None:
         """Send a response that could not be scored with the next report; of many, the first."""
@@ -189,8 +203,9 @@ class Reporter:
     async def flush(self) -> None:
         """Report now."""
         self.recorder.flush()
-        (task, cause, since), spans, samples, unscored = self.recorder.state, self._spans, self._samples, self._unscored
-        self._spans, self._samples, self._unscored = [], [], []
+        task, cause, since = self.recorder.state
+        new = self._spans, self._samples, self._trained, self._unscored
+        self._spans, self._samples, self._trained, self._unscored = [], [], [], []
         rss = self._process.memory_info().rss
         now = self._clock()
         open_waits = self._waits.now(asyncio.get_running_loop().time())
@@ -198,4 +213,4 @@ class Reporter:
         certified = self.why_not_deterministic, dict(self.reward_failures), self.num_scored, self.own_metrics
         self.own_metrics = {}
         state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, now, rss, *certified, open_waits, threads)
-        await asyncio.shield(self._hub.report(spans, samples, unscored, state))  # who is cancelled here has taken the spans already
+        await asyncio.shield(self._hub.report(*new, state))  # who is cancelled here has taken the spans already

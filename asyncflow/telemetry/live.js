@@ -182,7 +182,27 @@ function sampleCard(sample) {
   const card = element("article", "card sample", element("div", "lane-head", told.join(" \u00b7 ")), element("div", "text prompt", sample.prompt ?? ""));
   if (sample.turns?.length) card.append(...sample.turns.map(turnText)); else card.append(element("div", "text", sample.response ?? ""));
   if (sample.why) card.append(element("pre", "", sample.why));
+  if (sample.purpose === "train" && Number.isInteger(sample.row)) card.append(asTrained(sample.row));
   return card;
+}
+
+/* A response as it was trained, which is asked for when somebody wants to see it. */
+function asTrained(row) {
+  const asked = run, place = element("details", "trained", element("summary", "soft", "as it was trained, token by token"));
+  place.addEventListener("toggle", async () => {
+    if (!place.open || place.children.length > 1) return;
+    try {
+      const epochs = await answer("tokens", { run: asked, row });
+      const told = epochs.map(({ step, epoch, num_more: numMore, tokens }) => element("div", "",
+        element("div", "soft", `step ${step}${epochs.length > 1 ? `, epoch ${epoch}` : ""}${numMore ? `; ${numMore} tokens more were not kept` : ""}`),
+        element("div", "text", ...tokens.map(({ text, ...known }) => token(text, known)))));
+      if (!told.length) told.push(element("div", "soft", "No figures: it is not trained yet, or it had no advantage, so it was not computed."));
+      if (place.children.length === 1) place.append(...told);
+    } catch (error) {
+      say(error.message, "lost");
+    }
+  });
+  return place;
 }
 
 function turnText(turn) {
@@ -193,7 +213,8 @@ function turnText(turn) {
 
 /* A token, the more coloured the less likely it was. */
 function token(text, { logprob, mask = 1, ...more }) {
-  const made = element("span", mask ? "token" : "token unmasked", text);
+  const made = element("span", ["token", mask ? "" : "unmasked", mask && more.clipped ? "clipped" : ""].filter(Boolean).join(" "), text);
+  if ("clipped" in more) more.clipped = more.clipped ? "yes" : "no";
   const told = typeof logprob === "number" ? [`p = ${Math.exp(logprob).toPrecision(3)} (log-prob of the engine ${logprob.toFixed(4)})`] : [];
   told.push(mask ? "in the loss" : "observed, not in the loss");
   for (const [name, value] of Object.entries(more)) if (value !== null && value !== undefined) told.push(`${name} ${typeof value === "number" ? shortNumber(value) : value}`);

@@ -246,6 +246,35 @@ async def test_a_discarded_step_leaves_nothing(
     await same_training(engines[0], engines[1], before, device)
 
 
+@pytest.mark.parametrize("is_token_local", [True, False])
+async def test_a_rows_figures_are_told_token_by_token_and_change_no_bit(
+    make_engine: MakeEngine, model_path: ModelPath, make_micro_batch: MakeMicroBatch, is_token_local: bool
+) -> None:
+    def told_of(batch: TokenBatch) -> LossSums:
+        return replace(policy_gradient(batch), tokens={"twice": 2 * batch.advantages_T})
+
+    path, silent, objective = model_path("qwen2-tiny"), make_micro_batch(0), Sum(told_of, is_token_local)
+    silent, other = replace(silent, indices=silent.indices + 40), make_micro_batch(1)
+    engines = [make_engine(path, log_prob_chunk_tokens=7, old="rollout") for _ in range(2)]
+    plain = await engines[0].forward_backward([silent, other], objective)
+    told = await engines[1].forward_backward([replace(silent, told_rows=(0, 2)), other], objective)
+    assert [replace(result, token_figures={}) for result in told] == plain
+    await engines[0].optim_step(9)
+    await engines[1].optim_step(9)
+    assert await engines[0].fingerprint() == await engines[1].fingerprint()
+    assert set(told[0].token_figures) == {40, 42} and told[1].token_figures == {}
+    of_model = reference_log_probs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), silent)
+    for row in (0, 2):
+        figures = {name: np.array(values) for name, values in told[0].token_figures[40 + row].items()}
+        assert {len(values) for values in figures.values()} == {len(silent.response_ids[row])}
+        np.testing.assert_allclose(figures["log-prob of the trainer"], of_model[row].detach().numpy(), atol=1e-4)
+        differences = figures["log-prob of the trainer"] - silent.rollout_logprobs[row]
+        np.testing.assert_allclose(figures["ratio"], np.exp(differences), rtol=1e-5)
+        np.testing.assert_allclose(figures["advantage"], np.full(len(differences), silent.advantages[row]))
+        np.testing.assert_array_equal(figures["twice"], 2 * figures["advantage"])
+        assert (figures["entropy"] > 0).all()
+
+
 async def test_a_step_without_gradients_is_skipped(
     make_engine: MakeEngine, model_path: ModelPath, make_micro_batch: MakeMicroBatch
 ) -> None:

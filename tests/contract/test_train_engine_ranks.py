@@ -54,6 +54,7 @@ STEPS = [
     [micro_batch(4), micro_batch(5, (1, 1), 3), micro_batch(6, (25, 2, 13), 2), micro_batch(7, (4, 12))],  # the third in rows
 ]
 NORMALISERS = [30, 5, 40]
+TOLD = [micro_batch(0), micro_batch(1)]
 LAST = [micro_batch(8), micro_batch(9)]
 
 
@@ -96,9 +97,11 @@ async def lead(engine: TrainEngine, dp: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"steps": []}
     for number, (batches, normaliser) in enumerate(zip(STEPS, NORMALISERS, strict=True)):
         if number == 1:  # a step that comes to nothing
-            turn = [broken(micro_batch(0))] if engine.data_parallel_rank == dp - 1 else [micro_batch(1)]
+            turn = [broken(TOLD[0])] if engine.data_parallel_rank == dp - 1 else [TOLD[1]]
             await engine.begin_step()
+            turn = [replace(batch, told_rows=(1,)) for batch in turn]
             results = await engine.forward_backward(turn, Sum(policy_gradient))
+            seen["told"] = {row: figures["log-prob of the trainer"] for row, figures in results[0].token_figures.items()}
             seen["is_finite"] = [result.is_finite for result in results]
             await engine.discard()
         seen["steps"].append(await step(engine, batches, normaliser, dp))
@@ -140,9 +143,15 @@ def test_several_processes_train_as_one(
         assert other["weights"] == {} and other["fingerprint"] == {}
     assert leaders[-1]["is_finite"] == [False]
 
+    told: list[Any] = []  # log-probs of the second row of each of `TOLD`, before the second step
+
     async def alone() -> tuple[list[tuple[float, OptimResult]], Any, Any, Any]:
         engine = torch_engine(path, **OPTIONS)
-        steps = [await step(engine, batches, normaliser, 1) for batches, normaliser in zip(STEPS, NORMALISERS, strict=True)]
+        steps = []
+        for number, (batches, normaliser) in enumerate(zip(STEPS, NORMALISERS, strict=True)):
+            if number == 1:
+                told.extend([(await engine.log_probs(each.prompt_ids, each.response_ids))[1] for each in TOLD])
+            steps.append(await step(engine, batches, normaliser, 1))
         weights, probe = await weights_of(engine), STEPS[0][0]
         log_probs = (await engine.log_probs(probe.prompt_ids, probe.response_ids)).values
         await engine.load_state(tmp_path / "state")  # of another engine, under another layout
@@ -155,6 +164,8 @@ def test_several_processes_train_as_one(
         assert found[0][1].grad_norm == pytest.approx(result.grad_norm, rel=1e-4)
         assert found[0][1].learning_rate == result.learning_rate and not found[0][1].skipped
     np.testing.assert_allclose(first["log_probs"], log_probs, atol=1e-4)
+    for number, leader in enumerate(leaders):
+        np.testing.assert_allclose(leader["told"][1], told[0 if number == layout.dp - 1 else 1], atol=1e-4)
     before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     of_ranks = {name: torch.from_numpy(array) for name, array in first["weights"].items()}
     moved_less(of_ranks, weights, before, 2e-2)

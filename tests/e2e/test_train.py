@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
+from asyncflow.telemetry.tokens import read_tokens
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
 from tests.depth import deep
@@ -78,8 +80,8 @@ def test_ends_well_and_leaves_everything(finished: tuple[Path, subprocess.Comple
     assert command.returncode == 0, command.stderr
     steps = [line for line in command.stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 3 and "reward" in steps[0] and "TPSPD" in steps[0] and "staleness" in steps[0]
-    files = ("config.yaml", "metrics.jsonl", "eval.jsonl", "trace.json", "samples.jsonl", "report.html", "certificate.json")
-    for name in (*files, "model/config.json"):
+    files = ("config.yaml", "metrics.jsonl", "eval.jsonl", "trace.json", "samples.jsonl", "tokens.jsonl", "report.html")
+    for name in (*files, "certificate.json", "model/config.json"):
         assert (run_dir / name).stat().st_size > 0, name
     assert not (run_dir / "fingerprints.jsonl").exists()
     assert any((run_dir / "tensorboard").iterdir())
@@ -99,6 +101,18 @@ def test_the_certificate_holds_and_is_shown(finished: tuple[Path, subprocess.Com
     assert 0 <= overlapped <= 3
     line = "on-policy certificate holds (periodic, 3 of 3 steps; staleness 0, spans per row 1,"
     assert line in command.stdout and line in (run_dir / "report.html").read_text()
+
+
+def test_samples_that_were_trained_are_told_token_by_token(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run_dir, _ = finished
+    samples = {row["row"]: row for row in rows(run_dir / "samples.jsonl") if row["purpose"] == "train"}
+    trained = read_tokens(run_dir, samples)
+    assert trained and len(trained) == len((run_dir / "tokens.jsonl").read_bytes().splitlines())
+    for row in trained:
+        sampled, found = (np.array(values) for values in (row.logprobs, row.figures["log-prob of the trainer"]))
+        assert row.step == samples[row.row]["step"] and row.length == len(row.ids) == len(found)
+        np.testing.assert_allclose(found, sampled, atol=2e-4)  # two engines, the same weights
+        assert set(row.figures["clipped"]) <= {0, 1} and set(row.versions) <= {row.step - 1, row.step}
 
 
 def test_metrics_have_one_row_per_step_and_every_name(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -46,6 +46,13 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         assert page.evaluate("document.documentElement.scrollWidth") <= 400  # nothing is wider than a narrow screen
         assert page.evaluate("window.hacked") is None and synthetic_run.HOSTILE in page.text_content("#samples")
 
+        card = page.locator("#samples article").first
+        card.locator("details.trained summary").click()
+        card.locator("details.trained .token.clipped").wait_for()
+        told = card.locator("details.trained .token").nth(1).get_attribute("title")
+        assert "log-prob of the engine -1.5" in told and "log-prob of the trainer -1.25" in told and "version 4" in told
+        assert "clipped yes" in told and "entropy 0.5" in told and "in the loss" in told and "ratio 1.284" in told
+
         with (tmp_path / "runs" / "two" / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 4, "reward/mean": 0.987}) + "\n")
         page.wait_for_function("() => document.getElementById('header').innerText.includes('0.987')")

@@ -160,6 +160,7 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
     write_lines(tmp_path / "eval.jsonl", [{"step": version} for version in (0, 2, 4)])
     samples = [("train", 1, 9), ("train", 2, 32), ("train", 2, 36), ("eval", 0, 1), ("eval", 1, 2), ("eval", 2, 3), ("eval", 4, 4)]
     write_lines(tmp_path / "samples.jsonl", [{"purpose": p, "step": s, "row": row} for p, s, row in samples])
+    write_lines(tmp_path / "tokens.jsonl", [{"row": row, "step": step} for row, step in ((9, 1), (32, 2))])
     spans = [
         Span(worker="trainer/0", task="optim_step", start=3.0, end=4.0, step=1),
         Span(worker="rollout/0", task="generate", start=3.5, end=6.0, version=1),
@@ -181,6 +182,7 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
         def steps(name: str) -> list[int]:
             return [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()]
 
+        assert steps("tokens.jsonl") == [1]  # row 32 is yet to be trained
         assert [steps(name) for name in ("metrics.jsonl", "fingerprints.jsonl", "fingerprints-1.jsonl")] == [[0, 1]] * 3
         assert steps("eval.jsonl") == [0, 2]
         kept = [json.loads(line)["row"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.service.watching import PUBLIC, LocalOnly, Watched, WatchedRun, watch_routes
 from asyncflow.telemetry.batches import BatchLog
+from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.types import Batch, Ragged
 from tests.patience import patience
 
@@ -59,7 +61,8 @@ def page(tmp_path: Path) -> Page:
     return Page(tmp_path)
 
 
-PATHS = ("runs", "events?run=one", "gantt?run=one&start=0&end=1", "charts?run=one", "samples?run=one", "compare?run=one&run=two")
+OF_ONE = ("events?run=one", "gantt?run=one&start=0&end=1", "charts?run=one", "samples?run=one", "tokens?run=one&row=1")
+PATHS = ("runs", *OF_ONE, "compare?run=one&run=two")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -141,6 +144,23 @@ async def test_a_part_of_the_chart_and_the_comparison(page: Page) -> None:
     assert part["lanes"] == ["rollout/0", "rollout/1", "trainer/0", "driver"]
     assert 0 < len(level["start"]) <= 200
     assert all(start < 10 and start + seconds > 5 for start, seconds in zip(level["start"], level["seconds"], strict=True))
+
+
+async def test_a_sample_is_told_as_it_was_trained(page: Page) -> None:
+    rows = [
+        TrainedTokens(12, 3, epoch, 4, [7, 8], [-0.5, None], [1, 0], [3, 4], {"ratio": [1.0, 1.25], "clipped": [0.0, 1.0]})
+        for epoch in range(2)
+    ]
+    other = msgspec.structs.replace(rows[0], row=112)
+    lines = [msgspec.json.encode(row) for row in (other, *rows)]
+    (page.folder / "one" / "tokens.jsonl").write_bytes(b"".join(line + b"\n" for line in lines) + lines[1][:30])  # half-written
+    first, second = await page.get("tokens", run="one", row=12)
+    assert (first["step"], first["epoch"], second["epoch"], first["num_more"]) == (3, 0, 1, 2)
+    assert first["tokens"] == [
+        {"text": "7 ", "logprob": -0.5, "mask": 1, "version": 3, "ratio": 1.0, "clipped": 0.0},
+        {"text": "8 ", "logprob": None, "mask": 0, "version": 4, "ratio": 1.25, "clipped": 1.0},
+    ]
+    assert await page.get("tokens", run="one", row=2) == await page.get("tokens", run="two", row=12) == []
 
 
 class Engine:

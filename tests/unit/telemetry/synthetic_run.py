@@ -9,12 +9,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import yaml
 
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.spans import Recorder, Span
+from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 
@@ -104,9 +106,21 @@ def write_run(run_dir: Path, num_steps: int = 10) -> list[Span]:
     log.close()
     accuracies = "".join(f'{{"step": {step}, "accuracy": {0.31 + 0.03 * step}}}\n' for step in range(0, num_steps + 1, 2))
     (run_dir / "eval.jsonl").write_text(accuracies)
-    samples = [
-        {"step": step, "prompt": HOSTILE, "response": f"{HOSTILE} {i}", "reward": i % 2} for step in (0, 9) for i in range(3)
+    samples: list[dict[str, Any]] = [
+        {
+            "step": step,
+            "purpose": "train",
+            "row": 4 * (8 * step + i),
+            "prompt": HOSTILE,
+            "response": f"{HOSTILE} {i}",
+            "reward": i % 2,
+        }
+        for step in (0, 9)
+        for i in range(3)
     ]
+    figures = {"log-prob of the trainer": [-0.5, -1.25], "ratio": [1.0, 1.2840], "clipped": [0.0, 1.0], "entropy": [0.25, 0.5]}
+    trained = [TrainedTokens(each["row"], each["step"], 0, 2, [7, 8], [-0.5, -1.5], [1, 1], [3, 4], figures) for each in samples]
+    (run_dir / "tokens.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in trained))
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     return spans
 

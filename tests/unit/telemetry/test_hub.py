@@ -11,23 +11,29 @@ import pytest
 
 from asyncflow.telemetry import hub as hub_module
 from asyncflow.telemetry.hub import Hub, Reporter
+from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SpanLog, read_spans
 from tests.patience import patience
 
 
 async def test_spans_samples_and_state_arrive(tmp_path: Path) -> None:
     samples: list[Mapping[str, Any]] = []
+    trained: list[TrainedTokens] = []
     progress: list[bool] = []
-    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), samples.append, lambda response: None, lambda: progress.append(True))
+    hub = Hub(
+        SpanLog(tmp_path / "spans.jsonl"), samples.append, trained.append, lambda response: None, lambda: progress.append(True)
+    )
     loop = asyncio.get_running_loop()
     reporter = Reporter(hub, "rollout/0", loop.time, "cpu", 0.01)
     reporter.recorder.enter("generate", version=4)
     reporter.recorder.add(tokens=3)
     reporter.keep_sample({"step": 1})
+    row = TrainedTokens(8, 1, 0, 1, [5], [-0.5], [1], [0], {"ratio": [1.0]})
+    reporter.keep_tokens(row)
     reporter.why_not_deterministic, reporter.reward_failures = "2 threads", {"timeout": 2}
     await asyncio.sleep(0.01)
     await reporter.flush()
-    assert samples == [{"step": 1}] and progress == [True]
+    assert samples == [{"step": 1}] and trained == [row] and progress == [True]
     state = hub.states["rollout/0"]
     assert (state.task, state.cause) == ("generate", "") and state.rss_bytes > 1e6
     assert (state.why_not_deterministic, state.reward_failures) == ("2 threads", {"timeout": 2})
@@ -36,7 +42,7 @@ async def test_spans_samples_and_state_arrive(tmp_path: Path) -> None:
 
 
 async def test_settle_waits_for_the_slowest_worker_and_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), lambda sample: None, lambda response: None, lambda: None)
+    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), lambda sample: None, lambda row: None, lambda response: None, lambda: None)
     loop = asyncio.get_running_loop()
     fast, slow = (Reporter(hub, f"rollout/{i}", loop.time, "cpu", 0.01) for i in range(2))
     await fast.flush()
@@ -54,7 +60,7 @@ async def test_settle_waits_for_the_slowest_worker_and_gives_up(tmp_path: Path, 
 
 
 async def test_nobody_waits_for_a_worker_that_has_gone_and_what_it_said_is_kept(tmp_path: Path) -> None:
-    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), lambda sample: None, lambda response: None, lambda: None)
+    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), lambda sample: None, lambda row: None, lambda response: None, lambda: None)
     loop = asyncio.get_running_loop()
     alive, gone, again = (Reporter(hub, name, loop.time, "cpu", 0.01) for name in ("rollout/0", "rollout/1", "rollout/1"))
     gone.reward_failures, again.reward_failures = {"timeout": 2}, {"timeout": 1}

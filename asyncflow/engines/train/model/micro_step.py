@@ -9,7 +9,7 @@ that a pipeline may compute these two in different processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class Given:
     is_policy_T: Tensor  # bool: whether the policy itself is the token's old policy
     is_fresh_T: Tensor  # bool: whether the staleness, as the rollout engine reports it, is 0: sampled by the step's first weights
     ref_T: Tensor | None
+    told: tuple[tuple[int, slice], ...] = ()  # rows that are told of token by token: index, and its tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +121,9 @@ def given_frozen(
         old_T = rollout_T
     is_fresh_T = torch.from_numpy(micro_batch.staleness == 0).to(packed.row_T.device)[packed.row_T]
     row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
-    return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T)
+    begins = micro_batch.response_ids.offsets.tolist()
+    told = tuple((int(micro_batch.indices[row]), slice(begins[row], begins[row + 1])) for row in micro_batch.told_rows)
+    return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T, told)
 
 
 def loss(
@@ -162,31 +165,35 @@ def losses(
         "chunk_tokens": chunk_tokens, "shard": shard, "softcap": softcap, "counts": counts, "head_sums": head_sums
     }  # fmt: skip
 
+    told: list[list[dict[str, Tensor]]] = [[] for _ in known]
+
     def part_loss(number: int, part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
         own_C, own = logprobs_C.detach(), known[number]
-        return objective.loss(
-            TokenBatch(
-                logprobs_T=logprobs_C,
-                old_logprobs_T=own_C if own.old_T is None else torch.where(own.is_policy_T[part], own_C, own.old_T[part]),
-                rollout_logprobs_T=own.rollout_T[part],
-                ref_logprobs_T=None if own.ref_T is None else own.ref_T[part],
-                entropy_T=entropy_C,
-                advantages_T=own.advantages_T[part],
-                mask_T=own.mask_T[part],
-                row_T=own.packed.row_T[part],
-                row_tokens_R=own.row_tokens_R,
-            )
+        batch = TokenBatch(
+            logprobs_T=logprobs_C,
+            old_logprobs_T=own_C if own.old_T is None else torch.where(own.is_policy_T[part], own_C, own.old_T[part]),
+            rollout_logprobs_T=own.rollout_T[part],
+            ref_logprobs_T=None if own.ref_T is None else own.ref_T[part],
+            entropy_T=entropy_C,
+            advantages_T=own.advantages_T[part],
+            mask_T=own.mask_T[part],
+            row_T=own.packed.row_T[part],
+            row_tokens_R=own.row_tokens_R,
         )
+        sums = objective.loss(batch)
+        if own.told:
+            told[number].append(_token_figures(batch, sums))
+        return sums
 
     sums: list[LossSums]
     if objective.is_token_local:
         total, sums, logprobs_T = token_local_losses(hidden_TH, head_VH, targets_T, part_loss, **of_head)
-        return PassLoss(total, _results(known, sums, logprobs_T.split_with_sizes(counts)))
+        return PassLoss(total, _results(known, sums, logprobs_T.split_with_sizes(counts), told))
     logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, **of_head)
     of_micro_batches = zip(logprobs_T.split_with_sizes(counts), entropy_T.split_with_sizes(counts), strict=True)
     sums = [part_loss(number, slice(None), *each) for number, each in enumerate(of_micro_batches)]
     detached = [LossSums(each.loss.detach(), {name: x.detach() for name, x in each.metrics.items()}) for each in sums]
-    results = _results(known, detached, logprobs_T.detach().split_with_sizes(counts))
+    results = _results(known, detached, logprobs_T.detach().split_with_sizes(counts), told)
     if head_sums is not None:
         for number, result in enumerate(results):
             if not result.is_finite:
@@ -196,8 +203,25 @@ def losses(
     return PassLoss(total, results)
 
 
-def _results(known: Sequence[Given], sums: Sequence[LossSums], logprobs: Sequence[Tensor]) -> list[MicroBatchResult]:
-    """Results of micro-batches, from their own losses and metrics, detached, and their log-probs."""
+def _token_figures(batch: TokenBatch, sums: LossSums) -> dict[str, Tensor]:
+    """Figures of each token of a loss's input, [C]. The ratio is to the old policy."""
+    logprobs_C = batch.logprobs_T.detach()
+    reference = {} if batch.ref_logprobs_T is None else {"log-prob of the reference": batch.ref_logprobs_T}
+    return {
+        "log-prob of the trainer": logprobs_C,
+        "ratio": (logprobs_C - batch.old_logprobs_T).exp(),
+        "entropy": batch.entropy_T.detach(),
+        "advantage": batch.advantages_T,
+        **reference,
+        **{name: values_C.detach() for name, values_C in sums.tokens.items()},
+    }
+
+
+def _results(
+    known: Sequence[Given], sums: Sequence[LossSums], logprobs: Sequence[Tensor], told: Sequence[Sequence[Mapping[str, Tensor]]]
+) -> list[MicroBatchResult]:
+    """Results of micro-batches, from their own losses and metrics, detached, their log-probs, and the figures of their chunks of
+    tokens, in order, where there are any."""
     numbers: list[Tensor] = []
     names: list[list[str]] = []
     for one, of_loss, logprobs_T in zip(known, sums, logprobs, strict=True):
@@ -215,22 +239,41 @@ def _results(known: Sequence[Given], sums: Sequence[LossSums], logprobs: Sequenc
         }
         names.append(list(metrics))
         numbers += [of_loss.loss, mask_T.sum(), is_finite, is_equal_T.sum(), differences_T.max(), *metrics.values()]
+    of_rows = list(_figures_of_rows(known, told))
+    figures: list[dict[int, dict[str, list[float]]]] = [{} for _ in known]
     # One transfer for all the numbers: each .item() on its own would wait for the device.
-    told = iter(torch.stack([n.double() for n in numbers]).tolist())
+    all_numbers = torch.stack([n.double() for n in numbers])
+    if of_rows:
+        all_numbers = torch.cat([all_numbers, *(values.double() for *_, values in of_rows)])
+    each = iter(all_numbers.tolist())
     results = []
-    for one, of_micro_batch in zip(known, names, strict=True):
-        loss_sum, loss_tokens, finite, num_equal, difference = (next(told) for _ in range(5))
+    for one, of_micro_batch, of_tokens in zip(known, names, figures, strict=True):
+        loss_sum, loss_tokens, finite, num_equal, difference = (next(each) for _ in range(5))
         results.append(
             MicroBatchResult(
                 loss_sum=loss_sum,
                 loss_tokens=int(loss_tokens),
                 physical_tokens=one.packed.num_tokens - one.packed.fill_tokens,
-                metrics={name: next(told) for name in of_micro_batch},
+                metrics={name: next(each) for name in of_micro_batch},
                 is_finite=bool(finite),
                 logprob_differences=(int(num_equal), difference),
+                token_figures=of_tokens,
             )
         )
+    for number, index, name, values in of_rows:
+        figures[number].setdefault(index, {})[name] = [next(each) for _ in range(len(values))]
     return results
+
+
+def _figures_of_rows(
+    known: Sequence[Given], told: Sequence[Sequence[Mapping[str, Tensor]]]
+) -> Iterator[tuple[int, int, str, Tensor]]:
+    """Figures of the rows that are told of: micro-batch, index, name, and a number for each of the row's tokens."""
+    for number, (one, parts) in enumerate(zip(known, told, strict=True)):
+        for name in parts[0] if parts else ():
+            values_T = torch.cat([part[name] for part in parts])
+            for index, row in one.told:
+                yield number, index, name, values_T[row]
 
 
 def float_tensor(values: Array, packed: Packed) -> Tensor:
