@@ -77,6 +77,35 @@ function inView(gantt, lo, hi) {
   return { level: null, shown: [], isFinest: true };
 }
 
+const ganttHeight = (numLanes) => 76 + numLanes * (numLanes > 24 ? 14 : numLanes > 12 ? 28 : 52);
+const ganttRange = (numLanes) => [numLanes - 0.42, -0.56];
+
+/* Place and thickness of a bar, in lanes: what goes on beside a lane is a thin line below it. */
+const ganttRow = (lane, numLanes) => lane >= numLanes ? [lane - numLanes + 0.4, 0.12] : [lane, 0.62];
+
+/* The same bars on a canvas, which needs no library: they are seen until that has begun. */
+function sketchGantt(place, gantt, level, { lo, hi }) {
+  const canvas = element("canvas", "sketch"), brush = canvas.getContext("2d"), scale = devicePixelRatio || 1;
+  const numLanes = gantt.lanes.length, width = place.clientWidth, height = ganttHeight(numLanes), top = 22, bottom = height - 46;
+  canvas.width = width * scale; canvas.height = height * scale;
+  canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
+  brush.scale(scale, scale);
+  brush.font = `${numLanes > 24 ? 10 : 13}px system-ui, sans-serif`;
+  const left = Math.max(...gantt.lanes.map((lane) => brush.measureText(lane).width)) + 14, right = width - 12;
+  const [last, first] = ganttRange(numLanes), row = (bottom - top) / (last - first);
+  const x = (moment) => Math.min(Math.max(left + (right - left) * (moment - lo) / (hi - lo), left), right), y = (lane) => top + (lane - first) * row;
+  brush.fillStyle = colour("--ink"); brush.textAlign = "right"; brush.textBaseline = "middle";
+  gantt.lanes.forEach((lane, i) => brush.fillText(lane, left - 6, y(i)));
+  for (let i = 0; i < level.start.length; i++) {
+    const from = x(level.start[i]), to = x(level.start[i] + level.seconds[i]), [middle, thickness] = ganttRow(level.lane[i], numLanes);
+    if (to <= left || from >= right) continue;
+    const state = gantt.states[level.state[i]];
+    brush.fillStyle = state.wait ? faded(state.colour, 0.3) : state.colour;
+    brush.fillRect(from, y(middle - thickness / 2), Math.max(to - from, 0.5), thickness * row);
+  }
+  place.replaceChildren(canvas);
+}
+
 class Gantt {
   /* `look(lo, hi)`: the level and bars to be drawn there, at once. `moved`: told of each new view. */
   constructor(gantt, lookAt, moved = () => {}) {
@@ -131,11 +160,9 @@ class Gantt {
         : { color: state.colour, line: edge },
     }));
     for (const i of shown) {
-      const beside = level.lane[i] >= numLanes;
-      const trace = traces[level.state[i]];
+      const trace = traces[level.state[i]], [middle, thickness] = ganttRow(level.lane[i], numLanes);
       trace.x.push(level.seconds[i]); trace.base.push(level.start[i]);
-      trace.y.push(beside ? level.lane[i] - numLanes + 0.4 : level.lane[i]);
-      trace.width.push(beside ? 0.12 : 0.62);
+      trace.y.push(middle); trace.width.push(thickness);
       trace.hovertext.push(this.hoverText(level, i));
     }
     return traces;
@@ -165,10 +192,10 @@ class Gantt {
     const bars = level ? this.bars(level, shown) : [];
     const marks = this.marks();
     const layout = {
-      ...look(), height: 76 + numLanes * (numLanes > 24 ? 14 : numLanes > 12 ? 28 : 52), margin: { l: 8, r: 12, t: 22, b: 8 }, barmode: "overlay", showlegend: false,
+      ...look(), height: ganttHeight(numLanes), margin: { l: 8, r: 12, t: 22, b: 8 }, barmode: "overlay", showlegend: false,
       hovermode: "closest", dragmode: "zoom", annotations: marks.labels,
       xaxis: axis({ range: [view.lo, view.hi], title: { text: "seconds since the first span", standoff: 6 }, zeroline: false, exponentformat: "none", separatethousands: true }),
-      yaxis: axis({ range: [numLanes - 0.42, -0.56], tickvals: gantt.lanes.map((_, i) => i), ticktext: gantt.lanes, fixedrange: true, showgrid: false, zeroline: false, tickfont: { size: numLanes > 24 ? 10 : 13, color: colour("--ink") } }),
+      yaxis: axis({ range: ganttRange(numLanes), tickvals: gantt.lanes.map((_, i) => i), ticktext: gantt.lanes, fixedrange: true, showgrid: false, zeroline: false, tickfont: { size: numLanes > 24 ? 10 : 13, color: colour("--ink") } }),
     };
     Plotly.react(this.plot, [...bars, ...marks.traces], layout, { displayModeBar: false, responsive: true, doubleClick: false });
     document.getElementById("gantt-view").textContent = `${view.lo.toFixed(2)} s to ${view.hi.toFixed(2)} s of ${gantt.wall.toFixed(2)} s`;

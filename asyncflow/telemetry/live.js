@@ -10,7 +10,7 @@ if (address.get("key")) {
 }
 const key = sessionStorage.getItem("key") || "";
 const MOST_BARS = 2500, FIRST_BARS = 1000;
-/* plotly.js takes a second to begin: it does so when the figures are shown and the data for the charts is asked for. */
+/* plotly.js takes a second or two to begin: it does so when the figures are shown and the Gantt chart is sketched. */
 let beginPlotly;
 const plotly = new Promise((resolve) => {
   beginPlotly = () => {
@@ -97,7 +97,6 @@ function changed(parts) {
     if (samples !== numSamples) { numSamples = samples; search(); }
     if (batches.join() !== hasBatches) { hasBatches = batches.join(); showBatches(batches); }
     present(wall, firstView, isLive);
-    beginPlotly();
   }
 }
 
@@ -109,7 +108,7 @@ function present(wall, firstView, isLive) {
   const isEmpty = !wall;
   byId("no-spans").hidden = !isEmpty;
   byId("gantt-place").hidden = isEmpty;
-  if (isEmpty) return;
+  if (isEmpty) { beginPlotly(); return; }
   if (width === null) width = Math.max(firstView[1] - firstView[0], 1e-3);
   if (gantt) gantt.gantt.wall = wall;
   const isMoved = byId("follow").checked ? gantt?.view.hi !== wall : !gantt;
@@ -128,10 +127,13 @@ async function fetchPart(view) {
       const reach = (hi - lo) / 2;
       const asked = run;
       const found = await answer("gantt", { run, start: lo - reach, end: hi + reach, most: gantt ? MOST_BARS : FIRST_BARS });
+      if (asked === run && !window.Plotly) sketchGantt(byId("gantt"), found, found.levels[0], { lo, hi });
+      beginPlotly();
       await plotly;
       if (asked !== run) continue;
       part = { ...found, lo: lo - reach, hi: hi + reach };
       if (!gantt) {
+        byId("gantt").replaceChildren();
         gantt = new Gantt(found, loaded, (moved) => { byId("follow").checked = moved.hi >= gantt.gantt.wall; width = moved.hi - moved.lo; fetchPart(moved); });
         gantt.view = { lo, hi };
         wanted ??= { lo, hi };  // at its full detail
@@ -146,6 +148,7 @@ async function fetchPart(view) {
     say(error.message, "lost");
   } finally {
     asking = false;
+    beginPlotly();
   }
 }
 
