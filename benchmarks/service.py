@@ -119,7 +119,7 @@ def requests(folder: Path) -> list[Figure]:
         "run": {"steps": 100_000},
         "model": {"path": str(MODEL), "max_context_tokens": 128},
         "rollout": {"num_workers": 0, "group_size": 2, "max_new_tokens": 8},
-        "train": {"engine": "outside", "prompts_per_step": 1},
+        "train": {"engine": "outside", "prompts_per_step": 1024},  # within its share of which a generator takes prompts
         "schedule": {"name": "bounded", "max_staleness": 1000},
     }
     row = {"prompt": "7 + 5", "answer": "12"}
@@ -135,7 +135,7 @@ def requests(folder: Path) -> list[Figure]:
             async def ask_echo() -> None:
                 (await plain.post("/echo", json={"rows": [row]})).raise_for_status()
 
-            worker = await client.join_generators()
+            worker = await client.join_generators(num_slots=2048)
 
             async def put_to_received() -> None:
                 waiting = asyncio.create_task(worker.get_prompts_data(1))
