@@ -33,6 +33,7 @@ from asyncflow.environments.messages import (
     StepEpisode,
 )
 from asyncflow.sandbox.frames import Broken, Failed, ProcessLimits, frame
+from asyncflow.sandbox.interpreter import SCHEME
 from asyncflow.sandbox.process import ProcessEnded, SandboxProcess, SandboxProcesses, patiently
 from asyncflow.types import RunError, UserError
 
@@ -69,6 +70,7 @@ class EnvironmentPool:
             what="environment process", who=f"environment {self.path}", built="environment", start_seconds=limits.start_seconds,
             pythons=pythons,
         )  # fmt: skip
+        self._is_elsewhere = any(python.startswith(SCHEME) for python in pythons)
         self._limits, self._num_workers, self._name = limits, num_workers, name
         self._numbers = itertools.count()
         self._room: list[SandboxProcess] = []  # a process as often as it can take an episode
@@ -177,6 +179,12 @@ class EnvironmentPool:
             await self._processes.remove(process)
             raise UserError(f"environment {reply.name} {reply.message}")
         assert isinstance(reply, EnvironmentReady), reply
+        if reply.is_captured and self._is_elsewhere:
+            await self._processes.remove(process)
+            raise UserError(
+                f"environment {self.path} calls the policy at an address of the rollout worker's own machine: its interpreter "
+                f"(episodes.python) has to be there, too"
+            )
         self.facts = reply
         return process
 

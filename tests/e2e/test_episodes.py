@@ -78,3 +78,35 @@ def test_periodic_equals_synchronous(small: Small, tmp_path: Path, options: tupl
     command = run_command("verify", config_of(small, tmp_path), "--steps", "3", *options)
     assert command.returncode == 0, command.stdout + command.stderr
     assert "EQUAL: synchronous and periodic gave the same bits in 3 steps" in command.stdout
+
+
+# Two calls that begin anew: two sequences of a row, the second one a branch.
+AGENT = """
+import json, urllib.request
+
+def run(example, base_url, api_key):
+    reward = 0.0
+    for prompt in ("7 + 5 = ", "9 - 1 = "):
+        body = json.dumps({"model": "policy", "prompt": prompt, "max_tokens": 6}).encode()
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(f"{base_url}/completions", body, headers)) as answer:
+            reward += len(json.load(answer)["choices"][0]["text"]) % 3
+    return reward
+"""
+
+
+@deep
+def test_rows_with_branches_are_trained_by_two_groups_of_ranks_to_the_bits_of_one(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    weights = []
+    for dp in (1, 2):
+        folder = tmp_path / str(dp)
+        folder.mkdir()
+        config = config_of(small, folder, run={"steps": 2, "dir": str(folder / "runs")})
+        environment = f"environment={{name: agent, run: '{tmp_path / 'agent.py'}:run', is_deterministic: true}}"
+        command = run_command("train", config, "eval.path=null", environment, f"plan.train.dp={dp}")
+        assert command.returncode == 0, command.stdout + command.stderr
+        (run,) = (folder / "runs").iterdir()
+        assert all(sum(turn["by"] == "policy" for turn in line["turns"]) == 2 for line in rows(run / "samples.jsonl"))
+        weights.append((run / "model" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]

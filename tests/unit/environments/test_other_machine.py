@@ -32,6 +32,9 @@ class Where:
     def step(self, action):
         time.sleep(float(action))
         return None, 1.0, True, {}
+
+class Agent(Where):
+    is_captured = True
 """
 SERVER = """
 ListenAddress 127.0.0.1
@@ -82,10 +85,10 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         server.kill()
 
 
-def new_pool(tmp_path: Path, *pythons: str, seconds: float = 60.0) -> EnvironmentPool:
+def new_pool(tmp_path: Path, *pythons: str, seconds: float = 60.0, name: str = "Where") -> EnvironmentPool:
     (tmp_path / "where.py").write_text(FILE)
     limits = ProcessLimits(seconds, 1 << 30)
-    return EnvironmentPool(f"{tmp_path / 'where.py'}:Where", {}, limits, num_workers=1, name="test", pythons=pythons)
+    return EnvironmentPool(f"{tmp_path / 'where.py'}:{name}", {}, limits, num_workers=1, name="test", pythons=pythons)
 
 
 async def end_of(pid: int) -> None:
@@ -131,6 +134,11 @@ async def test_an_interpreter_that_is_not_there_is_said_in_its_shells_words(addr
         UserError, match=r"exited with status 127 before the environment was built; its last words: .*no-such-python"
     ):
         await new_pool(tmp_path, address + "/envs/no-such-python").start()
+
+
+async def test_an_agent_that_calls_the_policy_stays_on_its_machine(address: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"its interpreter \(episodes\.python\) has to be there, too"):
+        await new_pool(tmp_path, address + sys.executable, name="Agent").start()
 
 
 async def test_processes_take_interpreters_in_turn(tmp_path: Path) -> None:
