@@ -9,6 +9,7 @@ stays in evaluation mode: with dropout the ratio of new to old log-probs would n
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ from asyncflow.engines.train.model.own_rows import Way, row_states
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
 from asyncflow.types import Array, LoraSpec, Ragged, UserError
 
+_bases: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # of adapters, by files, dtype and device
+_SHARING = threading.Lock()  # so that nobody loads what somebody is loading
 _LOADING = threading.Lock()  # a load changes global state of transformers: two at the same time may lose tied weights
 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
@@ -84,12 +88,18 @@ class CausalModel:
         `device`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the same numbers as
         a rollout engine of that dtype. Gradients are added to the kept weights.
 
-        `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`.
+        `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`. Models with
+        adapters over the same files have the memory of their bases in common.
         `way`: how micro-batches go through the model; None: packed where that is known to be right, else as `own_rows.probe` finds.
 
         Raises `UserError` if there is no such model, or it cannot be trained here.
         """
-        self.module = load_module(path, weights_dtype).to(weights_device or device).eval()
+        weights_device = weights_device or device
+        if lora is None:
+            self.module = load_module(path, weights_dtype).to(weights_device).eval()
+        else:
+            self._base = base_of(path, weights_dtype, weights_device)  # which stays as long as an adapter of it is here
+            self.module = copy.deepcopy(self._base, {id(weight): weight for weight in self._base.parameters()})
         self.chunk_tokens = passes.chunk_tokens
         self.device, self.dtype, self.temperature = torch.device(device), passes.dtype, passes.temperature
         self._divisor = passes.temperature / logit_scale(self.module.config)
@@ -249,6 +259,16 @@ def load_module(path: Path | str, dtype: torch.dtype) -> Any:
     if lacking := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")
     return model
+
+
+def base_of(path: Path | str, dtype: torch.dtype, device: str) -> Any:
+    """The model of `load_module` on a device, which nobody may change: the same one for all who ask while somebody has it."""
+    files = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(Path(path).glob("*.*")))
+    key = (str(Path(path).resolve()), files, dtype, device)
+    with _SHARING:
+        if (base := _bases.get(key)) is None:
+            base = _bases[key] = load_module(path, dtype).to(device).eval().requires_grad_(False)
+        return base
 
 
 def empty_module(path: Path | str, dtype: torch.dtype) -> Any:

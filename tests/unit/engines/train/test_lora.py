@@ -1,7 +1,13 @@
 """Low-rank adapters: to the last digit those of PEFT, in passes and in files; trained alone; the base is the reference."""
 
+import asyncio
+import gc
 import json
+import os
 import re
+import shutil
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +24,9 @@ from asyncflow.engines.lora import merge_lora, read_lora
 from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.model.causal_model import load_module
 from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec, LossSums, TokenBatch, UserError
+from tests.patience import patience
 from tests.unit.engines.train.training import (
     MakeMicroBatch,
     ModelPath,
@@ -240,3 +248,48 @@ def test_an_adapter_that_lacks_a_layer_is_refused(model_path: ModelPath, adapter
     write_lora(adapter, SPEC, Path("base"), {name: tensor.numpy() for name, tensor in tensors.items()})
     with pytest.raises(UserError, match=r"lacks 1 of 28 tensors, model.layers.1.self_attn.q_proj.lora_A.weight the first"):
         torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, path=str(adapter)))
+
+
+async def test_adapters_over_one_base_have_its_memory_in_common_and_do_not_meet(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch
+) -> None:
+    base, options = model_path("qwen2-tiny"), {"accumulate": "exact", "learning_rate": 1e-2}
+
+    async def trained(engine: TorchEngine, seed: int) -> None:
+        await train_on(engine, make_micro_batch(seed), Sum(policy_gradient))
+        await engine.optim_step(3)
+        await engine.begin_step()
+
+    alone = torch_engine(base, lora=SPEC, **options)
+    await trained(alone, 0)
+    expected = await weights_of(alone)
+    await alone.close()
+    one = torch_engine(base, lora=SPEC, **options)
+    other = torch_engine(base, lora=replace(SPEC, rank=SPEC.rank + 1), **options)
+    places = [
+        {name: w.data_ptr() for name, w in one_rank(engine).policy.module.named_parameters() if "lora_" not in name}
+        for engine in (one, other)
+    ]
+    assert places[0] == places[1] and len(places[0]) > 10
+    await trained(other, 1)
+    await trained(one, 0)
+    assert_same(await weights_of(one), expected)
+    whole = torch_engine(base)
+    assert not set(places[0].values()) & {w.data_ptr() for w in one_rank(whole).policy.module.parameters()}
+
+
+async def test_a_base_goes_with_its_last_adapter_and_is_read_again_when_its_files_change(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    shutil.copytree(model_path("qwen2-tiny"), tmp_path / "base")
+    engine = torch_engine(tmp_path / "base", lora=SPEC)
+    base = weakref.ref(one_rank(engine).policy._base)
+    os.utime(tmp_path / "base" / "model.safetensors", ns=(1, 1))
+    assert one_rank(torch_engine(tmp_path / "base", lora=SPEC)).policy._base is not base()
+    await engine.close()
+    del engine
+    deadline = time.monotonic() + patience(20)  # its thread ends by itself
+    while base() is not None and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+        gc.collect()
+    assert base() is None
