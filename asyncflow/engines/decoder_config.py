@@ -19,7 +19,7 @@ from asyncflow.engines.families import DECODED, head_dim
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 READ = {
     *SIZES,
-    *("model_type", "architectures", "layer_types", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias"),
+    *("model_type", "architectures", "layer_types", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
     *("tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
 }
 # Fields that transformers gives every config, whatever the family. With these values they ask for nothing special.
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "label2id": {"LABEL_0": 0, "LABEL_1": 1},
 }
 # Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
-FIXED = {"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False, **DEFAULTS}
+FIXED = {"use_sliding_window": False, "use_mrope": False, "use_bidirectional_attention": False, **DEFAULTS}
 HARMLESS = {
     *(
         "_name_or_path",
@@ -47,6 +47,8 @@ HARMLESS = {
     *("output_attentions", "output_hidden_states", "return_dict"),
     *("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),  # the last one counts under rope types that are refused
 }
+LOCAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
+"""Families with windows in some layers: of so many, all but the last, where the config does not name the layers."""
 ROPE_SCALING = {
     "default": set(),
     "linear": {"factor"},
@@ -75,15 +77,22 @@ class DecoderConfig:
     rope: Mapping[str, Any]
     rotary_dim: int  # elements of a head that are rotated, the first ones
     rotates: tuple[bool, ...]  # by layer: whether positions count in it
+    local_rope: Mapping[str, Any]  # `rope` of the layers whose windows are limited
+    is_local: tuple[bool, ...]  # by layer
     max_window: int | None = None  # tokens up to which the model's windows are no limit
     whole_qk_norm: bool = False
-    norms_behind: bool = False
+    norms: str = "before"
+    norm_offset: float = 0.0
     has_late_rounding: bool = False  # norms multiply by their weights in float32
+    has_gelu: bool = False
     is_fused: bool = False
     embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False  # to the weights' dtype
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None
     logits_scaling: float = 1.0  # logits are divided by it
+    logits_softcap: float | None = None
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
@@ -103,25 +112,36 @@ class DecoderConfig:
                 raise ValueError(f"unknown config field {name} = {value!r}: it could change the computation")
         if fields.get("architectures") not in (None, [family.architecture]):
             raise ValueError(f"config field architectures = {fields['architectures']!r} is not [{family.architecture!r}]")
-        if set(fields.get("layer_types") or ()) - {"full_attention"}:
-            raise ValueError(f"config field layer_types = {fields['layer_types']!r}: only full_attention is implemented")
-        has_windows = kind in ("mistral", "phi3")
-        if not (has_windows or kind.startswith("qwen")) and fields.get("sliding_window") is not None:
-            raise ValueError(f"config field sliding_window is not implemented for {kind}")
         sizes: dict[str, Any] = {name: fields.get(name) for name in SIZES}
         if not family.needs_kv_heads or "num_key_value_heads" in fields:
             sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {name} = {value!r} is not a positive integer")
+        is_gemma, activation = kind in LOCAL_LAYERS, "gelu_pytorch_tanh" if family.has_gelu else "silu"
+        for name in ("hidden_activation",) if fields.get("hidden_activation") else ("hidden_act",):  # the first one counts
+            if fields.get(name) not in (None, activation):
+                raise ValueError(f"config field {name} = {fields[name]!r} is not implemented (only {activation!r})")
+        is_local = _local_layers(fields)
+        has_windows = kind in ("mistral", "phi3") or any(is_local)
+        if not (has_windows or is_gemma or kind.startswith("qwen")) and fields.get("sliding_window") is not None:
+            raise ValueError(f"config field sliding_window is not implemented for {kind}")
         attention_bias = bool(fields.get("attention_bias"))
         if (attention_bias and not family.has_attention_bias) or (fields.get("mlp_bias") and not family.has_mlp_bias):
             raise ValueError(f"config fields attention_bias and mlp_bias are not those of {kind}")
-        rope, partial = _rope_fields(fields, family.rope_theta)
+        global_fields, local_fields = _rope_by_layers(fields) if kind == "gemma3_text" else (fields, fields)
+        rope, partial = _rope_fields(global_fields, family.rope_theta)
         if partial != 1.0 and kind != "phi3":
             raise ValueError(f"rope parameter partial_rotary_factor = {partial} is not implemented for {kind}")
         of_family = [name for name in family.fields if name.endswith(("multiplier", "scaling"))]
         multipliers: dict[str, Any] = {name: float(fields.get(name, 1.0)) for name in of_family}
+        if family.scales_embedding:
+            multipliers["embedding_multiplier"] = sizes["hidden_size"] ** 0.5
+        if is_gemma:
+            multipliers["attention_multiplier"] = fields.get("query_pre_attn_scalar", 256) ** -0.5
+            caps = (50.0, 30.0) if kind == "gemma2" else (None, None)
+            multipliers["attention_softcap"] = fields.get("attn_logit_softcapping", caps[0])
+            multipliers["logits_softcap"] = fields.get("final_logit_softcapping", caps[1])
         return cls(
             **sizes,
             **multipliers,
@@ -136,12 +156,39 @@ class DecoderConfig:
             rope=rope,
             rotary_dim=int(head_dim(fields) * partial),
             rotates=_rotating_layers(fields, sizes["num_hidden_layers"]),
-            max_window=fields.get("sliding_window", 4096 if kind == "mistral" else None) if has_windows else None,
+            local_rope=_rope_fields(local_fields, family.rope_theta)[0],
+            is_local=is_local,
+            max_window=fields.get("sliding_window", None if kind == "phi3" else 4096) if has_windows else None,
             whole_qk_norm=family.has_whole_qk_norm,
-            norms_behind=family.has_norms_behind,
-            has_late_rounding=kind == "olmo2",
+            norms=family.norms,
+            norm_offset=family.norm_offset,
+            has_late_rounding=kind == "olmo2" or is_gemma,
+            has_gelu=family.has_gelu,
+            rounds_embedding_multiplier=family.scales_embedding,
             is_fused=family.is_fused,
         )
+
+
+def _local_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether each layer's window is limited, which of the families here only Gemma's say by layer. Raises `ValueError`."""
+    count, every = fields["num_hidden_layers"], LOCAL_LAYERS.get(fields["model_type"])
+    given = fields.get("layer_types")
+    if every is None or given:
+        types = given or ["full_attention"] * count
+        if strangers := set(types) - ({"full_attention"} if every is None else {"full_attention", "sliding_attention"}):
+            raise ValueError(f"config field layer_types has {', '.join(sorted(strangers))}, which is not implemented here")
+        return tuple(each == "sliding_attention" for each in types)
+    every = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern") or every
+    return tuple(bool((layer + 1) % every) for layer in range(count))
+
+
+def _rope_by_layers(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the rotation in Gemma 3's layers with all of the context, and in those with windows, from either spelling."""
+    given, rest = fields.get("rope_parameters") or {}, {name: v for name, v in fields.items() if not name.startswith("rope_")}
+    if "full_attention" in given:
+        return {**rest, "rope_parameters": given["full_attention"]}, {**rest, "rope_parameters": given["sliding_attention"]}
+    local = {**rest, "rope_theta": fields.get("rope_local_base_freq") or 10000.0}
+    return {name: value for name, value in fields.items() if name != "rope_local_base_freq"}, local
 
 
 def _rotating_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:

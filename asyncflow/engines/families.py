@@ -19,7 +19,10 @@ class Family:
     has_qk_norm: bool = False  # of each head
     head_dim: int | None = None  # used if the config.json has none; None: hidden size / number of heads
     has_whole_qk_norm: bool = False  # of all query heads together, and of all key heads
-    has_norms_behind: bool = False  # attention and MLP are normed behind, not before
+    norms: str = "before"  # where attention and MLP are normed: `before`, `behind` or `both`
+    norm_offset: float = 0.0  # which norms add to their weights
+    has_gelu: bool = False  # in the MLP, by the tanh; else SiLU
+    scales_embedding: bool = False  # by the square root of the hidden size
     is_fused: bool = False  # q, k and v are one matrix, gate and up another
     has_attention_bias: bool = True  # if its config.json says so
     has_mlp_bias: bool = False  # likewise
@@ -37,15 +40,32 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 """Families by `model_type` that train on several devices, whichever train engine cuts them."""
 
+_GEMMA: Final[Mapping[str, Any]] = {
+    "norms": "both", "norm_offset": 1.0, "has_gelu": True, "scales_embedding": True, "needs_kv_heads": True, "is_tied": True
+}  # fmt: skip
+_GEMMA_FIELDS: Final = (
+    *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "cache_implementation"),
+    *("sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention"),
+)
+
 DECODED: Final[Mapping[str, Family]] = {
     **FAMILIES,
+    "gemma2": Family("Gemma2ForCausalLM", head_dim=256, fields=_GEMMA_FIELDS, **_GEMMA),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        has_qk_norm=True,
+        head_dim=256,
+        fields=(*_GEMMA_FIELDS, "rope_local_base_freq"),
+        rope_theta=1e6,
+        **_GEMMA,
+    ),
     "granite": Family(
         "GraniteForCausalLM",
         has_mlp_bias=True,
         fields=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     ),
     "mistral": Family("MistralForCausalLM", has_attention_bias=False, needs_kv_heads=True),
-    "olmo2": Family("Olmo2ForCausalLM", has_whole_qk_norm=True, has_norms_behind=True, rms_norm_eps=1e-5),
+    "olmo2": Family("Olmo2ForCausalLM", has_whole_qk_norm=True, norms="behind", rms_norm_eps=1e-5),
     "phi3": Family("Phi3ForCausalLM", has_attention_bias=False, is_fused=True, rms_norm_eps=1e-5),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

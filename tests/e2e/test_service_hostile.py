@@ -138,7 +138,7 @@ async def test_slow_heads_bodies_and_readers_are_cut_off(tmp_path: Path) -> None
 
 
 async def test_a_client_that_does_not_read_its_answer_is_hung_up_on(tmp_path: Path) -> None:
-    service = Service(tmp_path, slowest_bytes_per_second=64 << 20)
+    service = Service(tmp_path, slowest_bytes_per_second=64 << 20, head_seconds=1.5)
     async with service.serving() as port, service.good_client(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n" + service.key + b"\r\n")

@@ -21,7 +21,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.engines.rollout.low_rank import LoraLayers, LowRank
-from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
+from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache, capped
 from asyncflow.model_folder import weight_files
 from asyncflow.types import Array, LoraSpec
 
@@ -107,18 +109,27 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 AnyLinear = Linear | PackedLinear
+NORMS: Final[Mapping[str, tuple[tuple[str, str] | None, tuple[str, str] | None]]] = {
+    "before": (("input_layernorm", "post_attention_layernorm"), None),
+    "behind": (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "both": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+"""Names of the norms before and behind attention and MLP, by where they stand (`DecoderConfig.norms`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer. The norms stand before attention and MLP, or behind them."""
+    """The weights of one layer. Norms stand before attention and MLP, behind them, or both."""
 
-    attention_norm: Tensor
+    norms_before: tuple[Tensor, Tensor] | None  # attention's and the MLP's
+    norms_behind: tuple[Tensor, Tensor] | None
     qkv: AnyLinear
     qk_norm: Tensor | None  # [H + K, D]: the one vector of all query heads H times, that of the key heads K times
     whole_qk_norms: tuple[Tensor, Tensor] | None  # [H * D] and [K * D]: of all heads together
     output: AnyLinear
-    mlp_norm: Tensor
     gate_up: AnyLinear
     down: AnyLinear
 
@@ -163,11 +174,11 @@ class Decoder:
         head = "lm_head.weight" if tied is None else "model.embed_tokens.weight"
         self.lm_head = self._linear([head], [config.vocab_size], config.hidden_size, None, tied)
 
-        angles = torch.arange(max_context)[:, None].float() * rope_frequencies(config.rotary_dim, config.rope)
-        cos, sin = angles.cos(), angles.sin()
-        self._cos_LD = torch.cat((cos, cos), -1).to(device, dtype)
-        self._sin_LD = torch.cat((-sin, sin), -1).to(device, dtype)  # signed, so that a rotation swaps halves without negating
-
+        self._multiplier = config.embedding_multiplier
+        if config.rounds_embedding_multiplier:
+            self._multiplier = torch.tensor(self._multiplier, dtype=dtype).item()
+        self._rotation = self._rotation_by(config.rope, max_context)
+        self._local_rotation = self._rotation_by(config.local_rope, max_context) if any(config.is_local) else self._rotation
         self._inert_slot = num_slots
         self.cache = SlotCache(
             layers=config.num_hidden_layers,
@@ -177,8 +188,16 @@ class Decoder:
             num_slots=num_slots + 1,
             max_context=max_context,
             scale=config.attention_multiplier,
+            softcap=config.attention_softcap,
             like=self.norm,
         )
+
+    def _rotation_by(self, rope: Mapping[str, Any], max_context: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [max_context, rotary_dim] by position."""
+        angles = torch.arange(max_context)[:, None].float() * rope_frequencies(self.config.rotary_dim, rope)
+        cos, sin = angles.cos(), angles.sin()
+        signed = torch.cat((-sin, sin), -1)  # so that a rotation swaps halves without negating
+        return torch.cat((cos, cos), -1).to(self.device, self.dtype), signed.to(self.device, self.dtype)
 
     def _buffer(self, *shape: int) -> Tensor:
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -236,13 +255,10 @@ class Decoder:
         whole_qk_norms = (norm("self_attn.q_norm", q), norm("self_attn.k_norm", kv)) if c.whole_qk_norm else None
         output = linear("self_attn.o_proj", (c.hidden_size,), q, c.output_bias)
         down = linear("mlp.down_proj", (c.hidden_size,), c.intermediate_size, c.mlp_bias)
-        names = (
-            ("post_attention_layernorm", "post_feedforward_layernorm")
-            if c.norms_behind
-            else ("input_layernorm", "post_attention_layernorm")
-        )
-        attention_norm, mlp_norm = map(norm, names)
-        return DecoderLayer(attention_norm, qkv, qk_norm, whole_qk_norms, output, mlp_norm, gate_up, down)
+        before, behind = NORMS[c.norms]
+        norms_before = (norm(before[0]), norm(before[1])) if before else None
+        norms_behind = (norm(behind[0]), norm(behind[1])) if behind else None
+        return DecoderLayer(norms_before, norms_behind, qkv, qk_norm, whole_qk_norms, output, gate_up, down)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit.
@@ -302,13 +318,11 @@ class Decoder:
             self.cache.release(first)
         places = self.cache.places(np.repeat([first for first, *_ in slots], lengths), positions)
         buckets, rows_T = self._buckets(lengths, ends, len(inert))
-        scale = self.config.attention_multiplier
+        attention = self._attention()
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             self.cache.store(layer, places, k_TKD[:num_tokens], v_TKD[:num_tokens])
-            return torch.cat([causal_attention(q_THD, k_TKD, v_TKD, bucket_PL, scale) for bucket_PL in buckets]).index_select(
-                0, rows_T
-            )
+            return torch.cat([attention(q_THD, k_TKD, v_TKD, bucket_PL) for bucket_PL in buckets]).index_select(0, rows_T)
 
         last = np.append(ends - 1, np.full(padded(len(ends)) - len(ends), ends[-1] - 1))
         tokens = np.concatenate([*prompts, inert])
@@ -316,6 +330,10 @@ class Decoder:
         for length, (first, *others) in zip(lengths.tolist(), slots, strict=True):
             self.cache.share(first, others, length)
         return logits_PV
+
+    def _attention(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """`causal_attention` by the model's constants."""
+        return partial(causal_attention, scale=self.config.attention_multiplier, softcap=self.config.attention_softcap)
 
     def _buckets(self, lengths: Array, ends: Array, num_inert: int) -> tuple[list[Tensor], Tensor]:
         """Prompts that attend in one call, those of as many blocks, and the way back.
@@ -340,9 +358,10 @@ class Decoder:
         num_tokens = len(token_ids)
         inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
         buckets, rows_T = self._buckets(np.array([num_tokens]), np.array([num_tokens]), len(inert))
+        attention = self._attention()
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            return causal_attention(q_THD, k_TKD, v_TKD, buckets[0], self.config.attention_multiplier).index_select(0, rows_T)
+            return attention(q_THD, k_TKD, v_TKD, buckets[0]).index_select(0, rows_T)
 
         positions = np.append(np.arange(num_tokens), inert)
         h_TE = self._hidden(np.append(token_ids, inert), positions, attend)
@@ -380,19 +399,25 @@ class Decoder:
     def _logits(self, h_TE: Tensor) -> Tensor:
         """Logits (float32 [T, V]) from what the output layer is given."""
         logits_TV = self.lm_head(h_TE)
-        return (logits_TV if self.config.logits_scaling == 1.0 else logits_TV.div_(self.config.logits_scaling)).float()
+        if self.config.logits_scaling != 1.0:
+            logits_TV = logits_TV.div_(self.config.logits_scaling)
+        if self.config.logits_softcap is not None:
+            logits_TV = capped(logits_TV, self.config.logits_softcap)
+        return logits_TV.float()
 
     def _hidden(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """What the output layer is given ([T, E]), as in `_forward`."""
         c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
         positions_T = self._on_device(positions)
-        cos_T1D, sin_T1D = self._cos_LD[positions_T].unsqueeze(1), self._sin_LD[positions_T].unsqueeze(1)
+        rotation, local_rotation = (
+            tuple(table_LD[positions_T].unsqueeze(1) for table_LD in tables) for tables in (self._rotation, self._local_rotation)
+        )
         x_TE = self.embedding[self._on_device(tokens)]
-        if c.embedding_multiplier != 1.0:
-            x_TE = x_TE.mul_(c.embedding_multiplier)
+        if self._multiplier != 1.0:
+            x_TE = x_TE.mul_(self._multiplier)
         for index, layer in enumerate(self.layers):
-            h_TE = x_TE if c.norms_behind else self._normed(x_TE, layer.attention_norm)
+            h_TE = self._normed(x_TE, layer.norms_before[0]) if layer.norms_before else x_TE
             qkv = layer.qkv(h_TE).view(len(x_TE), -1, c.head_dim)
             qk = qkv[:, :num_qk]
             if layer.qk_norm is not None:
@@ -402,23 +427,25 @@ class Decoder:
                 normed = [self._normed(part, norm) for part, norm in zip(parts, layer.whole_qk_norms, strict=True)]
                 qk = torch.cat(normed, 1).view(len(x_TE), -1, c.head_dim)
             if c.rotates[index]:
-                qk = rotated(qk, cos_T1D, sin_T1D)
+                qk = rotated(qk, *(local_rotation if c.is_local[index] else rotation))
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
             if wanted_P is not None and layer is self.layers[-1]:
                 x_TE, attended = (x[self._on_device(wanted_P)] for x in (x_TE, attended))
-            x_TE = self._added(layer.output(attended), layer.attention_norm, x_TE)
-            h_TE = x_TE if c.norms_behind else self._normed(x_TE, layer.mlp_norm)
+            x_TE = self._added(layer.output(attended), layer.norms_behind and layer.norms_behind[0], x_TE)
+            h_TE = self._normed(x_TE, layer.norms_before[1]) if layer.norms_before else x_TE
             gate, up = layer.gate_up(h_TE).chunk(2, -1)
-            x_TE = self._added(layer.down(F.silu(gate).mul_(up)), layer.mlp_norm, x_TE)
+            activated = F.gelu(gate, approximate="tanh") if c.has_gelu else F.silu(gate)
+            x_TE = self._added(layer.down(activated.mul_(up)), layer.norms_behind and layer.norms_behind[1], x_TE)
         return self._normed(x_TE, self.norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """`rms_norm` by the model's constants."""
-        return rms_norm(x, weight, self.config.rms_norm_eps, is_rounded_late=self.config.has_late_rounding)
+        c = self.config
+        return rms_norm(x, weight, c.rms_norm_eps, is_rounded_late=c.has_late_rounding, offset=c.norm_offset)
 
-    def _added(self, made_TE: Tensor, norm: Tensor, x_TE: Tensor) -> Tensor:
-        """The sum of what attention or MLP has made and what went in; `norm` is its own, where norms stand behind."""
-        if self.config.norms_behind:
+    def _added(self, made_TE: Tensor, norm: Tensor | None, x_TE: Tensor) -> Tensor:
+        """The sum of what attention or MLP has made and what went in; `norm`: that behind it."""
+        if norm is not None:
             made_TE = self._normed(made_TE, norm)
         if self.config.residual_multiplier != 1.0:
             made_TE = made_TE.mul_(self.config.residual_multiplier)
@@ -437,15 +464,15 @@ def padded(rows: int) -> int:
     return rows + -rows % step
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_rounded_late: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_rounded_late: bool = False, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of `x`, then times `weight`.
 
-    `is_rounded_late`: rounded after that.
+    `is_rounded_late`: rounded after that; `weight + offset` then.
     """
     x_float = x.float()
     scale = x_float.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     if is_rounded_late:
-        return (x_float * scale * weight.float()).to(x.dtype)
+        return (x_float * scale * (weight.float() + offset)).to(x.dtype)
     return (x_float * scale).to(x.dtype).mul_(weight)
 
 
@@ -458,15 +485,25 @@ def rotated(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     return torch.cat((rotated(first, cos_T1R, sin_T1R), rest), -1)
 
 
-def causal_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tensor, scale: float | None = None) -> Tensor:
-    """Attention [P * L, H * D] of the prompts in `rows_PL` to themselves. `scale` of the scores, by default 1 / sqrt(D).
+def causal_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
+    """Attention [P * L, H * D] of the prompts in `rows_PL` to themselves. `scale` of the scores, by default 1 / sqrt(D); `softcap`:
+    see `capped`.
 
     They are copied, to lie aligned however they lay among others, and L is a multiple of `BLOCK`: the kernel rounds the keys behind
     the last whole vector otherwise, so a prompt alone would differ from the same one in a longer sequence.
     """
     shape = (*rows_PL.shape, -1, q_THD.shape[2])
     q, k, v = (x.index_select(0, rows_PL.view(-1)).view(shape).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-    attended_PHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
+    if softcap is None:
+        attended_PHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
+    else:  # no kernel has it
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores_PHLL = capped(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale), softcap)
+        later_LL = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu_(1)
+        weights_PHLL = scores_PHLL.masked_fill_(later_LL, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+        attended_PHLD = weights_PHLL @ v
     return attended_PHLD.transpose(1, 2).flatten(0, 1).flatten(1)
 
 

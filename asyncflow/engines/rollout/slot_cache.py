@@ -63,10 +63,13 @@ class SlotCache:
         num_slots: int,
         max_context: int,
         scale: float | None = None,
+        softcap: float | None = None,
         like: Tensor,
     ) -> None:
-        """`scale`: of the scores, by default 1 / sqrt(head_dim). `like`: a tensor of the dtype and on the device of the cache."""
+        """`scale`: of the scores, by default 1 / sqrt(head_dim). `softcap`: see `capped`. `like`: a tensor of the dtype and on the
+        device of the cache."""
         self._scale = head_dim**-0.5 if scale is None else scale
+        self._softcap = softcap
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
         per_slot = -(-max_context // BLOCK)
         # Zeros, because what lies beyond a slot's last key is multiplied too, by zero.
@@ -161,7 +164,10 @@ class SlotCache:
         """Attention [N, H * D] of one query for each slot to the slot's keys."""
         q_MD = q_NHD.reshape(-1, self._head_dim).index_select(0, step.heads)
         scores_NHL = _sums(self._keys[layer], step.key_rows, step.key_offsets, q_MD).view(*q_NHD.shape[:2], -1)
-        weights_NHL = torch.add(step.mask_N1L, scores_NHL, alpha=self._scale).softmax(-1)
+        if self._softcap is None:
+            weights_NHL = torch.add(step.mask_N1L, scores_NHL, alpha=self._scale).softmax(-1)
+        else:
+            weights_NHL = capped(scores_NHL.mul_(self._scale), self._softcap).add_(step.mask_N1L).softmax(-1)
         weights = weights_NHL.view(-1, BLOCK).index_select(0, step.blocks)
         return _sums(self._values[layer], step.value_rows, step.value_offsets, weights).view(len(q_NHD), -1)
 
@@ -175,6 +181,11 @@ class SlotCache:
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array.ravel()).to(self.tensor.device)
+
+
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """cap * tanh(scores / cap), in place: Gemma 2's soft cap (arXiv:2408.00118, section 2)."""
+    return scores.div_(cap).tanh_().mul_(cap)
 
 
 def _begins(counts: Array) -> Array:

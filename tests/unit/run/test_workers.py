@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.config import dump, parse
 from asyncflow.loops.evaluation import EvaluationSettings, HeldOut
-from asyncflow.loops.samples import Prompt
+from asyncflow.loops.samples import Prompt, Shape
 from asyncflow.run.connection import RunConnection, config_of
 from asyncflow.run.workers import _sample_filter
 
@@ -25,8 +25,7 @@ def test_of_every_evaluation_the_same_prompts_are_kept(greedy: bool) -> None:
         on_row=lambda row: None,
     )
     run = SimpleNamespace(
-        shape=SimpleNamespace(group_bits=3, numbers_per_step=8),
-        config=SimpleNamespace(telemetry=SimpleNamespace(samples_per_step=3)),
+        shape=Shape(8, 8, 3, 0, 1.0, 16, 8, samples_per_step=3),
         job=SimpleNamespace(num_held_out=5),
         reporter=SimpleNamespace(keep_sample=kept.append),
     )

@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
     "llama": ("Llama", {"mlp_bias": True, "attention_bias": True}),
+    "gemma2": ("Gemma2", {"head_dim": 20, "query_pre_attn_scalar": 20, "sliding_window": 256, "tie_word_embeddings": True}),
 }
 DTYPES = ("float32", "bfloat16")
 PROMPTS = [np.arange(7 * length, 8 * length) % 96 for length in (1, 2, 3, 4, 17, 31, 33, 64, 100)]

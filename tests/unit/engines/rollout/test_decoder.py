@@ -25,6 +25,8 @@ from tests.patience import patience
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA = {**HEADS, "head_dim": 16, "sliding_window": 224, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**HEADS, "tie_word_embeddings": True}),
     "qwen2-untied": ("Qwen2", {"num_attention_heads": 6, "num_key_value_heads": 1, "rope_theta": 1e6}),
@@ -32,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "mlp_bias": True, "attention_bias": True}),
     "llama3": ("Llama", {**HEADS, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
     "llama-linear": ("Llama", {**HEADS, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "granite": (
         "Granite",
         {**HEADS, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0},
@@ -47,7 +51,7 @@ def new_model(name: str, seed: int = 0) -> PreTrainedModel:
     family, fields = MODELS[name]
     torch.manual_seed(seed)
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = getattr(transformers, f"{family}Config")(**SIZES, **fields, **tokens)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**SIZES, **fields, **tokens)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms are made different from 0 and 1, so that they count
@@ -131,8 +135,11 @@ def test_bfloat16_prompts_are_computed_to_the_bits_of_transformers(saved: tuple[
     if model.config.model_type == "olmo2":
         pytest.skip("its queries and keys are rotated in float32 there")
     model = copy.deepcopy(model)
-    frequencies = model.model.rotary_emb.inv_freq.clone()
-    model.to(torch.bfloat16).model.rotary_emb.inv_freq = frequencies  # a buffer, which training leaves in float32
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to(torch.bfloat16)
+    for name, buffer in buffers.items():  # training leaves them in float32
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, buffer)
     prompts, responses = prompts_and_responses((1, 2, 3, 40, 63, 64, 100), 40)
     ours = load(path, torch.bfloat16).prefill(prompts, [[0]] * len(prompts))
     for prompt, response, logits_V in zip(prompts, responses, ours, strict=True):
@@ -257,7 +264,10 @@ def test_buffers_and_slots_are_aligned(saved: tuple[PreTrainedModel, Path]) -> N
     decoder = load(saved[1])
     layer = decoder.layers[-1]
     assert all(torch.ops.mkldnn.data_ptr(linear.weight) % 64 == 0 for linear in decoder.packed)
-    assert all(buffer.data_ptr() % 64 == 0 for buffer in (decoder.embedding, layer.attention_norm, decoder.cache.tensor))
+    assert all(
+        buffer.data_ptr() % 64 == 0
+        for buffer in (decoder.embedding, (layer.norms_before or layer.norms_behind)[0], decoder.cache.tensor)
+    )
     assert decoder.cache.tensor.stride(2) * decoder.cache.tensor.element_size() % 64 == 0
 
 
