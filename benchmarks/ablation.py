@@ -86,7 +86,11 @@ def tree(folder: Path, name: str, schedule: str, steps: int, sections: Mapping[s
 
 def separate(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Every task on a worker of its own."""
-    apart = {"reward": {"place": "task"}, "algorithm": {"kl_coefficient": 0.1}, "train": {"reference": "task"}}
+    apart: dict[str, dict[str, Any]] = {
+        "reward": {"place": "task"},
+        "algorithm": {"kl_coefficient": 0.1},
+        "train": {"reference": "task"},
+    }
     return {name: {**sections.get(name, {}), **apart.get(name, {})} for name in {*sections, *apart}}
 
 

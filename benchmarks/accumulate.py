@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -64,7 +65,7 @@ class Training:
 
     def forward_backward(self, tokens_T: torch.Tensor) -> None:
         logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0]
-        torch.nn.functional.cross_entropy(logits_TV[:-1], tokens_T[1:], reduction="sum").backward()
+        torch.autograd.backward(torch.nn.functional.cross_entropy(logits_TV[:-1], tokens_T[1:], reduction="sum"))
         self.accumulator.add()
 
     def optim_step(self) -> None:
@@ -77,7 +78,7 @@ class Training:
 def compare_steps(trainings: dict[str, Training], repeats: int) -> dict[str, np.ndarray]:
     """Wall and CPU seconds of the steps of each kind: [repeats, 2]."""
     batch = [torch.randint(0, 1024, (TOKENS,), generator=torch.Generator().manual_seed(i)) for i in range(MICRO_BATCHES)]
-    parts: list[Callable[[Training], None]] = [lambda t, tokens_T=tokens_T: t.forward_backward(tokens_T) for tokens_T in batch]
+    parts: list[Callable[[Training], None]] = [partial(Training.forward_backward, tokens_T=tokens_T) for tokens_T in batch]
     seconds = {kind: np.zeros((repeats + 1, 2)) for kind in trainings}
     for repeat in range(repeats + 1):  # the first warms up
         for turn, part in enumerate([*parts, Training.optim_step]):

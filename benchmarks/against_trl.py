@@ -95,12 +95,13 @@ def of_asyncflow(folder: Path, seed: int, steps: int, way: Sequence[str]) -> See
 def settings_of(seed: int, steps: int) -> dict[str, Any]:
     """What the recipe says, for trl_run.py."""
     config = load(RECIPE, [f"run.seed={seed}"])
-    train, algorithm = config.train, config.algorithm.options
+    train, algorithm, template = config.train, config.algorithm.options, config.data.prompt_template
+    assert config.data.path is not None and template is not None
     rows = load_rows(config.data.path, seed=seed, split="train")
     rows = SeededOrder(rows, seed).take(train.prompts_per_step * steps)
     return {
         "model": str(ROOT / config.model.path),
-        "rows": [{"prompt": config.data.prompt_template.format_map(row), "answer": str(row["answer"])} for row in rows],
+        "rows": [{"prompt": template.format_map(row), "answer": str(row["answer"])} for row in rows],
         "prompts_per_step": train.prompts_per_step,
         "group_size": config.rollout.group_size,
         "max_new_tokens": config.rollout.max_new_tokens,

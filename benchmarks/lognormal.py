@@ -37,7 +37,7 @@ class LognormalSlots(SlotEngine):
             occupy(request, chosen, is_current=is_current)
             slots._limits[taken] = np.minimum(slots._limits[taken], lengths(slots._keys[taken], median, sigma))
 
-        slots._occupy = occupy_for_a_while  # type: ignore[method-assign]
+        slots._occupy = occupy_for_a_while  # type: ignore[assignment,method-assign]
 
 
 def lengths(keys: Array, median: float, sigma: float) -> Array:
@@ -49,11 +49,11 @@ def lengths(keys: Array, median: float, sigma: float) -> Array:
 class DrawnLengths(Lengths, frozen=True):
     """Lengths of a simulated run that are those of `LognormalSlots`, response by response."""
 
-    def draw(self, key: SampleKey, sample: int, most: int) -> tuple[int, int]:
+    def draw(self, key: SampleKey, sample: int, most: int, position: int = 0) -> tuple[int, int]:
         """See `Lengths.draw`."""
         keys = stream_keys(key.seed, key.prompt_index, np.array([sample]))
         tokens = int(lengths(keys, self.response_median, self.response_sigma)[0])
-        return min(tokens, most), super().draw(key, sample, most)[1]
+        return min(tokens, most), super().draw(key, sample, most, position)[1]
 
 
 def make_model(folder: Path, spec: str = "random:qwen2-tiny") -> Path:

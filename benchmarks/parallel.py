@@ -143,7 +143,7 @@ def on_ranks(size: int, store: str, jobs: list[tuple[Path, Layout, dict[str, Any
         for process in processes:
             process.join(10)
             process.kill()
-    return [tuple(max(answer[i] for answer in seen if answer[0] == number) for i in (1, 2, 3)) for number in range(len(jobs))]  # type: ignore[misc]
+    return [tuple(max(answer[i] for answer in seen if answer[0] == number) for i in (1, 2, 3)) for number in range(len(jobs))]
 
 
 SAVINGS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -124,7 +125,7 @@ def product_rate(seconds: float = 0.3) -> float:
     return count * 2.0 * PRODUCT**3 / (time.perf_counter() - began)
 
 
-def measure(name: str, folder: Path, kinds: list[str], repeats: int) -> list[Figure]:
+def measure(name: str, folder: Path, kinds: list[Literal["exact", "fp32"]], repeats: int) -> list[Figure]:
     """Figures of a model, with these kinds of sums."""
     case = CASES[name]
     config = load(ROOT / f"recipes/{case.recipe}.yaml")
@@ -174,8 +175,8 @@ def measure(name: str, folder: Path, kinds: list[str], repeats: int) -> list[Fig
     for way in ways if len(kinds) > 1 else ():
         more = [a - b for a, b in zip(seconds["exact", way], seconds["fp32", way], strict=True)]
         cost = statistics.median(more) / len(batches) / parameters * 1e9
-        target = "<= 3" if (name, way) == ("smollm2", "passes") else None
-        figures.append(Figure(f"{name}: exact sums above plain ones, {way}", cost, "ns a parameter and micro-batch", target))
+        limit = "<= 3" if (name, way) == ("smollm2", "passes") else None
+        figures.append(Figure(f"{name}: exact sums above plain ones, {way}", cost, "ns a parameter and micro-batch", limit))
     return figures
 
 

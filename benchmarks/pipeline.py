@@ -91,6 +91,7 @@ def measure(rank: int, store: str, turns: int) -> list[tuple[float, float, float
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_STAGES)
     module = new_model()
     stage = cut_stage(module, rank, NUM_STAGES)
+    assert dist.group.WORLD is not None
     pipeline = Pipeline(dist.group.WORLD, stage, hidden_size=HIDDEN_SIZE, device="cpu", timeout_seconds=120)
 
     def timed(turn: Sequence[Packed]) -> tuple[float, Tensor]:

@@ -114,7 +114,11 @@ def of_base(folder: Path, name: str, model: str, dp: int = 1) -> dict[str, Any]:
         "algorithm": "grpo",
         "schedule": "periodic",
         "rollout": {"engine": engine, "num_workers": 1, "num_slots": slots, "group_size": group, "max_new_tokens": 256},
-        "train": {"prompts_per_step": prompts, "learning_rate": 1e-6},
+        "train": {
+            "prompts_per_step": prompts,
+            "learning_rate": 1e-6,
+            "skip_zero_advantages": False,
+        },  # what is cut off has no reward
         "telemetry": {"trackers": []},
         "plan": {"train": {"dp": dp}},
     }
@@ -255,7 +259,7 @@ def errors(part: str, done: Sequence[Case], median: float, most: float, least: i
     found = sorted(case.error for case in done)
     ninth = found[max(0, -(-9 * len(found) // 10) - 1)]
     return [
-        Figure(f"{part}: configurations", len(found), "", least and f">= {least}"),
+        Figure(f"{part}: configurations", len(found), "", f">= {least}" if least else None),
         Figure(f"{part}: median error", 100 * statistics.median(found), "%", f"<= {median:g}"),
         Figure(f"{part}: nine of ten within", 100 * ninth, "%", f"<= {most:g}"),
     ]

@@ -94,7 +94,7 @@ def run_generate(model: Qwen3ForCausalLM, prompts: list[np.ndarray], lengths: li
     return sum(min(length, made.shape[1] - longest) for length in lengths)
 
 
-def run_continuous(manager: object, prompts: list[np.ndarray], lengths: list[int]) -> int:
+def run_continuous(manager: Any, prompts: list[np.ndarray], lengths: list[int]) -> int:
     for prompt, length in zip(prompts, lengths, strict=True):
         manager.add_request(prompt.tolist(), max_new_tokens=length, eos_token_id=-1)
     results = [manager.get_result(timeout=60) for _ in prompts]
@@ -111,6 +111,7 @@ def run_floor(decoder: Decoder, prompts: list[np.ndarray], lengths: list[int]) -
     for rows in [*prefills, *decodes]:
         for layer in decoder.layers:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                assert linear.weight is not None
                 linear(INPUTS[linear.weight.shape[1]][: padded(rows)])
     for rows in [NUM_REQUESTS, *decodes]:
         decoder.lm_head(INPUTS[256][: padded(rows)])

@@ -189,7 +189,8 @@ def bulk(folder: Path) -> list[Figure]:
                 given = [ResponseData(row=r, token_ids=ids, logprobs=logprobs, finish_reason="length") for r in prompt.rows]
                 done += len(worker.put_experience_data(given))
         trainer = client.join_trainers()
-        began, groups = time.perf_counter(), []
+        groups: list[Any] = []
+        began = time.perf_counter()
         while len(groups) < prompts:
             groups += trainer.get_experience_data(groups=4).groups
         http = time.perf_counter() - began

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.engines.base import Response, SampleKey, Sampling, TrainEngineOptions
+from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling, TrainEngineOptions
 from asyncflow.engines.costs import Costs
 from asyncflow.engines.sleeping import SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.types import Array
@@ -33,11 +33,11 @@ class SleepingRollout(SleepingRolloutEngine):
         self._running: asyncio.Task[None] | None = None  # type: ignore[assignment]
 
     def generate(
-        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
     ) -> AsyncGenerator[Response, None]:
         """See `RolloutEngine`. The token that tells a response from others is one of the vocabulary."""
         self._begin()
-        return self._with_words(super().generate(prompt_ids, samples=samples, sampling=sampling, key=key))
+        return self._with_words(super().generate(prompt_ids, samples=samples, sampling=sampling, key=key, after=after))
 
     async def install(self, version: int, tensors: Mapping[str, Any]) -> None:
         """See `RolloutEngine`."""

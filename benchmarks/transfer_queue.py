@@ -67,7 +67,7 @@ def socket_rate(num_bytes: int) -> float:
     pid = os.fork()
     if pid == 0:
         here.close()
-        buffers = [memoryview(np.ones(num_bytes, np.uint8)) for _ in payloads]  # touched before
+        buffers = [memoryview(np.ones(num_bytes, np.uint8).data) for _ in payloads]  # touched before
         for buffer in itertools.cycle(buffers):
             if not (got := there.recv_into(buffer)):
                 break
@@ -78,7 +78,7 @@ def socket_rate(num_bytes: int) -> float:
     there.close()
     for payload in itertools.islice(itertools.cycle(payloads), 25):
         start = time.perf_counter()
-        here.sendall(payload)
+        here.sendall(payload.data)
         here.recv(1)
         rates.append(num_bytes / (time.perf_counter() - start))
     here.close()

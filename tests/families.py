@@ -41,6 +41,7 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CAPS = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8}
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MAMBA = {"state_size": 8, "expand": 2, "conv_kernel": 4}
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -59,12 +60,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}, "layers without rotary"),
     "olmo2": ("olmo2", {}, "norms behind the layers"),
     "gemma": ("gemma", {"tie_word_embeddings": True}, "scaled embeddings"),
-    "gemma2": (
-        "gemma2",
-        {"sliding_window": 6, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8},
-        "soft caps, sliding windows",
-    ),
-    "gemma3_text": ("gemma3_text", {"sliding_window": 6, "query_pre_attn_scalar": 8}, "sliding windows"),
+    "gemma2": ("gemma2", {"sliding_window": 128, **CAPS}, "soft caps, norms on both sides"),
+    "gemma2, windows": ("gemma2", {"sliding_window": 6, **CAPS}, "soft caps, sliding windows"),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 128, "query_pre_attn_scalar": 8}, "two rotations, norms on both sides"),
+    "gemma3_text, windows": ("gemma3_text", {"sliding_window": 6, "query_pre_attn_scalar": 8}, "two rotations, sliding windows"),
     "cohere": ("cohere", {"logit_scale": 0.25}, "parallel layers, scaled logits"),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "LayerNorm, biases"),
     "glm": ("glm", {"partial_rotary_factor": 0.5}, "partial rotary"),

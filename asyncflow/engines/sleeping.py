@@ -112,6 +112,7 @@ class SleepingRolloutEngine:
         self._cores = cores or Cores()
         self._woken = asyncio.Event()
         self._running = asyncio.create_task(self._run(), name="sleeping rollout engine")
+        self._running.add_done_callback(self._has_failed)
 
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS
@@ -177,9 +178,16 @@ class SleepingRolloutEngine:
         """See `RolloutEngine`."""
         if self._is_closed:
             return
-        self._is_closed = True
         self._running.cancel()
-        error = RuntimeError("the rollout engine is closed")
+        self._end(RuntimeError("the rollout engine is closed"))
+
+    def _has_failed(self, running: asyncio.Task[None]) -> None:
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self._end(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def _end(self, error: Exception) -> None:
+        """End all requests and calls with this error; there will be no others."""
+        self._is_closed = True
         for request in dict.fromkeys([*(slot.request for slot in self._active), *self._waiting]):
             request.arrived.put_nowait(error)
         for _, done in self._calls:

@@ -344,3 +344,18 @@ def test_a_later_turn_costs_what_is_new_where_its_episode_was_kept(num_parked: i
         await engine.close()
 
     run(main())
+
+
+def test_costs_that_fail_end_the_requests_with_their_words() -> None:
+    class Wrong(Lengths, frozen=True):
+        def draw(self, key: SampleKey, sample: int, most: int, position: int = 0) -> tuple[int, int]:
+            raise ZeroDivisionError("no length")
+
+    async def main() -> None:
+        engine = SleepingRolloutEngine(msgspec.structs.replace(COSTS, lengths=Wrong()), num_slots=2, max_context=2000)
+        with pytest.raises(RuntimeError, match="generation ended: ZeroDivisionError: no length"):
+            await take(engine, range(4))
+        with pytest.raises(RuntimeError, match="the rollout engine is closed"):
+            await take(engine, range(4))
+
+    run(main())
