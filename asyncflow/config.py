@@ -361,6 +361,10 @@ class TrainConfig(Section):
     tokens_per_micro_batch: PositiveInt | Literal["auto"] | None = "auto"
     """Tokens up to which micro-batches that are ready, also of several groups, are computed in one pass; null: each by itself. The
     automatic number goes by the model's width and the device; with `responses_per_micro_batch` it is null."""
+    helpers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Threads that take training passes beside the trainer's own while cores are free, each with `num_threads` (CPU). By default as
+    many as fit on the rollout workers' cores, which are free while these have nothing to generate. No bit of exact sums depends on
+    them."""
     skip_zero_advantages: bool | Literal["auto"] = "auto"
     """Do not compute micro-batches whose advantages are all 0, as those of a group whose rewards are all equal: they count in the
     normaliser, and their gradient is 0. By default where the loss has no gradient there."""

@@ -10,6 +10,7 @@ The thread is a daemon: an interpreter that must end does not wait for a computa
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sys
 import threading
@@ -21,6 +22,11 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 PLACE_LINES: Final = 5
+
+
+def num_cores() -> int:
+    """Number of this machine's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_environment(count: int) -> dict[str, str]:

@@ -241,6 +241,12 @@ LEASE: Final = _wait(
     "transfer_queue/controller.py:Controller.lease transfer_queue/controller.py:Controller._columns_here"
     " transfer_queue/client_leases.py:ClientLeases.ask transfer_queue/client.py:TransferQueueClient.stream",
 )
+FREE_CORES: Final = _wait(
+    "free cores",
+    "another number of cores that helpers of the trainer may use",
+    "the run's end",
+    "run/cores.py:FreeCores.num_helpers",
+)
 RENDEZVOUS: Final = _wait(
     "rendezvous", "ranks to meet: key {key}", "the rendezvous' timeout of torch", "run/rendezvous.py:Rendezvous.get"
 )
@@ -266,6 +272,12 @@ OWN_RESPONSES: Final = _wait(
     "its own responses, which free its slots",
     _STALL,
     "loops/rollout.py:Rollout._take_groups loops/rollout.py:Rollout._has_ended loops/rollout.py:Rollout._unless_stopped",
+)
+HELPERS: Final = _wait(
+    "helpers",
+    "passes that helpers compute beside the trainer's own, or a pass for them",
+    _STALL,
+    "engines/train/helpers.py:Helpers.__init__ engines/train/helpers.py:Helpers.compute engines/train/helpers.py:Helpers._serve",
 )
 FETCH: Final = _wait(
     "fetch",

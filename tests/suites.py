@@ -79,7 +79,7 @@ SUITES = (
         "tinker",
         ("tests/tinker",),
         ".venv",
-        ("asyncflow/service/tinker", "asyncflow/service/app.py", "asyncflow/engines/train/one_rank.py", "tests/tinker"),
+        ("asyncflow/service/tinker", "asyncflow/service/app.py", "asyncflow/engines/train/passes.py", "tests/tinker"),
         variables={
             "ASYNCFLOW_TINKER_PYTHONS": os.pathsep.join(
                 str(ROOT / environment / "bin" / "python") for environment in (".venv-tinker", ".venv-tinker-early")

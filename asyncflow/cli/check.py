@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import os
 import platform
 import shutil
 import socket
@@ -23,6 +22,7 @@ from rich.table import Table
 from asyncflow.config import load
 from asyncflow.devices import CPU, CUDA
 from asyncflow.model_folder import read_json
+from asyncflow.threads import num_cores
 from asyncflow.types import UserError
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
@@ -153,7 +153,7 @@ def _machine() -> list[tuple[str, str]]:
     rows = [
         ("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
         ("python", platform.python_version()),
-        ("cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"),
+        ("cores", f"{num_cores()}"),
         ("memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available"),
     ]
     if shm.is_dir():

@@ -11,7 +11,6 @@ A figure is a mean, not a median: a step takes what all of its pieces take, the 
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.profile import Cost, costs
 from asyncflow.telemetry.spans import Span
+from asyncflow.threads import num_cores
 from asyncflow.types import RunError, UserError
 
 MEASURED_STEPS: Final = 10
@@ -100,7 +100,7 @@ def fitted(
     """
     counted = {step: row for step, row in rows.items() if step >= WARM_UP} or dict(rows)
     if cores is None and config.cluster.name == "local" and config.train.device == "cpu" == config.rollout.device:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = num_cores()
     notes: list[str] = []
     lengths = lengths_of(config, spans, counted)
     pieces = samples(config, spans, lengths.prompt)

@@ -28,6 +28,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.devices import kind_of
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.loops.samples import Shape
+from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
 from asyncflow.run.factories import shape_of
 from asyncflow.run.model_files import ModelFiles, model_here
@@ -93,6 +94,7 @@ class RunConnection:
     reporter: Reporter
     rendezvous: Rendezvous
     desk: TrainDesk
+    cores: FreeCores
 
 
 @asynccontextmanager
@@ -159,8 +161,8 @@ async def joined(
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(CheckpointCoordinator, peer, "saves")
             versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
             of_critic, rendezvous = proxy(CriticVersions, peer, CRITIC_VERSIONS), proxy(Rendezvous, peer, "rendezvous")
-            desk, shape = proxy(TrainDesk, peer, "desk"), shape_of(config)
-            yield RunConnection(config, job, shape, queue, ledger, versions, of_critic, saves, reporter, rendezvous, desk)
+            desk, shape, cores = proxy(TrainDesk, peer, "desk"), shape_of(config), proxy(FreeCores, peer, "cores")
+            yield RunConnection(config, job, shape, queue, ledger, versions, of_critic, saves, reporter, rendezvous, desk, cores)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()

@@ -32,6 +32,7 @@ from asyncflow.model_folder import read_json
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.context import RunContext
+from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
@@ -134,6 +135,7 @@ class Driver:
         self.source, self._admissions = self._make_order(prepared, resumed, kept)
         self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record)
         self.desk = TrainDesk(self.progress)
+        self.cores = FreeCores(config, signal, self._generating)
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
             "versions": self.versions,
@@ -143,6 +145,7 @@ class Driver:
             "model": ModelFiles(prepared.model, self.progress),
             "rendezvous": Rendezvous(),
             "desk": self.desk,
+            "cores": self.cores,
         }
         if evaluators is not None:
             self._own_services[EVALUATORS_VERSIONS] = evaluators
@@ -281,6 +284,7 @@ class Driver:
             versions.stop()
         self.critic_versions.stop()
         self.desk.stop()
+        self.cores.stop()
         self.transfer_queue.stop()
 
     async def settle(self) -> None:
@@ -322,6 +326,13 @@ class Driver:
             ) from error
 
     # -- what the books tell ------------------------------------------------------------------------------------------------
+
+    def _generating(self) -> set[str]:
+        """Workers whose engines generate, or are about to: they hold rows, or install weights."""
+        installing = (worker for versions in self.all_versions for worker in versions.installing)
+        known = self.transfer_queue.controllers
+        holding = (worker for task in ("rollout", EVALUATE_TASK) if task in known for worker in known[task].holders())
+        return {*installing, *holding}
 
     def _end_step(self, task: str, step: int) -> None:
         self.background.start(self.queue.end_partition(task, step))

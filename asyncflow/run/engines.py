@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,14 @@ from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.run.connection import RunConnection
-from asyncflow.run.factories import critic_options, make_schedule, max_retained, train_engine_options, weights_need_key
+from asyncflow.run.factories import (
+    critic_options,
+    make_schedule,
+    max_retained,
+    num_helpers,
+    train_engine_options,
+    weights_need_key,
+)
 from asyncflow.run_dir import CRITIC_DIR, KEY_FILE
 from asyncflow.types import LoraSpec, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
@@ -51,7 +59,9 @@ def train_engine(run: RunConnection) -> TrainEngine:
     chosen = run.config.train.engine
     arguments: dict[str, Any] = {
         "model_path": Path(run.job.model),
-        "options": train_engine_options(run.config, read_json(Path(run.job.model) / "config.json")),
+        "options": replace(
+            train_engine_options(run.config, read_json(Path(run.job.model) / "config.json")), num_helpers=num_helpers(run.config)
+        ),
     }
     if chosen.name == OUTSIDE:
         arguments["desk"] = run.desk

@@ -36,6 +36,7 @@ from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.threads import num_cores
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.sampler.checks import check_sampler
 from asyncflow.transfer_queue.schema import Schema
@@ -117,10 +118,10 @@ def skips_zero_advantages(config: Config) -> bool:
 def update_plan(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> UpdatePlan:
     """The updates of a step, for the ledger. `fields`: of the model's `config.json`.
 
-    A rank trains a group in a round, and more that are there up to the tokens of a pass; in a pipeline it trains as many as make up
-    the micro-batches that go through it together."""
+    A rank trains a group in a round, and more that are there up to the tokens of a pass, or of as many passes as helpers compute
+    beside it; in a pipeline it trains as many as make up the micro-batches that go through it together."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
-    num_passes = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1
+    num_passes = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1 + num_helpers(config)
     groups = -(-num_passes // pieces) if config.layout.pp > 1 else 1
     tokens = tokens_per_pass(config, fields)
     return UpdatePlan(
@@ -152,6 +153,26 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
         return PASS_TOKENS
     # In a narrow model what a call costs counts more than its arithmetic.
     return PASS_TOKENS_CPU * max(1, 256 // int(fields["hidden_size"]))
+
+
+def num_helpers(config: Config) -> int:
+    """Threads that may take passes beside the trainer's own. Raises `UserError` where some are asked for that there cannot be."""
+    train, rollout, why = config.train, config.rollout, ""
+    if train.engine.name != "torch" or config.layout.size > 1:
+        why = "only train.engine=torch on one device has them"
+    elif kind_of(train.device) != CPU:
+        why = f"they compute on cores, and train.device={train.device}"
+    elif config.cluster.name not in ("local", "inline"):
+        why = f"with cluster={config.cluster.name} nobody knows which cores of the trainer's machine are free"
+    elif config.lora is not None and train.old in ("step_start", "previous"):
+        why = f"with model.lora the old policy (train.old={train.old}) is computed by exchanging the adapter that they all read"
+    if train.helpers != "auto":
+        if train.helpers and why:
+            raise UserError(f"train.helpers={train.helpers}: {why}: leave it out, or set it to 0")
+        return train.helpers
+    if why or kind_of(rollout.device) != CPU:
+        return 0
+    return max(0, min(rollout.num_workers * rollout.num_threads, num_cores() - train.num_threads) // train.num_threads)
 
 
 def queue_schema(config: Config) -> Schema:
@@ -195,7 +216,8 @@ def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
     if config.train.tokens_per_micro_batch != "auto" or tokens is None:
         return ""
     width = f"{fields['hidden_size']} hidden elements on {config.train.device}"
-    return f"training passes take up to {tokens:,} packed tokens (train.tokens_per_micro_batch=auto, {width})"
+    helped = f", some of them by {num_helpers(config)} more threads on idle cores (train.helpers)" if num_helpers(config) else ""
+    return f"training passes take up to {tokens:,} packed tokens (train.tokens_per_micro_batch=auto, {width}){helped}"
 
 
 def train_engine_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> TrainEngineOptions:

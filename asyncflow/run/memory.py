@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncflow.config import Config
 from asyncflow.engines.families import DECODED, Family, head_dim
-from asyncflow.run.factories import make_algorithm, max_retained, tasks_before_training, tokens_per_pass
+from asyncflow.run.factories import make_algorithm, max_retained, num_helpers, tasks_before_training, tokens_per_pass
 from asyncflow.types import LoraSpec, UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -141,13 +141,18 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
     for name in names if lora is None else ():
         at = 0.0 if train.offload else frozen_bytes * mine
         parts.append(MemoryUse(name, at, "in host memory (train.offload)" if train.offload else f"{frozen_bytes} B each"))
-    parts.append(_computed_weights(config, shapes, stage))
     tokens = longest_pass_tokens(config, shapes, prompt_tokens)
-    parts.append(_activations(config, shapes, tokens))
     chunk = min(tokens, train.log_prob_chunk_tokens)
     logits = _LOGIT_COPIES * 4 * chunk * shapes.vocabulary / layout.tp
-    parts.append(MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"))
-    return parts
+    of_pass = [
+        _computed_weights(config, shapes, stage),
+        _activations(config, shapes, tokens),
+        MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"),
+    ]
+    if helpers := num_helpers(config):
+        each = sum_bytes * mine + sum(part.num_bytes for part in of_pass)
+        of_pass.append(MemoryUse("helpers", helpers * each, f"{helpers} x gradient sums and what a pass takes (train.helpers)"))
+    return parts + of_pass
 
 
 def micro_batch_tokens(config: Config, prompt_tokens: int) -> int:

@@ -49,7 +49,7 @@ MAY_CHANGE: Final = (
     "train.num_threads", "train.pipeline_micro_batches", "train.pipeline_fill", "train.activation_checkpointing", "train.offload",
     "train.offload_optimizer", "train.max_restarts", "train.max_skipped_updates", "train.check_shared_prompt",
     "train.skip_zero_advantages",
-    "train.reference", "train.tokens_per_micro_batch",
+    "train.reference", "train.tokens_per_micro_batch", "train.helpers",
     "train.oversampling", "train.max_candidates",
     "weight_sync.name", "weight_sync.options", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers",
     "weight_sync.listen",

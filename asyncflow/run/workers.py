@@ -28,6 +28,7 @@ from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected
+from asyncflow.run.cores import lend
 from asyncflow.run.engines import (
     base_sum,
     critic_engine,
@@ -58,6 +59,8 @@ from asyncflow.weight_sync.base import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from asyncflow.engines.train.helpers import Helpers
 
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
@@ -165,7 +168,9 @@ async def train_worker(name: str, run_dir: Path) -> None:
         if rank == 0:
             base = await asyncio.to_thread(base_sum, run.config, Path(run.job.model))
             sender = weight_sync(run, run.config.train.device, base=base).sender(uuid.uuid4().hex)
-        saving = await train_steps(run, engine, sender)
+        helpers: Helpers | None = getattr(engine, "helpers", None)
+        async with background(*([] if helpers is None else [lend(run.cores, helpers, spans)])):
+            saving = await train_steps(run, engine, sender)
         with spans.busy("save"), RunDir(run_dir).saving_model(is_first=rank == 0) as folder:
             await engine.save(folder)
             if rank == 0:

@@ -179,6 +179,7 @@ def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, 
     tree = config.model_dump(mode="json")
     tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
+    tree["train"] |= {"helpers": 0}
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
     tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # who is healthy

@@ -26,6 +26,7 @@ from asyncflow.waits import (
     CRITIC_VERSION,
     EVALUATIONS,
     FETCH,
+    FREE_CORES,
     INSTALL_LEAVE,
     JOINING,
     LEASE,
@@ -389,7 +390,7 @@ class _Chain:
             yield self._open("the driver", wait)
 
     def _parked(self, name: str) -> list[OpenWait]:
-        return [wait for wait in self._at.waits if wait.who == name and wait.name != ALL_SERVE.name]
+        return [wait for wait in self._at.waits if wait.who == name and wait.name not in (ALL_SERVE.name, FREE_CORES.name)]
 
     def _link(self, who: str, text: str, on: str = "", ends: str = STALL) -> Link:
         """A link, with the seconds behind each configuration key of what ends it."""

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -89,6 +89,10 @@ class Accumulator(ABC):
         Parameters that got no gradient are left out. The call uses up the sums; `clear` ends the step.
         """
 
+    @abstractmethod
+    def join(self, other: Any) -> None:
+        """Take over the sums of another accumulator of this kind, of the same step and the same parameters. Raises `RangeError`."""
+
     def clear(self) -> None:
         """Drop the sums, and what `p.grad` holds."""
         for parameter in self._parameters.values():
@@ -109,6 +113,14 @@ class PlainAccumulator(Accumulator):
 
     def add(self) -> None:
         """Do nothing: the backward pass has added already."""
+
+    def join(self, other: PlainAccumulator) -> None:
+        """See `Accumulator.join`."""
+        for name, theirs in other._parameters.items():
+            own = self._parameters[name]
+            if theirs.grad is not None:
+                own.grad = theirs.grad if own.grad is None else own.grad.add_(theirs.grad)
+        other.clear()
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
@@ -182,6 +194,18 @@ class ExactAccumulator(Accumulator):
         extremes, self._extremes = self._extremes, []
         self._check_range(extremes)
 
+    def join(self, other: ExactAccumulator) -> None:
+        """See `Accumulator.join`. The sums, and whether they are refused, are as if all had been added here."""
+        for name, bound in other._bounds.items():
+            self._bounds[name] = self._bounds.get(name, 0) + bound
+            check_bound(name, self._bounds[name])
+        for name, sums in other._sums.items():
+            if name in self._sums:
+                self._sums[name].add_(sums)
+            else:
+                self._sums[name] = sums
+        other.clear()
+
     def is_zero(self) -> bool:
         """Whether every sum is 0."""
         return not any(bool(sums.any()) for sums in self._sums.values())
@@ -233,10 +257,16 @@ def check_range(name: str, peak: float, bound: int) -> None:
             f"The gradient of {name} has an entry of magnitude {peak:.3g}, but exact sums take none above "
             f"{grid.largest_addend:.3g}: set train.accumulate to fp32, or train.responses_per_micro_batch lower."
         )
+    check_bound(name, bound)
+
+
+def check_bound(name: str, bound: int) -> None:
+    """Check the second half of `check_range`. Raises `RangeError`."""
+    grid = GRADIENT_GRID
     if (most := bound * grid.spacing) > grid.largest_sum:
         raise RangeError(
-            f"The gradients of {name} could add up to {most:.3g} (the last has an entry of magnitude {peak:.3g}), but "
-            f"exact sums go up to {grid.largest_sum:.3g}: set train.accumulate to fp32, or train.prompts_per_step lower."
+            f"The gradients of {name} could add up to {most:.3g}, but exact sums go up to {grid.largest_sum:.3g}: "
+            f"set train.accumulate to fp32, or train.prompts_per_step lower."
         )
 
 

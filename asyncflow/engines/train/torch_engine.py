@@ -11,6 +11,7 @@ import torch
 
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.devices import check_device
+from asyncflow.engines.train.helpers import Helpers
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.training import PolicyTraining
@@ -38,6 +39,16 @@ class TorchEngine(LeaderEngine):
             training = ManyRanks(model_path, options)
         super().__init__(training, options)
         self.remark = training.remark if isinstance(training, OneRank) else ""
+
+    @property
+    def helpers(self) -> Helpers | None:
+        """Its helpers, if it was made with any."""
+        return self.training.helpers if isinstance(self.training, OneRank) else None
+
+    async def close(self) -> None:
+        await super().close()
+        if self.helpers is not None:
+            self.helpers.close()
 
     async def export_weights(self) -> WeightSource:
         """See `TrainEngine.export_weights`. The weights are float32. With one rank nothing is gathered or, on the CPU, copied."""

@@ -122,6 +122,11 @@ class CausalModel:
         for layer in layers:
             recompute_activations(layer, partial(_cast_parameters, layer, self.device, passes.dtype))
 
+    def share(self, first: CausalModel) -> None:
+        """Compute with the weights of another one from now on, whatever becomes of them. Gradients stay apart."""
+        for name, weight in self._weights.items():
+            weight.data = first._weights[name].data
+
     def pack(self, prompt_ids: Array, responses: Ragged, targets: Ragged | None = None) -> Packed:
         """Pack a prompt and its responses for this model, see `pack_thrifty`; without sharing where it does not take the layout."""
         return pack_thrifty(prompt_ids, responses, self.device, targets, may_share=self.way == "packed")

@@ -237,9 +237,13 @@ def joined(parts: Sequence[Packed]) -> Packed:
     )
 
 
-def cut_into_passes(packed: Sequence[Packed], most_tokens: int | None) -> list[slice]:
+def cut_into_passes(packed: Sequence[Packed], most_tokens: int | None, num_threads: int = 1) -> list[slice]:
     """Neighbouring micro-batches that are computed in one pass each: as many as have at most so many tokens together, and at least
-    one. None: each by itself."""
+    one. None: each by itself. Where several threads compute at the same time, passes are as short as each one's even part."""
+    if most_tokens is not None and num_threads > 1:
+        num_rounds = -(-sum(one.num_tokens for one in packed) // (most_tokens * num_threads))
+        even = -(-sum(one.num_tokens for one in packed) // max(1, num_rounds * num_threads))
+        most_tokens = min(most_tokens, even + max((one.num_tokens for one in packed), default=0) // 2)
     ends: list[int] = []
     tokens = 0
     for i, one in enumerate(packed):

@@ -66,6 +66,11 @@ class TriModel(Generic[Model]):
         self.old_model = frozen() if self.old in ("step_start", "previous") else None
         self.reference = (reference or frozen)() if options.has_reference else None
 
+    @property
+    def frozen(self) -> list[Model]:
+        """The frozen models that there are."""
+        return [model for model in (self.old_model, self.reference) if model is not None]
+
     def begin_step(self) -> None:
         """Note that a step begins: with `step_start`, copy the policy's weights to the old model."""
         if self.old == "step_start" and self.old_model is not None:

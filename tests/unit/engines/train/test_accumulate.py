@@ -197,9 +197,40 @@ def test_a_sum_that_could_leave_the_range_is_refused_in_every_order(addends: lis
     for _ in range(2):
         for addend in addends:  # all together, the magnitudes fit by a hair
             add(accumulator, parameters, weight=torch.tensor([addend]))
-        with pytest.raises(RangeError, match=r"gradients of weight could add up to 1\.31e\+05 .* fp32"):
+        with pytest.raises(RangeError, match=r"gradients of weight could add up to 1\.31e\+05, .* fp32"):
             add(accumulator, parameters, weight=torch.tensor([2.0**-7]))
         accumulator.clear()
+
+
+@pytest.mark.parametrize("kind", ["exact", "fp32"])
+def test_joined_sums_are_those_of_one_accumulator(kind: str) -> None:
+    sums = []
+    for has_other in (False, True):
+        parameters = {"both": parameter(3), "one": parameter(2), "none": parameter(1)}
+        own = other = make_accumulator(kind, parameters)
+        of_other = parameters
+        if has_other:
+            of_other = {name: parameter(len(each)) for name, each in parameters.items()}
+            other = make_accumulator(kind, of_other)
+        add(own, parameters, both=torch.tensor([1.0, 2**-20, -3.0]))
+        add(other, of_other, both=torch.tensor([0.5, 2**-21, 3.0]), one=torch.tensor([7.0, -2.0]))
+        if has_other:
+            own.join(other)
+            assert other.gradients(1) == [] and all(each.grad is None for each in of_other.values())
+        sums.append([gradient.tolist() for gradient in own.gradients(4)])
+    assert sums[0] == sums[1] == [[0.375, 1.5 * 2**-22, 0.0], [1.75, -0.5]]
+
+
+def test_joined_sums_are_refused_where_those_of_one_would_be() -> None:
+    parameters, of_other = {"weight": parameter(1)}, {"weight": parameter(1)}
+    own, other = make_accumulator("exact", parameters), make_accumulator("exact", of_other)
+    for _ in range(2):
+        add(own, parameters, weight=torch.tensor([2.0**15]))
+        add(other, of_other, weight=torch.tensor([-(2.0**15)]))
+    own.join(other)  # the magnitudes fit
+    add(other, of_other, weight=torch.tensor([2.0**-7]))
+    with pytest.raises(RangeError, match=r"gradients of weight could add up to 1\.31e\+05, .* fp32"):
+        own.join(other)
 
 
 @pytest.mark.parametrize("kind", ["exact", "fp32"])

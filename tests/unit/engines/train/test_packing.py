@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.engines.train.model.packing import SharedPrompt, filled_alike, pack, pack_inert, token_ratio
+from asyncflow.engines.train.model.packing import SharedPrompt, cut_into_passes, filled_alike, pack, pack_inert, token_ratio
 from asyncflow.types import Ragged
 
 PROMPT = np.array([1, 2, 3])
@@ -116,3 +116,26 @@ def test_micro_batches_are_brought_to_one_length_only_where_it_takes_no_more_tha
     for at_most, lengths in ((0.0, [8, 10, 10]), (0.06, [8, 10, 10]), (0.07, [10, 10, 10]), (1.0, [10, 10, 10])):
         assert [one.num_tokens for one in filled_alike(packed, at_most)] == lengths
     assert [one.num_tokens for one in filled_alike([pack_inert(8), pack_inert(8)], 0.0)] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "threads", "expected"),
+    [
+        ([20, 20, 20, 20], None, 2, [1, 1, 1, 1]),
+        ([20, 20, 20, 20], 100, 1, [4]),
+        ([20, 20, 20, 20], 100, 2, [2, 2]),
+        ([20, 20, 20, 20, 20], 100, 2, [3, 2]),
+        ([20] * 12, 100, 2, [3, 3, 3, 3]),  # two passes each, as short as that allows
+        ([20] * 7, 100, 3, [2, 2, 2, 1]),
+        ([90, 20, 20, 20], 100, 2, [1, 3]),
+        ([20], 100, 2, [1]),
+        ([], 100, 2, []),
+    ],
+)
+def test_passes_are_as_long_as_may_be_and_even_for_several_threads(
+    lengths: list[int], most: int | None, threads: int, expected: list[int]
+) -> None:
+    packed = [pack(np.arange(4), Ragged(np.arange(n - 4), np.array([0, n - 4])), is_shared=True) for n in lengths]
+    cut = cut_into_passes(packed, most, threads)
+    assert [each.stop - each.start for each in cut] == expected
+    assert [number for each in cut for number in range(each.start, each.stop)] == [*range(len(lengths))]

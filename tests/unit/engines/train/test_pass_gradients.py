@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncflow.engines.base import MicroBatch
-from asyncflow.engines.train import one_rank as module_of_one_rank
+from asyncflow.engines.train import passes as module_of_passes
 from asyncflow.engines.train.model.kernels import CpuFlash
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.torch_engine import TorchEngine
@@ -123,7 +123,8 @@ async def test_where_the_company_shows_in_the_bits_each_micro_batch_is_computed_
     monkeypatch.setattr(CpuFlash, "forward", shaky)
     engine = torch_engine(model_path("qwen2-tiny"), accumulate="exact", tokens_per_pass=500)
     assert engine.remark.startswith("micro-batches are computed one by one") and "other bits than alone" in engine.remark
-    assert one_rank(engine)._tokens_per_pass is None and one_rank(engine)._sums.is_zero()  # type: ignore[attr-defined]
+    passes = one_rank(engine).passes
+    assert passes.most_tokens is None and passes.sums.is_zero()  # type: ignore[attr-defined]
     await engine.close()
 
 
@@ -138,8 +139,8 @@ async def test_a_model_with_weights_of_another_kind_is_computed_one_by_one(
         model.module.model.layers[1].mlp.down_proj.__class__ = OwnLinear
         return model
 
-    causal_model = module_of_one_rank.CausalModel
-    monkeypatch.setattr(module_of_one_rank, "CausalModel", changed)
+    causal_model = module_of_passes.CausalModel
+    monkeypatch.setattr(module_of_passes, "CausalModel", changed)
     engine = torch_engine(model_path("qwen2-tiny"), accumulate="exact", tokens_per_pass=500)
     assert engine.remark.endswith("it has weights in model.layers.1.mlp.down_proj, a OwnLinear")
     await engine.close()
@@ -153,10 +154,10 @@ async def test_the_embeddings_padding_has_no_gradient(model_path: ModelPath, mon
             model.module.get_input_embeddings().padding_idx = 7
             return model
 
-        monkeypatch.setattr(module_of_one_rank, "CausalModel", padded)
+        monkeypatch.setattr(module_of_passes, "CausalModel", padded)
         return torch_engine(model_path("llama-tiny"), accumulate="exact", tokens_per_pass=tokens, learning_rate=1e-3)
 
-    causal_model = module_of_one_rank.CausalModel
+    causal_model = module_of_passes.CausalModel
     batch = micro_batch(0)
     batch = replace(
         batch, prompt_ids=np.array([7, 9, 7, 8, 6, 5]), response_ids=Ragged(batch.response_ids.values, batch.response_ids.offsets)

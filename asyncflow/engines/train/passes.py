@@ -1,0 +1,115 @@
+"""Passes of a policy in one thread: the models that compute them, and the sums that their gradients go to.
+
+    micro-batches -> joined (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
+                                           +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks -> backward
+                                                                                                    sums (accumulate.py) <----+
+
+With exact sums each micro-batch's gradient is taken by itself (pass_gradients.py), so that no bit depends on the company. A second
+`Passes` over the same weights computes beside the first one, in another thread, with gradients and sums of its own (helpers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngineOptions
+from asyncflow.engines.train.accumulate import ExactAccumulator, make_accumulator
+from asyncflow.engines.train.model import micro_step
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions, SharedBaseModel
+from asyncflow.engines.train.model.check_sharing import check_sharing
+from asyncflow.engines.train.model.own_rows import probe
+from asyncflow.engines.train.model.packing import Packed, joined
+from asyncflow.engines.train.model.tri_model import TriModel
+from asyncflow.engines.train.pass_gradients import PassGradients
+from asyncflow.engines.train.pass_gradients import probe as probe_passes
+from asyncflow.types import Objective
+
+Frozen = FrozenModel | SharedBaseModel
+
+
+class Passes:
+    """Passes of one thread. `most_tokens`: packed tokens of a pass of several micro-batches; None: each is a pass of its own."""
+
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions, first: Passes | None = None) -> None:
+        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here.
+
+        `first`: compute with its weights, whatever becomes of them, and as it has found to be right on this machine.
+        """
+        how, lora = PassOptions.of(options), options.lora
+        of_model: dict[str, Any] = {"device": options.device, "way": None if first is None else first.policy.way}
+        if lora is not None:
+            of_model |= {"weights_dtype": how.dtype, "lora": lora, "seed": options.seed}
+        self.policy: CausalModel = CausalModel(model_path, how, **of_model)
+        self.remark = probe(self.policy) if first is None and self.policy.way != "packed" else ""
+        self.models: TriModel[Frozen]
+        if lora is None:
+            way, of_frozen = self.policy.way, PassOptions.of_frozen(options)
+            frozen = partial(FrozenModel, model_path, of_frozen, device=options.device, offload=options.offload, way=way)
+            self.models = TriModel(self.policy, options, frozen)
+        else:
+            shared = partial(SharedBaseModel, self.policy)
+            self.models = TriModel(self.policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
+        self.sums = make_accumulator(options.accumulate, self.policy.parameters)
+        self.most_tokens = options.tokens_per_pass
+        self._chunk_tokens, self._is_to_check = options.log_prob_chunk_tokens, options.check_shared_prompt and first is None
+        self._gradients: PassGradients | None = None
+        if first is not None:
+            self._share(first)
+        elif self.most_tokens is not None:
+            self._prepare()
+
+    def compute(
+        self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: Objective
+    ) -> list[MicroBatchResult]:
+        """Compute micro-batches together, and add their gradients to the sums: of all that are finite."""
+        together = joined(packed)
+        shared = next((batch for batch, p in zip(micro_batches, packed, strict=True) if p.layout.has_prompt), None)
+        if self._is_to_check and shared is not None:
+            check_sharing(self.policy, shared)
+            self._is_to_check = False
+        known = micro_step.given_all(self.models, together, micro_batches)
+        of_head: dict[str, Any] = {"chunk_tokens": self._chunk_tokens, "softcap": self.policy.softcap}
+        if self._gradients is not None:
+            with self._gradients.of(together):
+                hidden_TH, head_VH = self.policy.hidden(together)
+                made = micro_step.losses(known, objective, hidden_TH, head_VH.detach(), head_sums=self._gradients, **of_head)
+                torch.autograd.backward(made.total)
+            return made.results
+        made = micro_step.losses(known, objective, *self.policy.hidden(together), **of_head)
+        if made.is_finite:
+            torch.autograd.backward(made.total)
+            self.sums.add()
+        elif len(micro_batches) > 1:  # a weight's gradient mixes all rows: once more, each by itself
+            del made
+            return [self.compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
+        return made.results
+
+    def _prepare(self) -> None:
+        """Make ready for passes of several micro-batches; with exact sums only if no bit depends on them."""
+        if self.policy.way != "packed":
+            self.most_tokens = None
+        if self.most_tokens is None or not isinstance(self.sums, ExactAccumulator):
+            return
+        if not (why := PassGradients.why_not(self.policy)):
+            gradients = self._gradients = PassGradients(self.policy, self.sums)
+            if not probe_passes(self.policy, self.sums, gradients):
+                why = "on this machine a micro-batch among others has other bits than alone"
+        if why:
+            self.most_tokens = self._gradients = None
+            self.remark = f"{self.remark}\n" * bool(self.remark) + (
+                f"micro-batches are computed one by one, since train.accumulate=exact promises bits: {why}"
+            )
+
+    def _share(self, first: Passes) -> None:
+        self.policy.share(first.policy)
+        for own, its in zip(self.models.frozen, first.models.frozen, strict=True):
+            if isinstance(own, FrozenModel) and isinstance(its, FrozenModel):
+                own.share(its)
+        if first._gradients is not None and isinstance(self.sums, ExactAccumulator):
+            self._gradients = PassGradients(self.policy, self.sums)
+        self.most_tokens = first.most_tokens

@@ -1,0 +1,84 @@
+"""Free cores: how many helpers of the trainer may compute, by what the rollout workers do, and who hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import pytest
+
+from asyncflow.config import parse
+from asyncflow.control.signal import Signal
+from asyncflow.run import cores as module_of_cores
+from asyncflow.run.cores import FreeCores, lend
+from asyncflow.telemetry.spans import Recorder, Span
+from tests.patience import patience
+
+
+def cores_of(monkeypatch: pytest.MonkeyPatch, count: int, busy: set[str], **sections: Any) -> tuple[FreeCores, Signal]:
+    monkeypatch.setattr(module_of_cores, "num_cores", lambda: count)
+    config, signal = parse({"model": {"path": "model"}, "data": {"path": "data"}, **sections}), Signal()
+    return FreeCores(config, signal, lambda: busy), signal
+
+
+@pytest.mark.parametrize(
+    ("count", "sections", "expected"),
+    [
+        (2, {"train": {"helpers": 1}}, [1, 0, 0]),
+        (3, {"train": {"helpers": 2}, "rollout": {"num_workers": 2}}, [2, 1, 0]),
+        (8, {"train": {"helpers": 2}, "rollout": {"num_workers": 2}}, [2, 2, 2]),  # there are cores for all
+        (5, {"train": {"helpers": 2}, "rollout": {"num_workers": 2, "num_threads": 2}}, [2, 2, 0]),
+        (6, {"train": {"helpers": 2, "num_threads": 2}, "rollout": {"num_workers": 2, "num_threads": 2}}, [2, 1, 0]),
+        (3, {"train": {"helpers": 2, "reference": "task"}}, [1, 0, 0]),  # a worker that never counts as idle
+        (1, {"train": {"helpers": 1}}, [0, 0, 0]),
+        (4, {"train": {"helpers": 0}}, [0, 0, 0]),
+    ],
+)
+def test_a_worker_that_generates_has_its_cores_for_itself(
+    count: int, sections: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy: set[str] = set()
+    cores, _ = cores_of(monkeypatch, count, busy, **sections)
+    found = [cores.now]
+    for worker in ("rollout/0", "rollout/1"):
+        busy.add(worker)
+        found.append(cores.now)
+    assert found == expected
+
+
+async def test_helpers_follow_what_the_workers_do_until_the_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self) -> None:
+            self.allowed, self.changed = list[int](), asyncio.Event()
+            self.on_pass: Any = None
+
+        def allow(self, count: int) -> None:
+            self.allowed.append(count)
+            self.changed.set()
+
+        async def has(self, allowed: list[int]) -> None:
+            while self.allowed != allowed:
+                self.changed.clear()
+                await asyncio.wait_for(self.changed.wait(), patience(10))
+
+    busy, spans, helpers = {"rollout/0"}, list[Span](), Fake()
+    cores, signal = cores_of(monkeypatch, 2, busy, train={"helpers": 1})
+    recorder = Recorder("trainer/0", asyncio.get_running_loop().time, spans.append)
+    lending = asyncio.create_task(lend(cores, cast(Any, helpers), recorder))
+    await asyncio.sleep(0)
+    assert helpers.allowed == []  # none may, which is how it begins
+    busy.clear()
+    signal.notify()
+    await helpers.has([1])
+    threading.Thread(target=helpers.on_pass, args=(1.0, 3.0)).start()
+    busy.add("rollout/0")
+    signal.notify()
+    await helpers.has([1, 0])
+    busy.clear()
+    signal.notify()
+    await helpers.has([1, 0, 1])
+    cores.stop()
+    await asyncio.wait_for(lending, patience(10))
+    assert helpers.allowed[3:] == [0, 0]
+    assert [(span.task, span.start, span.end, span.is_lane) for span in spans] == [("helper_pass", 1.0, 3.0, False)]
