@@ -68,7 +68,7 @@ class Helpers:
         with self._turn:
             self._work, self._left, self._error = work, [*reversed(range(1, count))], None
             self._turn.notify_all()
-        number: int | None = 0
+        number = 0 if count else None
         try:
             while number is not None:
                 work(own, number)

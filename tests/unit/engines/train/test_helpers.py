@@ -133,7 +133,9 @@ async def test_helpers_read_the_weights_that_an_update_has_made(model_path: Mode
 
 def test_without_leave_the_compute_thread_does_all_itself() -> None:
     with helpers() as made:
-        assert made.compute(5, lambda passes, number: (passes, number), as_passes(OWN)) == [(OWN, n) for n in range(5)]
+        for count in (5, 0):  # a round of which nothing is to be computed
+            found = made.compute(count, lambda passes, number: (passes, number), as_passes(OWN))
+            assert found == [(OWN, number) for number in range(count)]
 
 
 def test_results_are_in_order_whoever_computes() -> None:
