@@ -285,12 +285,18 @@ class RolloutConfig(Section):
     """Of weights, keys and values while generating."""
     device: Device = "cpu"
     """Where it computes: `cpu`, `cuda`, `cuda:1`."""
-    num_threads: PositiveInt = 1
-    """Computing threads of each worker (CPU)."""
+    num_threads: PositiveInt | Literal["auto"] = 1
+    """Computing threads of each worker (CPU). `auto`: one, and more while cores of this machine are free; their number shows in the
+    bits, so that none are promised."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often a worker that died is started again, after a pause that doubles each time. 0: its death ends the run."""
     kv_on_install: Literal["keep", "recompute"] = "keep"
     """Whether keys and values of a response under way stay as they are when new weights are installed, or are computed again."""
+
+    @property
+    def least_threads(self) -> int:
+        """Computing threads of a worker in any case."""
+        return 1 if self.num_threads == "auto" else self.num_threads
 
     @property
     def is_truncated(self) -> bool:

@@ -135,7 +135,7 @@ class Driver:
         self.source, self._admissions = self._make_order(prepared, resumed, kept)
         self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record)
         self.desk = TrainDesk(self.progress)
-        self.cores = FreeCores(config, signal, self._generating)
+        self.cores = FreeCores(config, signal, self._generating, self._is_training)
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
             "versions": self.versions,
@@ -333,6 +333,12 @@ class Driver:
         known = self.transfer_queue.controllers
         holding = (worker for task in ("rollout", EVALUATE_TASK) if task in known for worker in known[task].holders())
         return {*installing, *holding}
+
+    def _is_training(self) -> bool:
+        """Whether the trainer computes: it has a round that is not trained, or an update to make."""
+        ledger = self.ledger.ledger
+        step, task = ledger.committed_by(ledger.tasks.policy), ledger.tasks.policy
+        return ledger.is_open(step) and ledger.step_state(step).is_under_way(task)
 
     def _end_step(self, task: str, step: int) -> None:
         self.background.start(self.queue.end_partition(task, step))

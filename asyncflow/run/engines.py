@@ -42,7 +42,7 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
         "max_context": max_context,
         "dtype": rollout.dtype,
         "device": device,
-        "num_threads": rollout.num_threads,
+        "num_threads": rollout.least_threads,
         "kv_on_install": rollout.kv_on_install,
         **({} if config.environment is None else {"num_parked": config.num_parked}),
         **({} if config.lora is None else {"lora": config.lora}),

@@ -51,6 +51,8 @@ PASS_TOKENS_CPU: Final = 1024
 """Tokens of a pass on a CPU, for models of more than 128 hidden elements. Not swept: a product gains little above some 900."""
 PASS_TOKENS: Final = 8192
 """Tokens of a pass on an accelerator. Not measured: from some thousand on, matrix products do not wait for memory."""
+ON_ONE_MACHINE: Final = ("local", "inline")
+"""Clusters whose workers are all on the driver's machine."""
 CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")
@@ -162,7 +164,7 @@ def num_helpers(config: Config) -> int:
         why = "only train.engine=torch on one device has them"
     elif kind_of(train.device) != CPU:
         why = f"they compute on cores, and train.device={train.device}"
-    elif config.cluster.name not in ("local", "inline"):
+    elif config.cluster.name not in ON_ONE_MACHINE:
         why = f"with cluster={config.cluster.name} nobody knows which cores of the trainer's machine are free"
     elif config.lora is not None and train.old in ("step_start", "previous"):
         why = f"with model.lora the old policy (train.old={train.old}) is computed by exchanging the adapter that they all read"
@@ -172,7 +174,7 @@ def num_helpers(config: Config) -> int:
         return train.helpers
     if why or kind_of(rollout.device) != CPU:
         return 0
-    return max(0, min(rollout.num_workers * rollout.num_threads, num_cores() - train.num_threads) // train.num_threads)
+    return max(0, min(rollout.num_workers * rollout.least_threads, num_cores() - train.num_threads) // train.num_threads)
 
 
 def queue_schema(config: Config) -> Schema:

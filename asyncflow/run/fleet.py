@@ -80,8 +80,8 @@ def evaluator(config: Config, name: str) -> WorkerSpec:
 def _generating(config: Config, name: str, main: str, key: str, device: str) -> WorkerSpec:
     rollout = config.rollout
     num_devices = own_devices_each(config)
-    needs, there = devices(device, rollout.num_threads, num_devices), asked(key, device) if num_devices else ""
-    environment, known = thread_environment(rollout.num_threads), rollout_imports(config, device)
+    needs, there = devices(device, rollout.least_threads, num_devices), asked(key, device) if num_devices else ""
+    environment, known = thread_environment(rollout.least_threads), rollout_imports(config, device)
     return WorkerSpec(name, f"{MAINS}:{main}", environment, rollout.max_restarts, needs, imports=known, device=there)
 
 

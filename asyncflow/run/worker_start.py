@@ -52,7 +52,7 @@ def import_ahead(config: Config, *, is_training: bool = True) -> None:
     begun for a run of other threads ends."""
     wanted: list[tuple[int, tuple[str, ...]]] = []
     if config.cluster.name == "local" and IS_POSSIBLE:
-        wanted.append((config.rollout.num_threads, rollout_imports(config, config.rollout.device)))
+        wanted.append((config.rollout.least_threads, rollout_imports(config, config.rollout.device)))
         if is_training:
             wanted.append((config.train.num_threads, train_imports(config, config.train.device)))
     servers = [(ForkServer.here({**os.environ, **thread_environment(count)}), modules) for count, modules in wanted if modules]

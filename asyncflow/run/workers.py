@@ -28,7 +28,7 @@ from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected
-from asyncflow.run.cores import lend
+from asyncflow.run.cores import lend, widen
 from asyncflow.run.engines import (
     base_sum,
     critic_engine,
@@ -41,7 +41,7 @@ from asyncflow.run.engines import (
     weight_sync,
 )
 from asyncflow.run.episodes import capture_endpoint, environments, episode_player
-from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
+from asyncflow.run.factories import ON_ONE_MACHINE, make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
 from asyncflow.run.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
@@ -100,11 +100,17 @@ async def roll_out(
     task, schedule, shape = "rollout", make_schedule(run.config), run.shape
     if is_evaluator:
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
+    use_threads: Callable[[int], None] | None = getattr(engine, "use_threads", None)
+    widening = []
+    if run.config.rollout.num_threads == "auto" and run.config.cluster.name in ON_ONE_MACHINE and use_threads is not None:
+        run.reporter.why_not_deterministic = "rollout.num_threads=auto: the number of threads changes, and bits with it"
+        widening = [widen(run.cores, use_threads, run.config.rollout.least_threads)]
     run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or engine.why_not_deterministic
     await run.reporter.flush()  # what a checkpoint holds depends on it
     context = replace(loop_context(run), schedule=schedule, shape=shape)
     by_worker = ResponseScoring(score if run.config.reward.place == "rollout" else None, decode, _sample_filter(run))
-    await Rollout(context, engine, receiver, original, by_worker, task, episodes, run.config.episodes_at_once).run()
+    async with background(*widening):
+        await Rollout(context, engine, receiver, original, by_worker, task, episodes, run.config.episodes_at_once).run()
     run.reporter.recorder.waiting("stop")
     await receiver.close()
     await engine.close()

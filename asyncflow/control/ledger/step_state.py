@@ -155,6 +155,10 @@ class StepState:
         """Give out the rounds of the update that every rank has asked for and that may begin."""
         self.updates[task][update].give_out(self.groups_per_round, self.tokens_per_round, is_all=not self.num_left)
 
+    def is_under_way(self, task: str) -> bool:
+        """Whether a round that was given out is not trained, or all of an update's are: then it is made, until the commit."""
+        return any(one.given and (not one.members or not one.given.isdisjoint(one.members)) for one in self.updates[task])
+
     def is_given_out(self, task: str = "train", update: int = 0) -> bool:
         """Whether the update has no more rounds than were given out."""
         return not self.num_left and self.updates[task][update].is_given_out

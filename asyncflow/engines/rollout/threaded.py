@@ -82,6 +82,10 @@ class ThreadedEngine(RolloutEngine):
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
         self._thread.start()
 
+    def use_threads(self, count: int) -> None:
+        """Compute with so many threads from the next step on. Bits depend on their number."""
+        self._inbox.put(partial(torch.set_num_threads, count))
+
     @property
     def installed_version(self) -> int:
         """Version of the weights that the engine generates with."""

@@ -143,7 +143,7 @@ async def sessions_of(
             max_context=base.max_context,
             dtype=config.rollout.dtype,
             device=config.rollout.device,
-            num_threads=config.rollout.num_threads,
+            num_threads=config.rollout.least_threads,
         )
 
     def load(weights: Path) -> dict[str, Tensor]:

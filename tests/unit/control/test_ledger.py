@@ -553,6 +553,20 @@ def test_as_many_groups_are_taken_as_fill_the_rounds_that_were_asked_for() -> No
     assert ledger.offered("train") == 2  # three groups in each round
 
 
+def test_a_step_is_under_way_from_its_first_round_until_it_is_trained_and_from_its_last_until_the_commit() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0), meta(1)])
+    state, seen = ledger.step_state(0), list[bool]()
+    state.updates["train"][0].ask(0, 1)
+    for group in range(2):
+        seen.append(state.is_under_way("train"))  # it waits for a group
+        state.offer(group, 9)
+        state.give_out()
+        seen.append(state.is_under_way("train"))
+        state.consume(consumed(4 * group, 4 * group + 1))
+    assert seen == [False, True, False, True] and state.is_under_way("train")
+
+
 async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0)])

@@ -11,7 +11,8 @@ import pytest
 from asyncflow.config import parse
 from asyncflow.control.signal import Signal
 from asyncflow.run import cores as module_of_cores
-from asyncflow.run.cores import FreeCores, lend
+from asyncflow.run import factories as module_of_factories
+from asyncflow.run.cores import FreeCores, lend, widen
 from asyncflow.telemetry.spans import Recorder, Span
 from tests.patience import patience
 
@@ -19,7 +20,7 @@ from tests.patience import patience
 def cores_of(monkeypatch: pytest.MonkeyPatch, count: int, busy: set[str], **sections: Any) -> tuple[FreeCores, Signal]:
     monkeypatch.setattr(module_of_cores, "num_cores", lambda: count)
     config, signal = parse({"model": {"path": "model"}, "data": {"path": "data"}, **sections}), Signal()
-    return FreeCores(config, signal, lambda: busy), signal
+    return FreeCores(config, signal, lambda: busy - {"trainer"}, lambda: "trainer" in busy), signal
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,62 @@ def test_a_worker_that_generates_has_its_cores_for_itself(
 ) -> None:
     busy: set[str] = set()
     cores, _ = cores_of(monkeypatch, count, busy, **sections)
-    found = [cores.now]
+    found = [cores.helpers_now]
     for worker in ("rollout/0", "rollout/1"):
         busy.add(worker)
-        found.append(cores.now)
+        found.append(cores.helpers_now)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "sections", "expected"),
+    [
+        (2, {}, {"": 2, "trainer": 1, "rollout/0": 2, "trainer rollout/0": 1}),
+        (8, {}, {"rollout/0": 8, "trainer rollout/0": 6}),  # of the others one is the trainer's, one a helper's
+        (8, {"train": {"helpers": 3}}, {"trainer rollout/0": 4}),
+        (8, {"train": {"num_threads": 2}}, {"trainer rollout/0": 6, "trainer": 6}),
+        (8, {"rollout": {"num_workers": 3}, "train": {"helpers": 0}}, {"trainer rollout/0 rollout/1 rollout/2": 2, "trainer": 7}),
+        (4, {"train": {"reference": "task"}}, {"rollout/0": 3, "trainer rollout/0": 1}),
+        (1, {}, {"rollout/0": 1, "trainer rollout/0": 1}),
+        (8, {"rollout": {"num_threads": 2}}, {"": 2, "rollout/0": 2, "trainer rollout/0": 2}),
+    ],
+)
+def test_who_generates_has_the_cores_that_nobody_else_computes_on(
+    count: int, sections: dict[str, Any], expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_of_factories, "num_cores", lambda: count)
+    rollout = {"num_threads": "auto", **sections.get("rollout", {})}
+    busy: set[str] = set()
+    cores, _ = cores_of(monkeypatch, count, busy, **{**sections, "rollout": rollout})
+    for working, threads in expected.items():
+        busy.clear()
+        busy.update(working.split())
+        assert cores.threads_now == threads, working
+        num_generating, train_threads = len(busy - {"trainer"}), sections.get("train", {}).get("num_threads", 1)
+        used = num_generating * threads + ("trainer" in busy) * train_threads * (1 + cores.helpers_now)
+        assert used <= max(count, len(busy))
+
+
+async def test_a_rollout_engine_uses_more_threads_while_the_trainer_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, used, changed = {"trainer", "rollout/0"}, list[int](), asyncio.Event()
+
+    def use_threads(count: int) -> None:
+        used.append(count)
+        changed.set()
+
+    cores, signal = cores_of(monkeypatch, 2, busy, rollout={"num_threads": "auto"})
+    widening = asyncio.create_task(widen(cores, use_threads, 1))
+    for change, threads in ((busy.discard, 2), (busy.add, 1)):
+        change("trainer")
+        changed.clear()
+        signal.notify()
+        await asyncio.sleep(0)
+        signal.notify()
+        await asyncio.wait_for(changed.wait(), patience(10))
+        assert used[-1] == threads
+    cores.stop()
+    await asyncio.wait_for(widening, patience(10))
+    assert used == [2, 1]
 
 
 async def test_helpers_follow_what_the_workers_do_until_the_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
