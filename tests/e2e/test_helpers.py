@@ -1,0 +1,82 @@
+"""Helpers in whole runs: no bit depends on them, whoever is killed or stands still, and they compute while rollout is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.telemetry.trace import read_spans
+from asyncflow.threads import num_cores
+from tests.depth import in_gate
+from tests.e2e.test_restarts import Killer
+from tests.e2e.test_resume import STEPS, check_same, tree
+
+HELPED: dict[str, Any] = {
+    "train": {"helpers": 2},
+    "rollout": {"num_workers": 2, "max_restarts": 100},
+    "queue": {"lease_seconds": 5},
+}
+MODES = ("periodic", "delayed")
+
+
+class Disturber(Killer):
+    """Observer that kills workers, and has them stand still for a while, after steps that a seed draws. The trainer too."""
+
+    def __init__(self, config: Mapping[str, Any], seed: int | None) -> None:
+        super().__init__(config, {})
+        self._rng = None if seed is None else random.Random(seed)
+
+    def group(self, step: int) -> None:
+        """While a step is trained, too."""
+        if self._rng is not None and self._rng.random() < 0.15:
+            self._disturb(self._rng.choice(["rollout/0", "rollout/1", "trainer/0"]), self._rng)
+
+    def _disturb(self, worker: str, rng: random.Random) -> None:
+        states = self.job.driver.hub.states if self.job.driver is not None else {}
+        if worker not in states:
+            return
+        pid, loop = states[worker].pid, asyncio.get_running_loop()
+        with suppress(ProcessLookupError):  # it was killed before, and nobody has noticed yet
+            if worker != "trainer/0" and rng.random() < 0.4:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGSTOP)
+                loop.call_later(rng.uniform(0.05, 0.6), _goes_on, pid)
+
+
+def _goes_on(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("mode", "seed"), in_gate(("periodic", 1), of=[(mode, seed) for mode in MODES for seed in range(1, 4)]))
+def test_helpers_leave_no_trace_whoever_is_killed_or_stands_still(mode: str, seed: int, tmp_path: Path) -> None:
+    schedule = {"schedule": mode, **({"train": {"old": "previous"}} if mode == "delayed" else {})}
+    alone = Disturber(tree(tmp_path / "alone", schedule, {"train": {"helpers": 0}}), None)
+    assert alone.run(), alone.said
+    helped = Disturber(tree(tmp_path / "helped", schedule, HELPED), seed)
+    assert helped.run(), helped.said
+    check_same(helped.job.config.run_dir, alone.job.config.run_dir)
+    spans = {name: read_spans(run.job.config.run_dir / "spans.jsonl") for name, run in (("alone", alone), ("helped", helped))}
+    assert not any(span.task == "helper_pass" for span in spans["alone"])
+    passes = [span for span in spans["helped"] if span.task == "helper_pass"]
+    assert len(helped.steps) == STEPS
+    if num_cores() > 1:  # an evaluation, or a slow start, keeps rollout busy in some steps
+        assert passes and {span.worker for span in passes} == {"trainer/0"} and not any(span.is_lane for span in passes)
+
+
+def test_a_rollout_worker_computes_with_what_nobody_else_does(tmp_path: Path) -> None:
+    run = Disturber(
+        tree(tmp_path, {"rollout": {"num_threads": "auto"}, "run": {"steps": 2}, "train": {"accumulate": "fp32"}}), None
+    )
+    assert run.run(), run.said
+    assert run.job.certificate is not None
+    assert run.job.certificate.why_not_deterministic.startswith("rollout.num_threads=auto: the number of threads changes")
