@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from asyncflow.config import Config
 from asyncflow.control.signal import Signal
 from asyncflow.run.factories import devices_each, num_devices, num_helpers
+from asyncflow.telemetry.metrics import HELPER_TASK
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.threads import num_cores
 from asyncflow.transport import remote
@@ -84,7 +85,7 @@ async def lend(cores: FreeCores, helpers: Helpers, spans: Recorder) -> None:
     loop = asyncio.get_running_loop()
 
     def record(start: float, end: float) -> None:
-        loop.call_soon_threadsafe(partial(spans.beside, "helper_pass", start, end))
+        loop.call_soon_threadsafe(partial(spans.beside, HELPER_TASK, start, end))
 
     known: int | None = 0
     helpers.on_pass = record

@@ -28,6 +28,7 @@ from asyncflow.types import Array, is_maximum
 
 TRAIN_TASKS: Final = ("forward_backward", "optim_step")
 ROLLOUT_TASK: Final = "generate"
+HELPER_TASK: Final = "helper_pass"
 
 DEFINITIONS: Final[dict[str, str]] = {
     "reward/mean": "Mean reward over the scored rows of the step.",
@@ -97,6 +98,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "perf/fill_ratio": "Tokens computed for nothing / tokens computed: what brought a pipeline's micro-batches to one length, and "
     "what stood where a data-parallel group had no micro-batch.",
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
+    "perf/helper_seconds": "Seconds that helpers of the trainer computed passes in the step, added up over them (`train.helpers`). "
+    "Left out where none did.",
     "perf/exposed_weights": "Share of the recorded time of rollout workers and trainers in the step, of all of them together, in "
     "which they do nothing but install weights or wait for weights (0 to 1). A rollout worker waits for weights from the update "
     "that makes them until it installs them. A trainer waits for them while its ranks gather them, while they are still copied and "
@@ -371,6 +374,9 @@ class StepMetrics:
         train_seconds = active_seconds(spans, TRAIN_TASKS, start, end)
         if train_seconds:
             row["perf/train_tokens_per_second"] = self._logical_tokens / train_seconds
+        of_helpers = (span for span in spans if span.task == HELPER_TASK and span.start < end and span.end > start)
+        if helped := sum(min(span.end, end) - max(span.start, start) for span in of_helpers):
+            row["perf/helper_seconds"] = helped
         if (exposed := exposed_weights(spans, start, end)) is not None:
             row["perf/exposed_weights"] = exposed
         row.update({f"perf/idle_ratio/{worker}": ratio for worker, ratio in idle_ratios(spans, start, end).items()})

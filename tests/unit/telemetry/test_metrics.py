@@ -53,6 +53,14 @@ def full_step() -> StepMetrics:
     return metrics
 
 
+def test_passes_of_helpers_count_as_far_as_they_are_in_the_step():
+    spans = [
+        Span(worker="trainer/0", task="helper_pass", start=s, end=e, is_lane=False) for s, e in ((0, 2), (3, 5), (4, 6), (9, 9.5))
+    ]
+    assert StepMetrics().row(StepTimes(started=1.0, committed=5.5), 2, spans)["perf/helper_seconds"] == 1.0 + 2.0 + 1.5
+    assert "perf/helper_seconds" not in StepMetrics().row(StepTimes(started=6.0, committed=9.0), 2, spans)
+
+
 def test_a_hand_worked_step():
     times = StepTimes(started=0.0, committed=10.0, could_generate=0.5, train_began=4.0)
     row = full_step().row(times, 4, SPANS)
