@@ -17,7 +17,7 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
 from tests.depth import in_gate
 from tests.e2e.test_restarts import Killer
-from tests.e2e.test_resume import STEPS, check_same, tree
+from tests.e2e.test_resume import STEPS, prints, tree
 
 HELPED: dict[str, Any] = {
     "train": {"helpers": 2},
@@ -64,7 +64,8 @@ def test_helpers_leave_no_trace_whoever_is_killed_or_stands_still(mode: str, see
     assert alone.run(), alone.said
     helped = Disturber(tree(tmp_path / "helped", schedule, HELPED), seed)
     assert helped.run(), helped.said
-    check_same(helped.job.config.run_dir, alone.job.config.run_dir)
+    # A worker that is killed takes its samples with it; what was trained, and what came of it, is the same.
+    assert prints(helped.job.config.run_dir) == prints(alone.job.config.run_dir)
     spans = {name: read_spans(run.job.config.run_dir / "spans.jsonl") for name, run in (("alone", alone), ("helped", helped))}
     assert not any(span.task == "helper_pass" for span in spans["alone"])
     passes = [span for span in spans["helped"] if span.task == "helper_pass"]
