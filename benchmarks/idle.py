@@ -5,6 +5,7 @@
 before     a micro-batch a pass, every row computed, no helpers
 passes     full passes, rows without a gradient left out, no helpers
 helpers    the same with helpers, which are the defaults
+threads    the same, and rollout workers compute with all cores that nobody else uses (rollout.num_threads=auto: no bits promised)
 
 Each way is one whole command, without evaluations; the ways take turns. Seconds of a step, and how busy cores are in it, are those
 behind the first step, which begins while workers load; medians over steps. A core is busy while a lane works on it (generate,
@@ -35,6 +36,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "before": (*BEFORE, "train.helpers=0"),
     "passes": ("train.helpers=0",),
     "helpers": (),
+    "threads": ("rollout.num_threads=auto",),
 }
 NOT_COMPUTING = (WAIT, "load", "save")
 FIRST = 1
@@ -125,13 +127,12 @@ def main() -> int:
             Figure(
                 f"{way}: the rollout worker's lane computes", statistics.median(s for each in runs for s in each.generating), "s"
             ),
-            Figure(f"{way}: share of the cores that is busy", busy, "", ">= 0.9" if way == "helpers" else None),
+            Figure(f"{way}: share of the cores that is busy", busy, "", ">= 0.9" if way == "threads" else None),
         ]
-    if {"before", "helpers"} <= medians.keys():
-        target = ">= 2" if given.recipe == "smollm2" else None
-        figures.append(Figure("before / helpers, a step", medians["before"] / medians["helpers"], "x", target))
-    if {"passes", "helpers"} <= medians.keys():
-        figures.append(Figure("passes / helpers, a step", medians["passes"] / medians["helpers"], "x"))
+    for slower, faster in (("before", "helpers"), ("before", "threads"), ("passes", "helpers"), ("passes", "threads")):
+        if {slower, faster} <= medians.keys():
+            target = ">= 2" if (slower, given.recipe) == ("before", "smollm2") else None
+            figures.append(Figure(f"{slower} / {faster}, a step", medians[slower] / medians[faster], "x", target))
     return finish(figures, given.json)
 
 
