@@ -192,6 +192,7 @@ def test_every_metric_is_defined():
         "mismatch/logprob_difference",
         "policy/rollout_kl",
         "policy/rollout_logprob_difference",
+        "perf/helper_seconds",
         "run/num_resumes",
         "weights/attested",
         "weights/version_bytes",
