@@ -33,6 +33,7 @@ from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import RecordState
 from asyncflow.run.resume import CRITIC_FINGERPRINTS, DriverState, Resumed, SavedPrompt, metrics_of
+from asyncflow.run.step_rows import StepRows
 from asyncflow.run_dir import CONFIG_FILE, RunDir
 from asyncflow.settings import apply_override, refuse_overrides
 from asyncflow.telemetry.batches import joined, kept_steps, read_batch
@@ -208,7 +209,7 @@ class ReplayLife(Attempt):
         config, plan = self._config, self._plan
         self._folder.claim(dump(config))
         self.weights_dir = self._folder.make_weights_dir()
-        self.rows = {step: {} for step in range(plan.first)}  # what a run counts its steps by
+        self.rows = StepRows(config.run_dir, ({"step": step} for step in range(plan.first)))  # what a run counts its steps by
         steps = {step: _prompts_of(batch) for step, batch in plan.batches.items()}
         prompts = [prompt for groups in steps.values() for prompt in groups.values()]
         longest = max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens

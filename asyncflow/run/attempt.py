@@ -16,7 +16,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from asyncflow.run.resume import (
     write_added,
 )
 from asyncflow.run.saving import checkpoints_of
+from asyncflow.run.step_rows import StepRows
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
 from asyncflow.telemetry.certificate import Certificate, read_certificate
 from asyncflow.transport import ConnectionLost, Peer
@@ -64,7 +65,7 @@ class Attempt:
     finished run."""
 
     def __init__(self, config: Config, log: Callable[[str], None], *, resume: bool) -> None:
-        self.rows: dict[int, Mapping[str, float]] = {}
+        self.rows = StepRows(config.run_dir)
         self.certificate: Certificate | None = None
         self.weights_dir: Path | None = None
         self._config, self._log, self._resume = config, log, resume
@@ -235,7 +236,7 @@ class Attempt:
             f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; raise "
             f"run.steps to go on"
         )
-        self.rows = {row["step"]: row for row in metrics_of(run_dir)}
+        self.rows = StepRows(run_dir, metrics_of(run_dir))
         self.certificate = read_certificate(run_dir)
         self.job = self._job_file(prepared, resumed)
 
@@ -264,7 +265,7 @@ class Attempt:
         await asyncio.to_thread(write_added, checkpoints.added(version), state, is_whole=False)
         now = asyncio.get_running_loop().time()
         rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
-        self.rows = {row["step"]: row for row in rows}
+        self.rows = StepRows(run_dir, rows)
         (run_dir / KEY_FILE).unlink(missing_ok=True)
         replace(run_dir / CONFIG_FILE, dump(self._config).encode())
 

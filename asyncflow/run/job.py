@@ -49,6 +49,7 @@ from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
 from asyncflow.run.standstill import Standstill
 from asyncflow.run.status import Watch
+from asyncflow.run.step_rows import StepRows
 from asyncflow.run.worker_start import import_ahead
 from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket
 from asyncflow.telemetry.accuracy import Responses
@@ -96,7 +97,7 @@ class Job:
         that they were told is safe (`journal.py`)."""
         self.config = config
         self.listener = listener or Listener()
-        self.rows: dict[int, Mapping[str, float]] = {}
+        self.rows = StepRows(config.run_dir)
         self.evaluations: list[Row] = []
         self.responses: Mapping[str, Sequence[Responses]] = {}  # of the last evaluation, by kind
         self.certificate: Certificate | None = None  # at the end
@@ -193,7 +194,7 @@ class Job:
         finally:
             await self.stop()
         if is_done and not self._evaluate_only and self.config.model.push_to_hub is not None:
-            await push_model(self.config, self.rows, self.evaluations, self.listener.log)
+            await push_model(self.config, self.rows.since(0), self.evaluations, self.listener.log)
         return is_done
 
     def interrupt(self, by: int | None = None) -> None:

@@ -96,10 +96,10 @@ def simulate(
         job = SimulatedJob(variant, costs or Costs(), faults, loop, listener, keeps_report=run_dir is not None)
         try:
             _run(loop, job)
-            spans = read_spans(variant.run_dir / SPANS_FILE)
+            spans, rows = read_spans(variant.run_dir / SPANS_FILE), job.rows.since(0)
         finally:
             loop.finish()
-    return Simulated(seed, loop.now, job.rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
+    return Simulated(seed, loop.now, rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
 
 
 def simulate_lives(
@@ -126,12 +126,12 @@ def simulate_lives(
             audit = job.audit
             try:
                 _run(loop, job, ends[attempt] if attempt < len(ends) else None)
-                spans = read_spans(run_dir / SPANS_FILE)
+                spans, rows = read_spans(run_dir / SPANS_FILE), job.rows.since(0)
                 if attempt < len(ends):
                     shutil.copytree(run_dir, run_dirs[attempt + 1])  # before anything else is written there
             finally:
                 loop.finish()
-    return Simulated(seed, loop.now, job.rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
+    return Simulated(seed, loop.now, rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
 
 
 def _run(loop: VirtualLoop, job: SimulatedJob, end: float | None = None) -> None:
