@@ -8,13 +8,15 @@ is unblocked by: the run, or its end
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import Config
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job, Listener
+from asyncflow.run.saving import checkpoints_of
 from asyncflow.types import RunError, UserError
 
 
@@ -41,10 +43,19 @@ class StepwiseRun:
         if step == self.config.run.steps:
             return None
         self.driver.ledger.allow(max(step + 1, self.driver.ledger.limit), self.config.run.steps)
-        if not await self.job.until(lambda: step in self.job.rows):
+        if not await self.until(lambda: step in self.job.rows):
             raise RunError(f"the run was interrupted in step {step}")
         self.steps_done = step + 1
         return self.job.rows[step]
+
+    async def until(self, condition: Callable[[], bool]) -> bool:
+        """See `Job.until`. A worker whose death ends the run is not started again here: whoever drives the run may have pushed
+        prompts that only he has, so he goes on by himself, which the sentence says."""
+        try:
+            return await self.job.until(condition)
+        except WorkerDied as death:
+            kept = "its newest checkpoint" if checkpoints_of(self.config).versions() else "its beginning: there is no checkpoint"
+            raise RunError(f"{death}; the run has ended: begin it again with resume, and it goes on from {kept}") from death
 
     def allow(self, steps: int) -> None:
         """Let so many steps of the run be trained, without anybody who waits for them."""

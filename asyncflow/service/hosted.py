@@ -96,7 +96,7 @@ class HostedRun:
     async def _watch(self, run: StepwiseRun) -> None:
         """Notice that the run has failed, also while nobody waits for it, and stop then."""
         try:
-            await run.job.until(lambda: False)
+            await run.until(lambda: False)
         except Exception as error:  # whatever it is, the run is over
             self.failure = str(first_error(error))
             self._ending = asyncio.create_task(self.stop())
@@ -138,8 +138,7 @@ class HostedRun:
 
     def steps(self, first: int) -> dict[int, Mapping[str, float]]:
         """Metrics of the committed steps from this one on."""
-        rows = {} if self._run is None else self._run.job.rows
-        return {step: row for step, row in rows.items() if step >= first}
+        return {} if self._run is None else self._run.job.rows.since(first)
 
     async def stop(self) -> None:
         """Stop the run, if it is under way; model, trace and report are written."""
@@ -184,7 +183,7 @@ class HostedRun:
             return step in run.job.rows and (not is_kept or driver.saves.settled > step)
 
         async with asyncio.timeout(timeout_seconds):
-            if not await run.job.until(is_safe):
+            if not await run.until(is_safe):
                 raise RunError(f"the run was interrupted in step {step}")
         run.steps_done = max(run.steps_done, step + 1)
         return step + 1

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from asyncflow.control.ledger.steps import Ledger
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import RunError, UserError
-from tests.depth import in_gate
-from tests.e2e.commands import rows
+from tests.conftest import merged
+from tests.depth import deep, in_gate
+from tests.e2e.commands import processes_of, rows
+from tests.processes import words_of
 
 
 def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +98,32 @@ def test_a_delayed_run_by_hand_is_as_far_ahead_as_one_that_runs_by_itself(
         assert installed == sorted(installed) and installed
     staleness = [row["staleness/mean"] for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl")]
     assert staleness == [0.0, 1.0, 1.0, 1.0]
+
+
+@deep
+def test_a_trainers_death_ends_a_run_by_hand_with_a_sentence_and_it_goes_on_where_it_was(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    tree = small(
+        run={"steps": 4}, schedule="synchronous", train={"accumulate": "exact"}, checkpoint={"every_steps": 1}, eval={"path": None}
+    )
+    whole = merged(tree, {"run": {"name": "whole"}})
+    with Trainer.from_config(whole) as trainer:
+        while trainer.step() is not None:
+            pass
+    run_dir = tmp_path / "runs" / "test"
+    with Trainer.from_config(tree) as trainer:
+        assert trainer.step() is not None and trainer.step() is not None
+        next(process for process in processes_of(run_dir) if words_of(process)[-2:-1] == ["trainer/0"]).kill()
+        with pytest.raises(RunError, match=r"trainer/0 .*begin it again with resume, and it goes on from its newest checkpoint"):
+            trainer.step()
+    with Trainer.from_config(tree, resume=True) as trainer:
+        done = 0
+        while trainer.step() is not None:
+            done += 1
+        assert 2 <= done <= 3  # the second step may have been committed without its checkpoint
+    found, expected = (load_file(tmp_path / "runs" / name / "model" / "model.safetensors") for name in ("test", "whole"))
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_mistakes(small: Callable[..., dict[str, Any]]) -> None:
