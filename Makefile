@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 4
 # Compiled modules are kept, whatever the environment says: every process that the tests start would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-deep test-suites smoke wheel soak soak-run servers lint types layers docs collect unit coverage install install-dev clean
+.PHONY: quickstart test test-deep test-suites smoke wheel soak soak-run soak-growth servers lint types layers docs collect unit coverage install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
@@ -117,6 +117,10 @@ soak: install-dev
 MINUTES ?= 60
 soak-run: install-dev
 	$(BIN)/python -m tests.soak.run --minutes $(MINUTES)
+
+# Thousands of steps of each mode, for as long as MINUTES says, session after session (runs/growth): what a run takes must not grow.
+soak-growth: install-dev
+	$(BIN)/python -m tests.soak.growth --minutes $(MINUTES)
 
 # The queue is tested over a real Redis server.
 servers:

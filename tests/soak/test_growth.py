@@ -1,0 +1,95 @@
+"""What grows is found, and noise is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.soak.growth import Taken, all_grown, grown, slopes, windows
+
+STEPS = 2_000
+Change = Callable[[int, dict[str, Any]], None]
+
+
+def samples(change: Change = lambda step, taken: None, sitting: int = 0) -> list[Taken]:
+    """What a steady run takes, every fourth step: a driver and a trainer, whose memory goes up and down by some MiB."""
+    rng, found = random.Random(3), []
+    for step in range(0, STEPS, 4):
+        noise = rng.randrange(-(3 << 20), 3 << 20)
+        processes = {"driver": (90 << 20, 60, 5), "trainer/0": ((300 << 20) + noise, 40 + rng.randrange(2), 9)}
+        taken: dict[str, Any] = {"sitting": sitting, "step": step, "processes": processes, "shared": rng.randrange(2, 5)}
+        change(step, taken)
+        found.append(msgspec.convert(taken, Taken))
+    return found
+
+
+def seconds(later: float = 1.0) -> dict[int, float]:
+    rng = random.Random(4)
+    return {step: (0.1 + 0.05 * rng.random()) * (later if step > STEPS / 2 else 1.0) for step in range(STEPS)}
+
+
+def leaks(step: int, taken: dict[str, Any]) -> None:
+    """10 KiB a step, of which nothing is given back."""
+    memory, *others = taken["processes"]["driver"]
+    taken["processes"]["driver"] = (memory + 10_240 * step, *others)
+
+
+def keeps_handles(step: int, taken: dict[str, Any]) -> None:
+    memory, handles, threads = taken["processes"]["trainer/0"]
+    taken["processes"]["trainer/0"] = (memory, handles + step // 300, threads)
+
+
+def keeps_threads(step: int, taken: dict[str, Any]) -> None:
+    memory, handles, threads = taken["processes"]["trainer/0"]
+    taken["processes"]["trainer/0"] = (memory, handles, threads + step // 300)
+
+
+def keeps_files(step: int, taken: dict[str, Any]) -> None:
+    taken["shared"] += step > STEPS / 2
+
+
+def test_noise_is_no_growth() -> None:
+    assert all_grown([*samples(), *samples(sitting=1)], seconds()) == []
+    assert abs(slopes(samples())["trainer/0"]) < 2_000  # bytes a step
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (leaks, "driver: resident bytes"),
+        (keeps_handles, "trainer/0: file handles 41 -> 4"),
+        (keeps_threads, "trainer/0: threads 10 -> 15"),
+        (keeps_files, "files in shared memory 4 -> 5"),
+    ],
+)
+def test_what_grows_is_named(change: Change, words: str) -> None:
+    found = grown(samples(change), seconds(), windows(0, STEPS))
+    assert len(found) == 1 and found[0].startswith(words), found
+    assert [line.removeprefix("sitting 0: ")[: len(words)] for line in all_grown(samples(change), seconds())] == [words] * 2
+
+
+def test_a_leak_shows_in_the_slope() -> None:
+    assert slopes(samples(leaks))["driver"] == pytest.approx(10_240)
+
+
+def test_slower_steps_are_growth() -> None:
+    (found,) = grown(samples(), seconds(later=1.8), windows(0, STEPS))
+    assert found.startswith("seconds a step 0.1")
+
+
+def test_windows_are_those_that_are_asked_for() -> None:
+    assert windows(0, 5_000) == (range(500, 1_000), range(4_500, 5_000))
+    assert windows(0, 400) == (range(40, 80), range(360, 400))  # of a short run a tenth
+    assert windows(2_000, 2_600) == (range(2_060, 2_120), range(2_540, 2_600))
+
+
+def test_a_process_that_was_not_there_at_first_is_not_compared() -> None:
+    def joins(step: int, taken: dict[str, Any]) -> None:
+        if step > STEPS / 2:
+            taken["processes"]["rollout/7"] = (1 << 40, 1, 1)
+
+    assert grown(samples(joins), seconds(), windows(0, STEPS)) == []
