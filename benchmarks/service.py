@@ -119,7 +119,7 @@ def requests(folder: Path) -> list[Figure]:
         "run": {"steps": 100_000},
         "model": {"path": str(MODEL), "max_context_tokens": 128},
         "rollout": {"num_workers": 0, "group_size": 2, "max_new_tokens": 8},
-        "train": {"engine": "outside", "prompts_per_step": 1024},  # within its share of which a generator takes prompts
+        "train": {"engine": "outside", "prompts_per_step": 1},
         "schedule": {"name": "bounded", "max_staleness": 1000},
     }
     row = {"prompt": "7 + 5", "answer": "12"}
@@ -135,16 +135,23 @@ def requests(folder: Path) -> list[Figure]:
             async def ask_echo() -> None:
                 (await plain.post("/echo", json={"rows": [row]})).raise_for_status()
 
-            worker = await client.join_generators(num_slots=2048)
+            worker = await client.join_generators()
 
             async def put_to_received() -> None:
                 waiting = asyncio.create_task(worker.get_prompts_data(1))
                 await asyncio.sleep(0.002)  # it waits by then
                 began = time.perf_counter()
                 await client.put_prompts_data([row])
-                while not (await waiting).prompts:
+                while not (prompts := (await waiting).prompts):
                     waiting = asyncio.create_task(worker.get_prompts_data(1))
                 received.append(time.perf_counter() - began)
+                await worker.put_experience_data(  # or it would get no other: its share of a step is one prompt
+                    [
+                        ResponseData(row=row, token_ids=[7], logprobs=[-1.0], finish_reason="length")
+                        for prompt in prompts
+                        for row in prompt.rows
+                    ]
+                )
 
             received: list[float] = []
             for _ in range(200):
