@@ -4,24 +4,47 @@ consumes: calls handed to `run`, one at a time in order (so that the thread is a
 waits for: the next call
 is unblocked by: `run` and `close`
 
-The thread is a daemon: an interpreter that must end does not wait for a computation to finish.
+The thread is a daemon: an interpreter that must end waits `EXIT_SECONDS` for a computation to finish, and no longer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
 PLACE_LINES: Final = 5
+EXIT_SECONDS: Final = 2.0
+"""What an interpreter that ends gives a thread to end, too: one that is cut off in the middle of C++ takes the process with it, by
+SIGABRT ("terminate called without an active exception")."""
+
+_to_end: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+
+def end_at_exit(thread: threading.Thread, ask: Callable[[], object]) -> None:
+    """Have a daemon thread end before the interpreter does; `ask` tells it to, and keeps nothing alive."""
+    _to_end[thread] = ask
+
+
+@atexit.register
+def _end_threads() -> None:
+    threads = [(thread, ask) for thread, ask in _to_end.items() if thread.is_alive()]
+    for _, ask in threads:
+        ask()
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def num_cores() -> int:
@@ -51,6 +74,7 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._is_busy = False
         _living.add(self)
+        end_at_exit(self._thread, partial(self._calls.put, None))
         self._thread.start()
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:

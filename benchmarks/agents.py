@@ -41,7 +41,10 @@ from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "recipes" / "models" / "tiny-arithmetic"
 SLOTS, TURNS, TURN_TOKENS, OBSERVED = 64, 8, 24, 8
-AT_ONCE, SLOW_TURNS, SLOW_TOKENS, EPISODES = 256, 4, 32, 1024
+AT_ONCE, SLOW_TURNS, EPISODES = 256, 4, 1024
+CONTEXT = 512
+TURN_SECONDS = 0.32
+"""What a turn of the policy takes between two of slow environments: 256 episodes then want 1.4 times the slots that there are."""
 PROMPT = np.arange(20, 60)
 
 
@@ -91,7 +94,7 @@ async def kept() -> list[Figure]:
     ]
 
 
-async def slow(engine: Any, num_active: Callable[[], int], what: str, step_seconds: Callable[[], float]) -> list[Figure]:
+async def slow(engine: Any, num_active: Callable[[], int], what: str, step_seconds: float) -> list[Figure]:
     """Play `EPISODES` episodes, `AT_ONCE` at a time. Figures are of the time until the last of them begins: in a run the next
     step's episodes take the place of those that end."""
     clock = asyncio.get_running_loop().time
@@ -109,7 +112,7 @@ async def slow(engine: Any, num_active: Callable[[], int], what: str, step_secon
             async def observe(_: int) -> None:
                 await environment.step(action)
 
-            await play(engine, number, SLOW_TURNS, SLOW_TOKENS, observe)
+            await play(engine, number, SLOW_TURNS, turn_tokens(step_seconds), observe)
 
     async def watch() -> None:
         while True:
@@ -121,12 +124,17 @@ async def slow(engine: Any, num_active: Callable[[], int], what: str, step_secon
     watching.cancel()
     steady = [each for each in seen if seen[0][0] + 1.0 <= each[0] <= last_begun]
     seconds, computed = steady[-1][0] - steady[0][0], steady[-1][2] - steady[0][2]
-    bound = computed / SLOTS * step_seconds()
+    bound = computed / SLOTS * step_seconds
     return [
         Figure(f"slow environments, {what}: slots busy", statistics.fmean(n for _, n, _ in steady) / SLOTS, "", ">= 0.85"),
         Figure(f"slow environments, {what}: seconds / bound", seconds / bound, "", "<= 1.1"),
         Figure(f"slow environments, {what}: tokens a second", computed / seconds, "1/s"),
     ]
+
+
+def turn_tokens(step_seconds: float) -> int:
+    """Tokens of a turn of `TURN_SECONDS`, as far as all turns fit into the context."""
+    return min(round(TURN_SECONDS / step_seconds), (CONTEXT - len(PROMPT)) // SLOW_TURNS - OBSERVED)
 
 
 def slow_asleep() -> list[Figure]:
@@ -135,9 +143,9 @@ def slow_asleep() -> list[Figure]:
     costs = msgspec.structs.replace(costs, lengths=Lengths(response_median=10.0**6))
 
     async def asleep() -> list[Figure]:
-        engine = SleepingRolloutEngine(costs, num_slots=SLOTS, num_parked=AT_ONCE - SLOTS, max_context=1024)
+        engine = SleepingRolloutEngine(costs, num_slots=SLOTS, num_parked=AT_ONCE - SLOTS, max_context=CONTEXT)
         try:
-            return await slow(engine, lambda: len(engine._active), "asleep", lambda: 0.01)
+            return await slow(engine, lambda: len(engine._active), "asleep", 0.01)
         finally:
             await engine.close()
 
@@ -150,15 +158,14 @@ def slow_asleep() -> list[Figure]:
 
 async def slow_real() -> list[Figure]:
     """The embedded engine. Its bound is what a full decode step takes, for each `SLOTS` tokens."""
-    length = SLOW_TURNS * (SLOW_TOKENS + OBSERVED)
-    engine = SlotEngine(MODEL, num_slots=SLOTS, num_parked=AT_ONCE - SLOTS, max_context=len(PROMPT) + length, stop_ids=())
-    sampling = Sampling(1.0, length)
+    engine = SlotEngine(MODEL, num_slots=SLOTS, num_parked=AT_ONCE - SLOTS, max_context=CONTEXT, stop_ids=())
+    sampling = Sampling(1.0, CONTEXT - len(PROMPT))
     async for _ in engine.generate(PROMPT, samples=range(SLOTS), sampling=sampling, key=SampleKey(1, 0)):
         pass
     full = [timing for timing in engine.timings() if timing.task == "decode_step" and timing.rows == SLOTS * timing.calls]
     step = statistics.median((timing.end - timing.start) / timing.calls for timing in full)
     try:
-        return await slow(engine, lambda: engine._slots._num_active, "real", lambda: step)
+        return await slow(engine, lambda: engine._slots._num_active, "real", step)
     finally:
         await engine.close()
 

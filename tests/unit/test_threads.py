@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -74,3 +76,27 @@ async def test_nothing_of_a_call_is_kept_while_the_thread_waits() -> None:
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
     thread.close()
+
+
+SCRIPT = """
+import asyncio, sys, time
+from asyncflow.threads import ComputeThread
+
+def compute(seconds):
+    time.sleep(seconds)
+    print("computed", flush=True)
+
+async def main():
+    asyncio.get_running_loop().create_task(ComputeThread("test").run(compute, float(sys.argv[1])))
+    await asyncio.sleep(0.01)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.3, "computed\n"), (600.0, "")])
+def test_an_interpreter_that_ends_waits_for_a_computation_but_not_for_ever(seconds: float, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(seconds)], capture_output=True, text=True, timeout=patience(30), check=True
+    )
+    assert done.stdout == said

@@ -31,6 +31,7 @@ from asyncflow.engines.rollout.deliveries import Deliveries
 from asyncflow.engines.rollout.sampling import stream_keys
 from asyncflow.engines.rollout.slots import SlotRequest
 from asyncflow.engines.rollout.stop_strings import StopStrings
+from asyncflow.threads import end_at_exit
 from asyncflow.types import Array
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ class ThreadedEngine(RolloutEngine):
         """Start the thread, which computes with `num_threads`."""
         self._slots = rows
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
+        end_at_exit(self._thread, partial(self._inbox.put, None))
         self._thread.start()
 
     def use_threads(self, count: int) -> None:
