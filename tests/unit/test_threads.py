@@ -38,6 +38,15 @@ async def test_an_exception_reaches_the_caller_and_the_thread_goes_on() -> None:
     thread.close()
 
 
+async def test_a_call_that_raises_what_no_future_takes_ends_its_wait() -> None:
+    thread, nothing = ComputeThread("test"), iter(())
+    with pytest.raises(RuntimeError, match="a call in a compute thread raised StopIteration") as caught:
+        await asyncio.wait_for(thread.run(lambda: next(nothing)), patience(5.0))
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert await thread.run(lambda: 7) == 7
+    thread.close()
+
+
 async def test_a_cancelled_call_does_not_hold_the_loop() -> None:
     thread, release = ComputeThread("test"), threading.Event()
     call = asyncio.create_task(thread.run(release.wait, 5.0))
