@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from asyncflow.devices import CPU
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, why_not_packed
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
@@ -96,7 +97,7 @@ class CausalModel:
         """
         weights_device = weights_device or device
         if lora is None:
-            self.module = load_module(path, weights_dtype).to(weights_device).eval()
+            self.module = load_module(path, weights_dtype, weights_device).eval()
         else:
             self._base = base_of(path, weights_dtype, weights_device)  # which stays as long as an adapter of it is here
             self.module = copy.deepcopy(self._base, {id(weight): weight for weight in self._base.parameters()})
@@ -248,8 +249,8 @@ def _cast_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype)
             module._parameters[name] = parameter
 
 
-def load_module(path: Path | str, dtype: torch.dtype) -> Any:
-    """Load transformers' model at `path` in `dtype`, on the CPU, with packed attention where it hands the layout through.
+def load_module(path: Path | str, dtype: torch.dtype, device: str = CPU) -> Any:
+    """Load transformers' model at `path` in `dtype`, onto `device`, with packed attention where it hands the layout through.
 
     Raises `UserError` if there is no model, if it lacks weights, or if it cannot be trained.
     """
@@ -263,6 +264,9 @@ def load_module(path: Path | str, dtype: torch.dtype) -> Any:
     # Transformers would fill what is missing with random numbers and warn.
     if lacking := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")
+    if device != CPU:
+        model.to(device)
+        model.tie_weights()  # tensors that are of another class than the CPU's, as an NPU's are, come as a parameter for each name
     return model
 
 
@@ -272,7 +276,7 @@ def base_of(path: Path | str, dtype: torch.dtype, device: str) -> Any:
     key = (str(Path(path).resolve()), files, dtype, device)
     with _SHARING:
         if (base := _bases.get(key)) is None:
-            base = _bases[key] = load_module(path, dtype).to(device).eval().requires_grad_(False)
+            base = _bases[key] = load_module(path, dtype, device).eval().requires_grad_(False)
         return base
 
 

@@ -1,0 +1,138 @@
+"""Both engines over a device that is not the CPU (tests/stand_in.py): they compute the same, nothing lies on the wrong side, and it
+is a number how often the host waits for the device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import MODEL
+from tests.stand_in import KIND, TRAFFIC, install
+from tests.unit.engines.train.conftest import micro_batch
+from tests.unit.engines.train.parallel.processes import Processes
+from tests.unit.engines.train.training import ModelPath, Sum, policy_gradient, torch_engine, weights_of
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Processes]:
+    """A process that has the stand-in: it stays there until the process ends."""
+    process = Processes(1)
+    process.run(install)
+    yield process
+    process.close()
+
+
+def strictness() -> dict[str, Any]:
+    """What is refused, and what is counted."""
+    refused = []
+    there, here = torch.ones(3, 4, device=KIND), torch.ones(4, 5)
+    weights = torch.nn.Parameter(torch.ones(4, 5, device=KIND))
+    TRAFFIC.clear()
+    (there @ weights).sum().backward()
+    uncounted = dict(TRAFFIC.reads) | dict(TRAFFIC.uploads)
+    for wrong in (lambda: there @ here, lambda: here.add_(weights), lambda: there.numpy(), lambda: np.asarray(there)):
+        try:
+            wrong()
+        except (RuntimeError, TypeError, ValueError) as error:
+            refused.append(str(error).splitlines()[0])
+    on_device = here.to(KIND)
+    read = [there.sum().item(), there.cpu().sum().item(), there[there > 0].shape[0], there.tolist()[0][0], bool((there > 0).all())]
+    assert weights.grad is not None
+    counts = {"reads": sum(TRAFFIC.reads.values()), "uploads": sum(TRAFFIC.uploads.values()), "uncounted": uncounted}
+    return {"refused": refused, "read": read, "kinds": {weights.grad.device.type, on_device.device.type}, **counts}
+
+
+def test_it_refuses_what_a_device_refuses_and_counts_what_waits(own: Processes) -> None:
+    (seen,) = own.run(strictness)
+    assert len(seen["refused"]) == 4 and seen["uncounted"] == {}
+    assert seen["kinds"] == {KIND}
+    assert seen["read"] == [12.0, 12.0, 12, 1.0, True]
+    assert seen["reads"] == 5 and seen["uploads"] == 1
+
+
+def trained(path: Path, device: str) -> dict[str, Any]:
+    """Two steps of two micro-batches: results, weights, and what crossed."""
+
+    async def steps() -> dict[str, Any]:
+        engine = torch_engine(path, device=device, learning_rate=1e-3)
+        seen: dict[str, Any] = {"losses": [], "reads": [], "norms": []}
+        for step in range(2):
+            await engine.begin_step()
+            for number in range(2):
+                TRAFFIC.clear()
+                (result,) = await engine.forward_backward([micro_batch(2 * step + number)], Sum(policy_gradient))
+                seen["losses"].append(result.loss_sum)
+                seen["reads"].append(dict(TRAFFIC.reads))
+            TRAFFIC.clear()
+            seen["norms"].append((await engine.optim_step(20)).grad_norm)
+            seen["update"] = dict(TRAFFIC.reads)
+        seen["weights"] = {name: tensor.numpy() for name, tensor in (await weights_of(engine)).items()}
+        await engine.close()
+        return seen
+
+    return asyncio.run(steps())
+
+
+@pytest.fixture(scope="module")
+def of_training(own: Processes, model_path: ModelPath) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same training on the CPU and on the stand-in."""
+    path = model_path("qwen2-tiny")
+    (there,) = own.run(trained, path, KIND)
+    return trained(path, "cpu"), there
+
+
+def test_training_on_a_device_is_that_of_the_cpu(of_training: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    here, there = of_training
+    np.testing.assert_allclose(there["losses"], here["losses"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(there["norms"], here["norms"], rtol=1e-5)
+    for name, weights in here["weights"].items():
+        np.testing.assert_allclose(there["weights"][name], weights, atol=2e-5, err_msg=name)
+
+
+MICRO_STEP_READS = {"aten.equal.default": 1, "tolist": 1}  # are the positions those of the layout; all figures together
+UPDATE_READS = {"aten._local_scalar_dense.default": 1, "tolist": 1}
+
+
+def test_a_micro_step_waits_for_the_device_twice_and_so_does_an_update(of_training: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _, there = of_training
+    assert there["reads"][1:] == [MICRO_STEP_READS] * 3  # the first one is computed twice, to compare
+    assert there["update"] == UPDATE_READS
+
+
+def generated(device: str, length: int) -> dict[str, Any]:
+    """Four responses of so many tokens to one prompt, and what crossed."""
+    from asyncflow.engines.base import SampleKey, Sampling
+    from asyncflow.engines.rollout import ROLLOUT_ENGINES
+    from asyncflow.registry import build
+
+    async def responses() -> dict[str, Any]:
+        options = {"model_path": MODEL, "num_slots": 6, "max_context": 128, "stop_ids": (), "device": device}
+        engine: Any = await asyncio.to_thread(build, "rollout engine", "slots", options, ROLLOUT_ENGINES)
+        TRAFFIC.clear()
+        stream = engine.generate(np.arange(7, 27), samples=range(4), sampling=Sampling(1.0, length), key=SampleKey(11, 5))
+        found = {each.sample: (each.token_ids.tolist(), each.logprobs.tolist()) async for each in stream}
+        seen = {"found": found, "reads": dict(TRAFFIC.reads), "uploads": sum(TRAFFIC.uploads.values())}
+        await engine.close()
+        return seen
+
+    return asyncio.run(responses())
+
+
+DECODE_READS = 2  # the tokens, and their log-probs
+
+
+def test_generation_on_a_device_is_that_of_the_cpu_and_a_decode_step_waits_so_often(own: Processes) -> None:
+    here = generated("cpu", 24)
+    (short,), (long,) = (own.run(generated, KIND, length) for length in (24, 48))
+    for sample, (tokens, logprobs) in here["found"].items():
+        assert short["found"][sample][0] == tokens
+        np.testing.assert_allclose(short["found"][sample][1], logprobs, atol=1e-4)
+        assert long["found"][sample][0][:24] == tokens
+    assert sum(long["reads"].values()) - sum(short["reads"].values()) == 24 * DECODE_READS, (short["reads"], long["reads"])
+    assert (long["uploads"] - short["uploads"]) % 24 == 0, "a step uploads as much as another"
