@@ -12,16 +12,19 @@ Names are found in any case (`Problem`). Whatever else a row has stays in it, fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any
+from typing import Any, Final
 
 from asyncflow.data.datasets import Row
 from asyncflow.rows import ANSWER, ANSWERS, QUESTIONS, READY_PROMPT, found_in, value_in
 from asyncflow.types import UserError
 
 Message = dict[str, Any]
+MOST_WIDTH: Final = 1000
+"""Characters to which a template may fill a column up, as `{price:>10}` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,18 @@ def find_columns(
 def template_columns(template: str) -> list[str]:
     """The columns that a prompt template names. Raises `UserError` if it is no template."""
     try:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        found = [(name, form or "") for _, name, form, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise UserError(f"data.prompt_template {template!r} cannot be parsed: {error}; write {{{{ for a literal brace") from error
+    fields = [name for name, _ in found]
     odd = [name for name in fields if not name or any(mark in name for mark in ".[")]
     if odd:  # an attribute of Python's, or a position
         raise UserError(f"data.prompt_template {template!r} names {odd[0]!r}, which is no column; write {{{{ for a literal brace")
+    for name, form in found:
+        if "{" in form or any(int(width) > MOST_WIDTH for width in re.findall(r"\d+", form)):
+            raise UserError(
+                f"data.prompt_template {template!r} makes column {name!r} wider than {MOST_WIDTH:,} characters: write {{{name}}}"
+            )
     return fields
 
 

@@ -4,7 +4,7 @@
     generated:sums ----------+
     reasoning_gym:TASK ------+   (reasoning_gym.py)
     rows.jsonl, .json -------+--> rows: JSON values by column name, in the data's own order
-    rows.csv, .tsv ----------+
+    rows.csv, .tsv, .tab ----+
     rows.parquet ------------+
     a folder, owner/name ----+   (hub.py: through `datasets`)
 
@@ -13,8 +13,10 @@ Which columns make the prompt, and which one is the answer, is columns.py's to s
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
+import difflib
 import itertools
 import json
 import re
@@ -32,8 +34,17 @@ Split = Literal["train", "heldout"]
 GENERATED_ROWS = 20_000
 GENERATED: Final = "generated:"
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_SEPARATED: Final = {".csv": ",", ".tsv": "\t"}
-_FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet", *_SEPARATED)
+_SEPARATED: Final = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+_JSON: Final = (".jsonl", ".ndjson", ".json")
+_FILES: Final = (*_JSON, ".parquet", *_SEPARATED)
+_NO_TEXT: Final = {
+    codecs.BOM_UTF16_LE: "UTF-16 text: save it as UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text: save it as UTF-8",
+    b"\x1f\x8b": "compressed by gzip: unpack it first",
+    b"PK\x03\x04": "a zip archive: unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it first",
+}
+"""What a file is that begins with these bytes, and what to do."""
 
 
 def load_rows(
@@ -44,6 +55,8 @@ def load_rows(
     A generated set has `GENERATED_ROWS` rows unless limited; its `split` decides which problems can occur. `named` and `subset` are
     a data set's own names of its parts, where it has any.
     """
+    if not path.strip():
+        raise UserError("the path of a data set is empty text: name a file, a folder or a data set of the Hugging Face Hub")
     if path.startswith(GENERATED):
         return _generated(path, seed, split, limit or GENERATED_ROWS)
     if path.startswith(reasoning_gym.PREFIX):
@@ -89,15 +102,29 @@ def _odd_columns(row: Row) -> Iterator[tuple[str, Exception]]:
 
 def _read(path: str, named: str, subset: str | None, limit: int | None) -> Iterator[Row]:
     file = Path(path)
-    if file.is_dir() or not (file.exists() or file.suffix in _FILES or not _HUB_NAME.fullmatch(path)):
+    suffix = file.suffix.lower()
+    if near := _near(file):
+        raise UserError(f"the data file {path} is not there: did you mean {near}?")
+    if file.is_dir() or not (file.exists() or suffix in _FILES or not _HUB_NAME.fullmatch(path)):
         from asyncflow.data.hub import read_data_set
 
         return iter(read_data_set(path, named, subset, limit))
-    if file.suffix == ".parquet":
+    if suffix == ".parquet":
         return _read_parquet(file)
-    if file.suffix in _SEPARATED:
-        return _read_separated(file, _SEPARATED[file.suffix])
-    return _read_json(file) if file.suffix == ".json" else read_json_lines(file)
+    if suffix in _SEPARATED:
+        return _read_separated(file, _SEPARATED[suffix])
+    return _read_json(file) if suffix == ".json" else read_json_lines(file)
+
+
+def _near(file: Path) -> Path | None:
+    """The data file beside one that is not there whose name differs by a slip, or by its ending."""
+    if file.exists() or not file.parent.is_dir():
+        return None
+    is_file = file.suffix.lower() in _FILES
+    may_be_name = file.parent == Path() and not is_file  # of a data set of the Hub, which other names are not near to
+    by_stem = {each.stem: each for each in sorted(file.parent.iterdir()) if each.suffix.lower() in _FILES}
+    found = difflib.get_close_matches(file.stem if is_file else file.name, by_stem, 1, 1.0 if may_be_name else 0.75)
+    return by_stem[found[0]] if found else None
 
 
 def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
@@ -112,7 +139,7 @@ def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
 
 def read_json_lines(path: Path) -> Iterator[Row]:
     """The objects of a JSON Lines file. Raises `UserError` naming the line that is none."""
-    with _reading(path), path.open(encoding="utf-8") as file:
+    with _reading(path), path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _parse_line(path, number, line)
@@ -126,7 +153,23 @@ def _reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"the data file {path} is not UTF-8 text: {error.reason}") from error
+        raise UserError(f"the data file {path} is {_other_than_text(path)}") from error
+
+
+def _other_than_text(path: Path) -> str:
+    """What a file is that is not UTF-8 text, and what to do."""
+    with path.open("rb") as file:
+        head = file.read(4)
+        for begins, what in _NO_TEXT.items():
+            if head.startswith(begins):
+                return what
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"not UTF-8 text: line {number} has the byte {line[error.start]:#04x}; save the file as UTF-8"
+    return "not UTF-8 text: save it as UTF-8"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -142,7 +185,10 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
     try:
         row = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
+        told = f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}"
+        if path.suffix.lower() not in _JSON:
+            told += "; a file of this name is read as JSON Lines: call one with commas .csv, one with tabs .tsv"
+        raise UserError(told) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists as deep
         raise UserError(f"{path}, line {number} cannot be read: {error}") from error
     if not isinstance(row, dict):
@@ -153,7 +199,7 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
 def _read_json(path: Path) -> Iterator[Row]:
     """A list of objects, or an object with one such list in it. Many a `.json` file holds an object a line: those are read, too."""
     with _reading(path):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     try:
         tree = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:

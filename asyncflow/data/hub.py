@@ -8,11 +8,15 @@ A data set's own code is not run: `datasets` reads data files alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncflow.types import UserError
+
+HUB_SECONDS: Final = 10.0
+"""How long the Hub may take to say whether it has a data set."""
 
 
 def read_data_set(path: str, named: str, subset: str | None, limit: int | None) -> Iterator[dict[str, Any]]:
@@ -28,8 +32,11 @@ def read_data_set(path: str, named: str, subset: str | None, limit: int | None) 
     try:
         if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(path)
-        else:
+        elif folder.exists():
             found = datasets.load_dataset(path, subset)
+        else:
+            with _without_retries(path):
+                found = datasets.load_dataset(path, subset)
     except Exception as error:  # of many libraries: the Hub's, its HTTP client's, pyarrow's
         told = str(error).strip().splitlines() or [type(error).__name__]
         where = "cannot be read" if folder.exists() else "is no file or folder here, and cannot be had from the Hugging Face Hub"
@@ -40,3 +47,32 @@ def read_data_set(path: str, named: str, subset: str | None, limit: int | None) 
             raise UserError(f"the data set {path} has no split {named!r}, but {splits}: name one by data.split, or eval.split")
         found = found[named]
     return iter(found if limit is None else found.select(range(min(limit, len(found)))))
+
+
+@contextlib.contextmanager
+def _without_retries(path: str) -> Iterator[None]:
+    """Context in which a data set of the Hub is loaded: from the cache alone where the Hub cannot be reached now, since `datasets`
+    would try for half a minute. Raises `LookupError` or `ConnectionError` where it cannot be had."""
+    import datasets
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    if datasets.config.HF_HUB_OFFLINE:
+        yield
+        return
+    try:
+        HfApi(endpoint=datasets.config.HF_ENDPOINT).dataset_info(path, timeout=HUB_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise LookupError("it has none of this name, or none that your token (HF_TOKEN) may read") from error
+    except HfHubHTTPError:  # it is there: what is wrong `datasets` says
+        pass
+    except Exception:  # of its HTTP client, whichever that is
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except ConnectionError as error:
+        if datasets.config.HF_HUB_OFFLINE:
+            raise ConnectionError("it cannot be reached, and the cache has no such data set") from error
+        raise
+    finally:
+        datasets.config.HF_HUB_OFFLINE = False

@@ -132,3 +132,6 @@ def test_what_is_no_template_is_refused_with_the_way_out() -> None:
     for odd in ("{}", "{a.__class__}", "{a[0]}", "\\boxed{0.5}"):
         with pytest.raises(UserError, match=r"which is no column; write \{\{"):
             template_columns(odd)
+    for wide in ("{a:>10000000}", "{a:{a}}"):
+        with pytest.raises(UserError, match=r"makes column 'a' wider than 1,000 characters: write \{a\}"):
+            template_columns(wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import sys
 from datetime import datetime
@@ -40,7 +41,9 @@ def test_what_lies_beyond_the_limit_is_not_looked_at(file: Path) -> None:
         (b'{"a": 1}\n\n{"a": }\n', "line 3 is not JSON: Expecting value at column 7"),
         (b'{"a": 1}\n[1]\n', "line 2 is not an object with columns but a list"),
         (b"\n\n", "has no rows"),
-        (b'{"a": "\xff"}\n', "is not UTF-8 text"),
+        (b'{"a": 1}\n{"a": "\xe9"}\n', "is not UTF-8 text: line 2 has the byte 0xe9; save the file as UTF-8"),
+        ('{"a": 1}\n'.encode("utf-16"), "is UTF-16 text: save it as UTF-8"),
+        (gzip.compress(b'{"a": 1}\n'), "is compressed by gzip: unpack it first"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, content: bytes, sentence: str) -> None:
@@ -51,7 +54,42 @@ def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, conten
     assert str(path) in str(caught.value)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.json", "rows.ndjson"):
+        (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"a": 1}\n')
+        assert load_rows(str(tmp_path / name), seed=0, split="train") == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("data/train", "data/train.jsonl"),
+        ("data/trian.jsonl", "data/train.jsonl"),
+        ("data/tset", "data/test.CSV"),
+        ("own", "own.csv"),
+    ],
+)
+def test_a_path_with_a_slip_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, near: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "read_data_set", lambda *_: pytest.fail("the Hub is asked"))
+    (tmp_path / "data").mkdir()
+    for name in ("data/train.jsonl", "data/test.CSV", "own.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=rf"the data file {asked} is not there: did you mean {near}\?"):
+        load_rows(asked, seed=0, split="train")
+
+
+def test_what_is_neither_json_lines_nor_called_so_is_told_what_it_is_read_as(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("question,answer\na,1\n")
+    with pytest.raises(
+        UserError, match=r"line 1 is not JSON: .*read as JSON Lines: call one with commas \.csv, one with tabs \.tsv"
+    ):
+        load_rows(str(tmp_path / "rows.txt"), seed=0, split="train")
+
+
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the path of a data set is empty text: name a file"):
+        load_rows("", seed=0, split="train")
     with pytest.raises(UserError, match=r"absent\.jsonl cannot be read: No such file"):
         load_rows(f"{tmp_path}/absent.jsonl", seed=0, split="train")
     (tmp_path / "folder.jsonl").mkdir()
@@ -188,7 +226,7 @@ def test_without_the_package_it_is_said_how_to_have_it(monkeypatch: pytest.Monke
 
 
 def test_separated_values_are_rows_of_text_with_the_columns_of_the_first_line(tmp_path: Path) -> None:
-    for suffix, mark in (("csv", ","), ("tsv", "\t")):
+    for suffix, mark in (("csv", ","), ("CSV", ","), ("tsv", "\t"), ("tab", "\t")):
         file = tmp_path / f"rows.{suffix}"
         file.write_text(f'\ufeffquestion{mark}answer\n"How many{mark} in\nall?"{mark}3\nWhy?{mark}\n', encoding="utf-8")
         assert load_rows(str(file), seed=0, split="train") == [

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from asyncflow.data.datasets import load_rows
 from asyncflow.types import UserError
@@ -86,6 +89,36 @@ def test_a_hub_that_cannot_be_reached_is_said_in_a_sentence() -> None:
     with pytest.raises(UserError, match="the data set nobody/nothing is no file or folder here, and cannot be had") as caught:
         read("nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` would try ten times, for half a minute; of the cache it is asked all the same."""
+    asked = []
+
+    def load_dataset(*arguments: Any) -> Any:
+        asked.append(datasets.config.HF_HUB_OFFLINE)
+        raise ConnectionError("Offline mode is enabled")
+
+    def unreachable(*arguments: Any, **options: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(HfApi, "dataset_info", unreachable)
+    with pytest.raises(UserError, match="from the Hugging Face Hub: it cannot be reached, and the cache has no such data set"):
+        read("nobody/nothing")
+    assert asked == [True] and not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_name_that_the_hub_does_not_have_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: Any, **options: Any) -> Any:
+        raise RepositoryNotFoundError("404", response=Mock())
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("it is asked again"))
+    monkeypatch.setattr(HfApi, "dataset_info", unknown)
+    with pytest.raises(UserError, match=r"it has none of this name, or none that your token \(HF_TOKEN\) may read"):
+        read("nobody/nothing")
 
 
 def test_reading_brings_no_torch_along(tmp_path: Path) -> None:
