@@ -155,7 +155,10 @@ class AsyncClient:
                 raise UserError("the service asks for a key: give key, or key_file, which the server names when it starts")
             key = read_key(Path(key_file))
         path = address.removeprefix("unix:") if address.startswith("unix:") else None
-        trusted = ssl.create_default_context(cafile=str(certificate)) if certificate is not None else True
+        try:
+            trusted = ssl.create_default_context(cafile=str(certificate)) if certificate is not None else True
+        except OSError as error:  # ssl.SSLError is one
+            raise UserError(f"the certificate {certificate} cannot be used: name the server's tls.crt, or a copy") from error
         limits = httpx2.Limits(max_connections=256, max_keepalive_connections=256)
         transport = httpx2.AsyncHTTPTransport(uds=path, verify=trusted, limits=limits)
         http = httpx2.AsyncClient(
@@ -578,7 +581,10 @@ def read_key(path: Path) -> str:
     try:
         secret: str = msgspec.json.decode(path.read_bytes())["keys"][0]["secret"]
     except (OSError, msgspec.DecodeError, LookupError, TypeError) as error:
-        raise UserError(f"{path} holds no key of a service: {error}") from error
+        why = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        raise UserError(
+            f"{path} holds no key of a service{why}: name the server's runs/NAME.service/keys.json, or a copy"
+        ) from error
     return secret
 
 

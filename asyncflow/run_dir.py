@@ -115,6 +115,10 @@ class RunDir:
 
     def check(self, *, may_overwrite: bool) -> None:
         """Check that a new run may begin in this folder. Raises `UserError`."""
+        there = next(each for each in (self.path, *self.path.parents) if each.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "may not be written into by you" if there.is_dir() else "is a file"
+            raise UserError(f"the run's folder {self.path} cannot be made, since {there} {why}: give another run.dir")
         if not self.path.exists() or not any(self.path.iterdir()):
             return
         if self.is_run() and not (self.path / CONFIG_FILE).exists():  # a process was killed while it claimed the empty folder
@@ -151,7 +155,11 @@ class RunDir:
             (self.path / CONFIG_FILE).unlink(missing_ok=True)
             self.path.chmod(0o700)
         else:
-            self.path.mkdir(parents=True, mode=0o700)
+            try:
+                self.path.mkdir(parents=True, mode=0o700)
+            except OSError as error:
+                told = f"the run's folder {self.path} cannot be made ({error.strerror}): give another run.dir"
+                raise UserError(told) from error
         (self.path / _MARKER_FILE).touch()
         if fork is not None:
             replace(self.path / FORK_FILE, fork)

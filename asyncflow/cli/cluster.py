@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from asyncflow.cli.status import live_run
 from asyncflow.types import RunError, UserError
 
 ANSWER_SECONDS = 180.0
@@ -45,13 +46,9 @@ def _parsed(size: str) -> tuple[str, int]:
 
 async def _scale(run: Path, pool: str, size: int, grace_seconds: float) -> None:
     from asyncflow.run.scaling import Scaling
-    from asyncflow.run_dir import control_socket
-    from asyncflow.transport import ConnectionLost, Peer, proxy
+    from asyncflow.transport import ConnectionLost, proxy
 
-    try:
-        peer = await Peer.connect(control_socket(run), "scale", timeout_seconds=5.0)
-    except ConnectionLost as error:
-        raise UserError(f"no run is live in {run}, so nobody can join or leave it: {error}") from error
+    peer = await live_run(run, "scale")
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             print(await proxy(Scaling, peer, "scaling").scale(pool, size, grace_seconds))

@@ -24,7 +24,10 @@ def init(folder: Annotated[Path, typer.Argument(help="The project's folder, whic
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: give the project a folder that is not, or an empty one")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be made: {error.strerror}; name another one") from error
     for template in TEMPLATES.iterdir():
         shutil.copyfile(template, folder / template.name.removesuffix(".txt"))
     shutil.copytree(shipped_model(), folder / "model")

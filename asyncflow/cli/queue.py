@@ -146,9 +146,12 @@ async def _listen(server: Server, addresses: list[str]) -> None:
 
 async def _ask(hub: str, key: Path | None, method: str, *arguments: Any) -> Any:
     from asyncflow.transfer_queue.queue import TransferQueue
-    from asyncflow.transport import Peer, proxy
+    from asyncflow.transport import ConnectionLost, Peer, proxy
 
-    peer: Peer = await Peer.connect(hub, "asyncflow queue", credentials=_credentials(key))
+    try:
+        peer: Peer = await Peer.connect(hub, "asyncflow queue", credentials=_credentials(key))
+    except ConnectionLost as error:
+        raise UserError(f"no queue is served there, or it does not let you in: {error}") from error
     try:
         return await getattr(proxy(TransferQueue, peer, "queue"), method)(*arguments)
     finally:
@@ -217,5 +220,7 @@ def _schema(path: Path) -> Schema:
 
     try:
         return Schema.of(yaml.safe_load(path.read_text("utf-8")))
+    except OSError as error:
+        raise UserError(f"the queue's file {path} cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from error

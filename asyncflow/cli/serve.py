@@ -43,6 +43,10 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"asyncflow serve needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error
+    if certificate is not None:
+        from asyncflow.service.server import tls
+
+        tls(certificate)
     if tinker:
         given = overrides or []
         served = _serve_tinker(

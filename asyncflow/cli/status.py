@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncflow.types import UserError
+
+if TYPE_CHECKING:
+    from asyncflow.transport import Peer
 
 
 def status(
@@ -19,16 +22,27 @@ def status(
     asyncio.run(_status(run, prometheus))
 
 
+async def live_run(run: Path, name: str) -> Peer:
+    """Connection to the run in a folder, as `name`. Raises `UserError` where none is live."""
+    from asyncflow.run_dir import RunDir, control_socket
+    from asyncflow.transport import ConnectionLost, Peer
+
+    if not RunDir(run).is_run():
+        raise UserError(f"there is no run in {run}: name a run's folder, such as runs/quickstart")
+    if not control_socket(run).exists():
+        raise UserError(f"no run is live in {run}: it has ended, or does not listen yet")
+    try:
+        return await Peer.connect(control_socket(run), name, timeout_seconds=5.0)
+    except ConnectionLost as error:
+        raise UserError(f"no run is live in {run}, which was killed: {error}") from error
+
+
 async def _status(run: Path, prometheus: bool) -> None:
     from asyncflow.run.status import Watch
-    from asyncflow.run_dir import control_socket
     from asyncflow.transfer_queue.queue import TransferQueue
-    from asyncflow.transport import ConnectionLost, Peer, proxy
+    from asyncflow.transport import proxy
 
-    try:
-        peer = await Peer.connect(control_socket(run), "status", timeout_seconds=5.0)
-    except ConnectionLost as error:
-        raise UserError(f"no run is live in {run}: {error}") from error
+    peer = await live_run(run, "status")
     if prometheus:
         print(await proxy(TransferQueue, peer, "queue").metrics(), end="")
         await peer.close()

@@ -97,7 +97,15 @@ def find(name: str) -> Hardware:
         raise UserError(
             f"hardware {name!r} is neither a file nor one of {', '.join(known())}: write its YAML file, or take one of them"
         )
+    tree = read_yaml(path)
+    fields = list(Hardware.model_fields)
+    if len(strange := [key for key in map(str, tree) if key not in fields]) > len(tree) / 2:
+        known_keys, odd = ", ".join(fields[:3]), ", ".join(strange[:3])
+        raise UserError(
+            f"{path} is no device's file: it has {odd}, and a device has {known_keys} and so on, as the files in "
+            f"asyncflow/planner/devices show"
+        )
     try:
-        return checked(Hardware, read_yaml(path))
+        return checked(Hardware, tree)
     except UserError as error:
         raise UserError(f"hardware {name}: {error}") from error

@@ -165,8 +165,10 @@ def tls(certificate: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate)
-    except (OSError, ssl.SSLError) as error:
-        raise UserError(f"the certificate {certificate} cannot be used: {error.strerror or error}") from error
+    except ssl.SSLError as error:
+        raise UserError(f"the certificate {certificate} cannot be used: it must hold a certificate and its key, as PEM") from error
+    except OSError as error:
+        raise UserError(f"the certificate {certificate} cannot be read: {error.strerror}") from error
     return context
 
 

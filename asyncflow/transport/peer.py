@@ -76,7 +76,7 @@ class Peer:
                 welcome = await peer._welcome
         except (OSError, TimeoutError, ConnectionLost) as error:  # ssl.SSLError is an OSError
             await peer.close()
-            why = "no welcome in time" if isinstance(error, TimeoutError) else error
+            why = "no welcome in time" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or error
             raise ConnectionLost(f"nobody answers at {address}: {why}") from error
         except BaseException:
             await peer.close()

@@ -178,6 +178,67 @@ def test_a_folder_that_no_run_wrote_is_never_removed(small: Small, tmp_path: Pat
     assert isinstance(result.exception, UserError) and kept.read_text() == "years of work"
 
 
+def refused(*arguments: object) -> str:
+    """What a verb refuses with."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert isinstance(result.exception, UserError), (result.output, result.exception)
+    assert "\n" not in str(result.exception) and "Errno" not in str(result.exception)
+    return str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["status", "nowhere"], "there is no run in nowhere: name a run's folder"),
+        (["cluster", "scale", "rollout=2", "--run", "nowhere"], "there is no run in nowhere: name a run's folder"),
+        (["status", "ended"], "no run is live in ended: it has ended"),
+        (
+            ["join", "http://127.0.0.1:1", "--key-file", "nowhere"],
+            "nowhere holds no key of a service (No such file or directory): name the server's",
+        ),
+        (["join", "http://127.0.0.1:1", "--key-file", "file"], "file holds no key of a service: name the server's"),
+        (
+            ["join", "https://127.0.0.1:1", "--key-file", "key", "--certificate", "file"],
+            "the certificate file cannot be used: name the server's tls.crt",
+        ),
+        (
+            ["queue", "metrics", "unix:nowhere"],
+            "no queue is served there, or it does not let you in: nobody answers at unix:nowhere",
+        ),
+        (
+            ["queue", "serve", "nowhere", "--address", "unix:q"],
+            "the queue's file nowhere cannot be read: No such file or directory",
+        ),
+        (["init", "/proc/x"], "the folder /proc/x cannot be made: No such file or directory; name another one"),
+        (
+            ["train", "config.yaml", "run.dir=file"],
+            "the run's folder file/test cannot be made, since file is a file: give another run.dir",
+        ),
+        (["train", "config.yaml", "run.dir=/proc/x"], "the run's folder /proc/x/test cannot be made (No such file or directory)"),
+        (
+            ["plan", "config.yaml", "--devices", "2", "--hardware", "config.yaml"],
+            "config.yaml is no device's file: it has data, model, rollout, and a device has name, memory_gib",
+        ),
+        (
+            ["serve", "config.yaml", "--certificate", "file"],
+            "the certificate file cannot be used: it must hold a certificate and its key",
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_path_that_is_not_what_it_should_be(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path, small())
+    Path("file").write_text("text\n")
+    Path("key").write_text('{"keys": [{"secret": "af-key"}]}')
+    Path("ended").mkdir()
+    Path("ended", ".asyncflow-run").touch()
+    assert words in refused(*arguments)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_report_and_status_of_what_is_no_run(tmp_path: Path) -> None:
     for verb in ("report", "status"):
         command = run_command(verb, tmp_path)
