@@ -1,4 +1,4 @@
-"""The same run from Python, step by step.
+"""The same run from Python, step by step; docs/python.md has all that it can do.
 
 with Trainer.from_config("recipes/quickstart.yaml", "run.steps=5") as trainer:
     while (metrics := trainer.step()) is not None:
@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from asyncflow.config import Config, load, parse
 from asyncflow.run.job import Listener
 from asyncflow.run.stepwise import StepwiseRun
-from asyncflow.types import RunError
+from asyncflow.types import RunError, UserError
 
 T = TypeVar("T")
+_PLAIN: Final = (str, int, float, bool, type(None))
 
 
 class Trainer:
     """A run driven step by step. Its event loop lives in a thread of its own; every method blocks until it is done."""
 
     def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
-        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none."""
+        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none. `listener`: told of each line
+        of the log, step and evaluation."""
+        if not isinstance(config, Config):
+            raise UserError(f"Trainer takes a checked configuration, not a {_kind(config)}: write Trainer.from_config(...)")
         self.config = config
         self._listener, self._resume = listener, resume
         self._loop = asyncio.new_event_loop()
@@ -34,9 +38,19 @@ class Trainer:
         self._run: StepwiseRun | None = None
 
     @classmethod
-    def from_config(cls, config: str | Path | Mapping[str, Any], *overrides: str, resume: bool = False) -> Trainer:
+    def from_config(
+        cls, config: str | Path | Mapping[str, Any], *overrides: str, listener: Listener | None = None, resume: bool = False
+    ) -> Trainer:
         """Make a trainer from a YAML file, or from nested mappings, with `key.path=value` overrides. Raises `UserError`."""
-        return cls(parse(config, overrides) if isinstance(config, Mapping) else load(Path(config), overrides), resume=resume)
+        if not isinstance(config, str | Path | Mapping):
+            raise UserError(f"from_config takes the path of a YAML file, or nested mappings, not a {_kind(config)}")
+        for override in overrides:
+            if not isinstance(override, str):
+                raise UserError(f"an override is text such as 'run.steps=3', not a {_kind(override)}: give one text for each key")
+        if not isinstance(config, Mapping):
+            return cls(load(Path(config), overrides), listener, resume=resume)
+        _check_plain(config)
+        return cls(parse(config, overrides), listener, resume=resume)
 
     def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""
@@ -55,7 +69,7 @@ class Trainer:
             self.start()
         return self._call(self._started.step())
 
-    def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def put_prompts_data(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Train on these rows (the columns that make the prompt, and those that the reward reads) before the data set's.
 
         They enter with the next step that is not admitted yet: prompts are admitted as far ahead as the schedule generates.
@@ -80,6 +94,28 @@ class Trainer:
         cannot have.
         """
         return self._call(self._started.scale_rollout(num_workers, grace_seconds))
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Evaluate the model after the last committed step on the prompts of `eval.path`, and return the figures, as `eval.jsonl`
+        has them. One that is planned (before the first step, after the last, every `eval.every_steps`) is waited for.
+
+        Raises `UserError` without `eval.path`, `RunError` when the run cannot go on.
+        """
+        return self._call(self._started.evaluate())
+
+    def save(self, folder: str | Path) -> int:
+        """Write the model after the last committed step into a new folder, as Hugging Face does, or its adapter (`model.lora`), in
+        the dtype in which weights travel (`weight_sync.dtype`). Returns the number of its steps.
+
+        Raises `UserError` for a folder that is there, or before the first step; `RunError` where the weights are in no file of this
+        machine.
+        """
+        return self._call(self._started.save(Path(folder)))
+
+    def checkpoint(self) -> int:
+        """Have a checkpoint written with the next step that is committed; returns the number of its steps. `--resume` goes on from
+        it. Raises `UserError` where the run keeps none (`checkpoint.keep`), or has no step left."""
+        return self._call(self._checkpoint())
 
     def stop(self) -> None:
         """Stop the workers and write the model, the trace and the report. Nothing if the run is not running."""
@@ -106,8 +142,32 @@ class Trainer:
     async def _make(self) -> StepwiseRun:
         return StepwiseRun(self.config, self._listener, resume=self._resume)
 
+    async def _checkpoint(self) -> int:
+        return self._started.checkpoint()
+
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._thread.is_alive():
             work.close()
             raise RunError("this trainer is not running: call start first")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _check_plain(tree: Mapping[str, Any], above: str = "") -> None:
+    """Check that a configuration holds what YAML can say. Raises `UserError` naming the key that does not."""
+    for name, value in tree.items():
+        key = f"{above}{name}"
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, Mapping):
+                _check_plain(each, f"{key}.")
+            elif callable(each):
+                name_of_it = getattr(each, "__name__", "name")
+                raise UserError(
+                    f"{key} is {name_of_it} itself, and other processes have to find it: write it into a file of its own and name "
+                    f"that, {{'path': 'my_file.py:{name_of_it}'}}"
+                )
+            elif not (type(each) in _PLAIN or isinstance(each, Path | list | tuple)):
+                raise UserError(f"{key} is a {_kind(each)}, which YAML cannot say: write a plain number, text, list or mapping")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

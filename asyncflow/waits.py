@@ -206,6 +206,12 @@ ALL_SERVE: Final = _wait(
     "the caller's timeout",
     "control/policy_versions.py:PolicyVersions.all_serve run/stepwise.py:StepwiseRun.weight_sync_notify",
 )
+PUBLISHED: Final = _wait(
+    "published",
+    "version {version} to be published by the trainer",
+    _STALL,
+    "control/policy_versions.py:PolicyVersions.has_published",
+)
 CRITIC_VERSION: Final = _wait(
     "critic version",
     "version {version} of the critic",
@@ -218,7 +224,9 @@ OUTCOME: Final = _wait(
     "outcome",
     "what the run is driven to: a step, an evaluation, its end",
     _STALL,
-    "run/job.py:Job.run run/job.py:Job.until run/running.py:Running.until run/stepwise.py:StepwiseRun.step"
+    "run/job.py:Job.run run/job.py:Job.until run/job.py:Job.until_done run/running.py:Running.until"
+    " run/stepwise.py:StepwiseRun.step run/stepwise.py:StepwiseRun.evaluate run/stepwise.py:StepwiseRun.until"
+    " run/stepwise.py:StepwiseRun._or_its_end"
     " service/hosted.py:HostedRun.publish run/job.py:run_with_signals",
 )
 CRITIC_PART: Final = _wait(

@@ -238,6 +238,10 @@ class PolicyVersions:
 
         await self._signal.until(is_served, waits.ALL_SERVE, version=version)
 
+    async def has_published(self, version: int) -> None:
+        """Wait until this version, or a later one, is published."""
+        await self._signal.until(lambda: self.published >= version, waits.PUBLISHED, version=version)
+
     @property
     def serving(self) -> dict[str, int]:
         """The version that each living worker serves. One that says nothing any more is left out until it does, and who is to

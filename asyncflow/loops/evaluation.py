@@ -197,6 +197,11 @@ class Evaluations:
             self._waiting[manifest.version] = manifest
         return {each.version for each in self.kept()}
 
+    def ask(self, manifest: Manifest) -> None:
+        """Evaluate this version, too, which is the newest that is published."""
+        self._waiting[manifest.version] = manifest
+        self._signal.notify()
+
     def kept(self) -> list[Manifest]:
         """The versions whose weights are to stay, oldest first: the one that evaluators serve, also when it is evaluated, for they
         may be started again; and the one that waits."""

@@ -52,6 +52,17 @@ from asyncflow.weight_sync.base import Manifest
 Prepare = Callable[[Path, Resumed | None], Awaitable[Prepared]]
 
 
+def write_published(folder: Path, published: Manifest, model: Path, config: Config) -> None:
+    """Write a published version as a model, or as an adapter, into a new folder. `model`: what the run was started from."""
+    folder.mkdir(parents=True)
+    if config.lora is not None:
+        write_published_lora(folder, config.lora, model, Path(published.address))
+    else:
+        shutil.copyfile(published.address, folder / "model.safetensors")
+        shutil.copyfile(model / "config.json", folder / "config.json")
+    copy_tokenizer(model, folder)
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptInputs:
     """Inputs of an attempt, and the checkpoint that it resumes, if it does."""
@@ -141,13 +152,7 @@ class Attempt:
             return
         with folder.saving_model() as partial:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            if (lora := self._config.lora) is not None:
-                write_published_lora(partial, lora, model, Path(published.address))
-            else:
-                shutil.copyfile(published.address, partial / "model.safetensors")
-                shutil.copyfile(model / "config.json", partial / "config.json")
-            copy_tokenizer(model, partial)
+            write_published(partial, published, model, self._config)
         self._model_version = published.version
         self._log(f"the trainer could not save in time: {folder.model} holds the last published weights")
 

@@ -15,7 +15,16 @@ from collections.abc import Sequence
 from asyncflow.control.modes import Periodic
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.worker_pool import WorkerPool
-from asyncflow.loops.evaluation import EVALUATORS, Evaluations, EvaluationSettings, EvaluatorsProgress, HeldOut, Row, evaluate
+from asyncflow.loops.evaluation import (
+    EVALUATORS,
+    Evaluations,
+    EvaluationSettings,
+    EvaluatorsProgress,
+    HeldOut,
+    Row,
+    admit_evaluation,
+    evaluate,
+)
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.run.context import RunContext
 from asyncflow.run.record import RunRecord
@@ -61,6 +70,17 @@ class Evaluating:
         queue, ledger = self._context.client, self._context.ledger
         for version in self.held_out.versions():
             await evaluate(queue, ledger, self.held_out, version)
+
+    async def on_demand(self, version: int) -> None:
+        """Have this version evaluated, which is the newest one and is not planned."""
+        if self._by_evaluators is not None:
+            await self._versions.has_published(version)
+            if (newest := self._versions.newest) is not None:
+                self._by_evaluators.ask(newest)
+            return
+        queue, ledger = self._context.client, self._context.ledger
+        await admit_evaluation(queue, ledger, self.held_out, version, self._context.shape)
+        await evaluate(queue, ledger, self.held_out, version)
 
     def waiting(self, version: int) -> list[Manifest]:
         """Older weights whose evaluation is not written yet: a run that resumes at `version` needs them."""

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,10 @@ class Job:
         assert self.driver is not None
         return await self._running.until(self._changed.until(condition, OUTCOME))
 
+    async def until_done(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Wait for a coroutine, as `until` does for a condition. False: interrupted."""
+        return await self._running.until(work)
+
     async def run(self) -> bool:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`.
 
@@ -300,14 +304,15 @@ class Job:
         """Step at which this attempt has begun."""
         return self._attempt.job.first
 
-    def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def push(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
         if self.driver is None:
             raise RunError("this run is over: it trains on no more prompts")
         name, prepared = "the pushed prompts", self._prepared
-        if isinstance(rows, str | Mapping) or not all(isinstance(row, Mapping) for row in rows):
+        given = [] if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) else [*rows]
+        if not all(isinstance(row, Mapping) for row in given) or (not given and rows != []):
             raise UserError(f"{name} must be a list of rows, each a mapping of columns, as data.path has them")
-        new = [*as_json(map(dict, rows), name)]
+        new = [*as_json(map(dict, given), name)]
         if not new:
             return
         prompts = tokenize(self.config, self._tokenizer, source_of(self.config, new, name), prepared.tools)

@@ -304,6 +304,11 @@ def evaluated_versions(run_dir: Path) -> set[int]:
     return {row["step"] for row in _lines(run_dir / EVAL_FILE)}
 
 
+def evaluation_of(run_dir: Path, version: int) -> dict[str, Any] | None:
+    """Figures of a version's evaluation, if they are written."""
+    return next((row for row in _lines(run_dir / EVAL_FILE) if row["step"] == version), None)
+
+
 def left_out_before(run_dir: Path) -> int:
     """Number of evaluations that were left out, as the written figures report it."""
     return sum(row.get("left_out", 0) for row in _lines(run_dir / EVAL_FILE))

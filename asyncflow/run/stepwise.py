@@ -8,14 +8,17 @@ is unblocked by: the run, or its end
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import Config
+from asyncflow.run.attempt import write_published
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job, Listener
+from asyncflow.run.resume import evaluation_of
 from asyncflow.run.saving import checkpoints_of
 from asyncflow.types import RunError, UserError
 
@@ -51,8 +54,11 @@ class StepwiseRun:
     async def until(self, condition: Callable[[], bool]) -> bool:
         """See `Job.until`. A worker whose death ends the run is not started again here: whoever drives the run may have pushed
         prompts that only he has, so he goes on by himself, which the sentence says."""
+        return await self._or_its_end(self.job.until(condition))
+
+    async def _or_its_end(self, event: Coroutine[Any, Any, bool]) -> bool:
         try:
-            return await self.job.until(condition)
+            return await event
         except WorkerDied as death:
             kept = "its newest checkpoint" if checkpoints_of(self.config).versions() else "its beginning: there is no checkpoint"
             raise RunError(f"{death}; the run has ended: begin it again with resume, and it goes on from {kept}") from death
@@ -62,15 +68,57 @@ class StepwiseRun:
         self.driver.ledger.allow(min(max(steps, self.steps_done), self.config.run.steps), self.config.run.steps)
 
     def checkpoint(self) -> int:
-        """Have a checkpoint written with the next step that is committed. Returns its version. Raises `UserError`."""
+        """Have a checkpoint written with the next step that is committed. See `Trainer.checkpoint`."""
         config = self.config
         if not config.checkpoint.keep:
             raise UserError("checkpoint.keep=0: this run keeps no checkpoints")
         if self.job.has_critic:
             raise UserError("a run with a critic writes checkpoints by itself: set checkpoint.every_steps")
+        if self.driver.ledger.ledger.committed == config.run.steps:
+            raise UserError(
+                "all steps of this run are committed, so no checkpoint follows: the one of its end is written by itself"
+            )
         return self.driver.ledger.ask_for_checkpoint()
 
-    async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    async def save(self, folder: Path) -> int:
+        """Write the model after the last committed step. See `Trainer.save`."""
+        driver = self.driver
+        version = driver.ledger.ledger.committed
+        if folder.exists() or folder.is_symlink():
+            raise UserError(f"{folder} is there already: name a new folder for the model")
+        if not version:
+            raise UserError(f"no step is committed yet: the model is still the one in {self.job.model}")
+        with self._waiting():
+            if not await self._or_its_end(self.job.until_done(driver.versions.has_published(version))):
+                raise RunError(f"the run was interrupted before version {version} was published")
+        published = driver.versions.newest
+        if published is None or not Path(published.address).is_file():
+            raise RunError("the weights are in no file on this machine: call checkpoint(), which the trainer writes")
+        await asyncio.to_thread(write_published, folder, published, self.job.model, self.config)
+        return published.version
+
+    async def evaluate(self) -> Mapping[str, float]:
+        """Evaluate the model after the last committed step. See `Trainer.evaluate`."""
+        job, driver = self.job, self.driver
+        if not job.held_out:
+            raise UserError("this run has no prompts to be evaluated on: set eval.path")
+        version = driver.ledger.ledger.committed
+
+        def figures() -> Mapping[str, float] | None:
+            return next((row for row in job.evaluations if row["step"] == version), None)
+
+        if (row := figures() or evaluation_of(self.config.run_dir, version)) is not None:
+            return row
+        with self._waiting():
+            if not driver.evaluating.held_out.is_planned(version):
+                driver.background.start(driver.evaluating.on_demand(version))
+            if not await self.until(lambda: figures() is not None):
+                raise RunError(f"the run was interrupted in the evaluation of version {version}")
+        row = figures()
+        assert row is not None, "it has just been waited for"
+        return row
+
+    async def put_prompts_data(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Train on these rows before those of the data set. See `Trainer.put_prompts_data`."""
         self.job.push(rows)
 
@@ -100,6 +148,17 @@ class StepwiseRun:
     async def stop(self) -> None:
         """Stop the workers and write the model, the trace and the report."""
         await self.job.stop()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Context in which a run that is held between two steps counts as one that stands still, should nothing move."""
+        driver = self.driver
+        driver.progress()
+        driver.ledger.is_waited_for = True
+        try:
+            yield
+        finally:
+            driver.ledger.is_waited_for = False
 
     @property
     def driver(self) -> Driver:

@@ -27,7 +27,7 @@ from asyncflow.settings import Choice, Section
 
 ROOT = Path(__file__).parents[2]
 API = {
-    "trainer": ("A run from Python", ["asyncflow.trainer"]),
+    "trainer": ("A run from Python", ["asyncflow.trainer", "asyncflow.run.job.Listener", "asyncflow.client"]),
     "algorithms": (
         "Algorithms",
         ["asyncflow.algorithms.base", "asyncflow.algorithms.policy_loss", "asyncflow.algorithms.functional"],
@@ -39,7 +39,7 @@ API = {
     "weight_sync": ("Weight sync", ["asyncflow.weight_sync.base"]),
     "storages": ("Storages and samplers", ["asyncflow.transfer_queue.storage.base", "asyncflow.transfer_queue.sampler.base"]),
 }
-"""Modules that a user's own code imports: contracts first."""
+"""Modules, or classes of them, that a user's own code imports: contracts first."""
 _AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from asyncflow.control.ledger.steps import Ledger
+from asyncflow.run.job import Listener
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import RunError, UserError
-from tests.conftest import merged
+from tests.conftest import ROOT, merged
 from tests.depth import deep, in_gate
-from tests.e2e.commands import processes_of, rows
+from tests.e2e.commands import processes_of, rows, write_config
 from tests.processes import words_of
 
 
@@ -132,6 +134,98 @@ def test_mistakes(small: Callable[..., dict[str, Any]]) -> None:
     trainer = Trainer.from_config(small(cluster="inline"))
     with pytest.raises(RunError, match="call start first"):
         trainer.put_prompts_data([])
+
+
+def score(sample: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda tree: Trainer(tree), "takes a checked configuration, not a dict: write Trainer.from_config"),
+        (lambda tree: Trainer("recipe.yaml"), "takes a checked configuration, not a str"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(None), "the path of a YAML file, or nested mappings, not a NoneType"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(tree, ["run.steps=3"]), "text such as 'run.steps=3', not a list"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(tree, {"run": 3}), "text such as 'run.steps=3', not a dict"),  # type: ignore[arg-type]
+        (
+            lambda tree: Trainer.from_config(tree | {"reward": {"scorer": score}}),
+            "reward.scorer is score itself, .*: write it into a file of its own and name that, {'path': 'my_file.py:score'}",
+        ),
+        (lambda tree: Trainer.from_config(tree | {"data": [score]}), "data is score itself"),
+        (
+            lambda tree: Trainer.from_config(tree | {"algorithm": {"name": "grpo", "clip_low": np.float64(0.1)}}),
+            "algorithm.clip_low is a float64, which YAML cannot say: write a plain number",
+        ),
+    ],
+)
+def test_what_is_no_configuration_is_said(small: Callable[..., dict[str, Any]], call: Callable[[Any], Trainer], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        call(small(cluster="inline"))
+
+
+@pytest.mark.parametrize("num_evaluators", [0, 1])
+def test_a_model_is_evaluated_saved_and_kept_when_one_asks(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, num_evaluators: int
+) -> None:
+    run_dir, heard = tmp_path / "runs" / "test", Heard()
+    evaluated = {"path": "generated:arithmetic", "num_prompts": 4, "num_workers": num_evaluators}
+    tree = small(run={"steps": 3}, cluster="inline", schedule="delayed", eval=evaluated, checkpoint={"keep": 2})
+    with Trainer.from_config(tree, listener=heard) as trainer:
+        with pytest.raises(UserError, match="no step is committed yet: the model is still the one in"):
+            trainer.save(tmp_path / "early")
+        assert trainer.evaluate()["step"] == 0  # a planned one
+        assert trainer.step() is not None
+        figures = trainer.evaluate()
+        assert figures["step"] == 1 and 0 <= figures["accuracy/sampled"] <= 1 and trainer.evaluate() == figures
+        assert trainer.save(tmp_path / "saved") == 1
+        with pytest.raises(UserError, match="saved is there already: name a new folder"):
+            trainer.save(tmp_path / "saved")
+        assert trainer.checkpoint() == 2
+        assert trainer.step() is not None and trainer.step() is not None
+        assert trainer.evaluate()["step"] == 3
+        with pytest.raises(UserError, match="all steps of this run are committed"):
+            trainer.checkpoint()
+    assert [row["step"] for row in rows(run_dir / "eval.jsonl")] == heard.evaluations == [0, 1, 3] and heard.steps == [0, 1, 2]
+    assert (run_dir / "checkpoints" / "step-000002").is_dir()
+    saved, last = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", run_dir / "model"))
+    assert saved.keys() == last.keys() and any(not bool((saved[name] == last[name]).all()) for name in saved)
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+    tree = small(run={"steps": 1, "name": "none"}, cluster="inline", checkpoint={"keep": 0})
+    with Trainer.from_config(tree) as trainer:
+        with pytest.raises(UserError, match=r"set eval\.path"):
+            trainer.evaluate()
+        with pytest.raises(UserError, match=r"checkpoint\.keep=0"):
+            trainer.checkpoint()
+
+
+def test_the_run_of_the_python_page(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)[0]
+    assert "class Printed" in source
+    tree = small(cluster="inline", eval={"path": "generated:arithmetic", "num_prompts": 4}, checkpoint={"keep": 2})
+    write_config(tmp_path, tree).rename(tmp_path / "recipe.yaml")
+    monkeypatch.chdir(tmp_path)
+    exec(source, {"__name__": "page"})
+    printed = capsys.readouterr().out
+    assert [f"\n{step} " in f"\n{printed}" for step in range(3)] == [True] * 3
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "test" / "checkpoints" / "step-000002").is_dir()
+
+
+class Heard(Listener):
+    """Steps and versions that it is told of."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.evaluations: list[int] = []
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        self.steps.append(step)
+
+    def evaluation(self, row: Mapping[str, float]) -> None:
+        self.evaluations.append(int(row["step"]))
 
 
 def test_a_failure_that_comes_when_the_run_is_over_is_not_reported_as_forgotten(

@@ -44,6 +44,8 @@ class LedgerService:
         self.limit = self._last = 0
         self.on_displaced: Callable[[int, int], None] = lambda group, lowest_version: None
         self.is_stopping = False
+        self.is_waited_for = False
+        """Whether whoever trains step by step waits for something beside a step: an evaluation, or weights."""
         self.on_opened: Callable[[int], None] = lambda step: None
         self.on_consumed: Callable[[str, int, int, Consumed, GroupFigures], None] = lambda task, step, update, group, figures: None
         self.on_decided: Callable[[int, Decided], None] = lambda step, decided: None
@@ -301,8 +303,8 @@ class LedgerService:
 
     @property
     def is_held(self) -> bool:
-        """Whether all that was allowed is trained, and more is to come."""
-        return self.limit < self._last and self.ledger.committed >= self.limit
+        """Whether all that was allowed is trained, more is to come, and nobody waits for anything."""
+        return self.limit < self._last and self.ledger.committed >= self.limit and not self.is_waited_for
 
     @property
     def _may_be_admitted(self) -> int:
