@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -17,12 +21,14 @@ from typer.main import get_command
 
 from asyncflow.cli.verbs import app
 from asyncflow.config import Config
+from asyncflow.run.job import Listener
 from asyncflow.settings import Section
 from asyncflow.telemetry.metrics import definitions_table
+from asyncflow.trainer import Trainer
 from tests.conftest import ROOT
 from tests.patience import patience
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OWN = {
     "my_reward.py",
     "my_rewards.py",
@@ -207,6 +213,132 @@ def test_what_looks_for_keys_finds_them() -> None:
     assert [path for name, tree in mappings(text) for path in flat(name, tree)] == ["eval.every_step", "plan.train.dp"]
     known = ("plan.train.dp", "rollout.engine.instances", "train.critic.learning_rate", "reward.scorers.mine.weight", "eval.path")
     assert all(map(is_key, known)) and not any(map(is_key, ("eval.every_step", "train.lr", "plan.train.dp.size", "plan.rollout")))
+
+
+def members() -> dict[str, set[str]]:
+    """What each class of the package has, its bases' included: methods, fields, and attributes that a method sets."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for file in (ROOT / "asyncflow").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = own.setdefault(node.name, set())
+            bases.setdefault(node.name, set()).update(ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(inner.name)
+                elif isinstance(inner, ast.Name | ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    names.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
+
+    def all_of(name: str) -> set[str]:
+        return own[name].union(*(all_of(base) for base in bases[name] if base in own and base != name))
+
+    return {name: all_of(name) for name in own}
+
+
+MEMBERS = members()
+CALLED = {
+    "client": ["AsyncClient", "TransferQueueClient"],
+    "worker": ["AsyncGeneratorWorker", "AsyncTrainerWorker"],
+    "work": ["PromptsData"],
+    "experience": ["ExperienceData"],
+    "trainer": ["Trainer"],
+    "sample": ["Sample"],
+    "group": ["ScoredGroup", "GroupData", "ReadyGroup"],
+}
+"""Classes that variables of these names have on the pages."""
+FOREIGN = {
+    *("auth_token", "big_memory", "dashboard", "RAY_USE_TLS"),  # Ray's
+    *("gpu_memory_utilization", "max_num_batched_tokens"),  # vLLM's
+    *("from_pretrained", "AutoModelForCausalLM", "PeftModel", "pipelining", "Q4_K_M", "UV_DEFAULT_INDEX", "chat", "py"),
+    *("get_checkpoint_archive_url", "inflight", "stable_reinforce"),  # the tinker SDK's
+    *("MySync", "my_loss", "my_sync", "gb", "critic_", "value_", "reference_"),  # a reader's own, units, prefixes
+}
+"""Names of other projects, and of a reader's own."""
+
+
+def unknown_names(text: str) -> list[str]:
+    """`Class.name` and `variable.name` of a page that the package does not have."""
+    pairs = re.findall(rf"(?<![\w./-])([A-Z]\w*[a-z]\w*|{'|'.join(CALLED)})\.([a-z_]\w*)", text)
+    return [
+        f"{name}.{member}"
+        for name, member in pairs
+        if not {name, member} & FOREIGN and not any(member in MEMBERS.get(each, ()) for each in CALLED.get(name, [name]))
+    ]
+
+
+@functools.cache
+def words_of_the_source() -> set[str]:
+    """All identifiers of the repository's code, and the names of its files."""
+    files = [path for room in ("asyncflow", "benchmarks", "recipes", "tests") for path in (ROOT / room).rglob("*")]
+    files = [path for path in [*files, ROOT / "pyproject.toml", ROOT / "Makefile"] if path.is_file() and path != Path(__file__)]
+    texts = [path.read_text(errors="ignore") for path in files if path.suffix not in (".pyc", ".safetensors")]
+    return {path.stem for path in files}.union(*(re.findall(r"\w+", text) for text in texts))
+
+
+@pages()
+def test_names_of_the_code_exist(page: Path) -> None:
+    text = page.read_text()
+    if page.name == "coming_from.md":  # its first columns have other projects' names
+        text = re.sub(r"(?m)^\|.*\|([^|]*)\|$", r"\1", text)
+    assert not unknown_names(text)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    named = {word for span in spans for word in re.findall(r"[A-Za-z_]\w*", span) if not re.fullmatch(r"[A-Z_]+", word)}
+    assert not named - words_of_the_source() - ENTRY_POINTS - FOREIGN
+
+
+def test_what_looks_for_names_finds_them() -> None:
+    text = "`Trainer.push`, client.create_key(), worker.ack(rows), `ScoredGroup.value`; Trainer.step, group.rewards, trainer.py"
+    assert unknown_names(text) == ["Trainer.push", "client.create_key", "worker.ack", "ScoredGroup.value"]
+    assert "create_key" not in words_of_the_source() and "group_size" in words_of_the_source()
+
+
+def entry_points() -> set[str]:
+    """Last parts of the groups in which packages may give parts: one for each kind of choice that the code builds."""
+    kinds = r"\b(?:build|resolve|check_options|load|load_target)\(\s*f?\"([a-z ]+)\""
+    found = {kind for path in (ROOT / "asyncflow").rglob("*.py") for kind in re.findall(kinds, path.read_text())}
+    return {f"{kind.replace(' ', '_')}s" for kind in found}
+
+
+ENTRY_POINTS = entry_points()
+
+
+def test_groups_of_entry_points_that_are_named_are_those_of_choices() -> None:
+    named = set(re.findall(r"`asyncflow\.(\w+)`", (ROOT / "docs" / "extending.md").read_text()))
+    assert len(named) == 10 and named <= ENTRY_POINTS
+
+
+def test_a_class_has_the_arrays_that_its_page_says() -> None:
+    import asyncflow.engines.base
+    import asyncflow.environments.base
+    import asyncflow.rewards.base
+    import asyncflow.types
+
+    rooms = (asyncflow.types, asyncflow.engines.base, asyncflow.rewards.base, asyncflow.environments.base)
+    table = (ROOT / "docs" / "extending.md").read_text().split("## Numpy or torch")[1].split("\n## ")[0]
+    rows = re.findall(r"(?m)^\| (`.+?) \| (\w+)(, `Ragged`)? \|", table)
+    assert len(rows) == 8
+    for names, kind, ragged in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            source = inspect.getsource(next(getattr(room, name) for room in rooms if hasattr(room, name)))
+            code = re.sub(r'""".*?"""', "", source, flags=re.DOTALL)
+            has = {
+                "numpy": "Array" in code or "Values" in code,
+                "torch": "Tensor" in code,
+                "none": not re.search("Array|Tensor", code),
+            }
+            assert has[kind] and not (kind == "numpy" and has["torch"]), name
+            assert bool(ragged) == ("Ragged" in code or "Values" in code), name
+
+
+def test_pages_of_the_python_api_are_of_what_there_is() -> None:
+    api = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))["API"]
+    assert all(pkgutil.resolve_name(name) for _, names in api.values() for name in names)
+    page = (ROOT / "docs" / "python.md").read_text()
+    public = {name for name, of in vars(Trainer).items() if callable(getattr(of, "__func__", of)) and not name.startswith("_")}
+    assert not [name for name in public if f"`{name}" not in page and f"`Trainer.{name}" not in page and f"{name}()" not in page]
+    assert not [name for name in vars(Listener) if not name.startswith("_") and f".{name}`" not in page]
 
 
 @pages()
