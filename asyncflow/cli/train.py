@@ -168,15 +168,22 @@ async def _tried(config: Config) -> list[str]:
 
     if not config.reward.parts:
         return []
-    lines = []
+    lines, num_scored = [], 0
     for each in await try_scorers(config, [*made_up(config, NUM_TRIED)]):
         text = f"{each.sample.response:.40}" + " ..." * (len(each.sample.response) > 40)
         if not isinstance(each.outcome, RewardFailure):
+            num_scored += 1
             lines.append(f"{each.outcome.reward:g} for {each.name}: {text!r}")
         elif each.outcome.kind == "skipped":
             lines.append(f"none for {each.name}: {text!r}")
         else:
             raise UserError(f"{each.outcome}, tried on {each.name}: {text!r}")
+    if not num_scored:
+        names = " and ".join(config.reward.names)
+        raise UserError(
+            f"{names} returned None for each of {len(lines)} tried responses, the data's own answers among them, and what has no "
+            f"reward is left out: return a number"
+        )
     return lines
 
 

@@ -25,7 +25,7 @@ from asyncflow.engines.train import OUTSIDE
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.algorithm1 import feed
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
-from asyncflow.loops.score_batching import SKIPPED
+from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.loops.selection import Selection
 from asyncflow.loops.taking import Taking
 from asyncflow.model_folder import read_json
@@ -56,7 +56,7 @@ from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.resume import Resumed, as_prompt
 from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run.scaling import Devices
-from asyncflow.run_dir import KEY_FILE
+from asyncflow.run_dir import KEY_FILE, UNSCORED_FILE
 from asyncflow.transfer_queue.controller import Handed, TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
@@ -365,7 +365,8 @@ class Driver:
             self._failures[kind] += 1
             if (number := self._failures[kind]) <= FAILURES_SAID or number % 100 == 0:
                 again = "" if number < FAILURES_SAID else f" ({number} rows by now; from here on each hundredth is said)"
-                self.log(f"row {letter.row} failed for good{attempts}: {letter.error}{again}")
+                where = f"; it is in {self.config.run_dir / UNSCORED_FILE}" if letter.error.startswith(NO_REWARD) else ""
+                self.log(f"row {letter.row} of the queue failed for good{attempts}: {letter.error}{where}{again}")
         self.record.rows_died(dead)
         self.evaluating.held_out.rows_died(dead)
         self.background.start(self.queue.drop([letter.row for letter in dead]))

@@ -148,7 +148,7 @@ def test_a_reward_that_fails_costs_its_rows_and_is_named(small: Small, tmp_path:
     assert 0 < row["rows/dead"] < 16 and row["rows/trained"] == 16 - row["rows/dead"]
     assert row["rows/redelivered"] == row["rows/dead"]  # each failed once more before
     failed = [text for text in said if "failed for good" in text]
-    assert len(failed) == row["rows/dead"] and all(words in text for text in failed), failed
+    assert len(failed) == row["rows/dead"] and all(words in text and "unscored.jsonl" in text for text in failed), failed
     kind = {"raises": "raised", "hangs": "timeout", "exits": "exited", "eats": "memory", "nan": "invalid"}[how]
     certificate = read_certificate(tmp_path / "runs" / "test")
     assert certificate is not None and certificate == job.certificate

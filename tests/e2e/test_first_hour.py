@@ -37,6 +37,11 @@ def test_a_trainer_from_python_takes_overrides_and_says_what_is_wrong(small: Cal
         assert trainer.config.run.steps == 2 and tree["run"]["steps"] == 4
         with pytest.raises(UserError, match="the pushed prompts must be a list of rows, each a mapping of columns"):
             trainer.put_prompts_data({"question": "How many?", "answer": "1"})  # type: ignore[arg-type]
+        for odd in (5, None, iter([])):
+            with pytest.raises(UserError, match="the pushed prompts must be a list of rows, each a mapping of columns"):
+                trainer.put_prompts_data(odd)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="row 1 of the pushed prompts has no answer"):
+            trainer.put_prompts_data(row for row in [{"question": "How many?"}])
         with pytest.raises(UserError, match="row 1 of the pushed prompts has no answer, as the rows of generated:arithmetic have"):
             trainer.put_prompts_data([{"question": "How many?"}])
         metrics = trainer.step()
@@ -58,6 +63,10 @@ def hangs(sample):
 
 def raises(sample):
     return json.loads("{")["x"]
+
+
+def says_nothing(sample):
+    sample.response.strip()
 
 
 def counts(sample):
@@ -89,7 +98,10 @@ def test_a_scorer_that_raises_is_found_by_a_dry_run_with_its_line(small: Callabl
     tried = run_command("train", config, "--dry-run")
     line = SCORERS.splitlines().index('    return json.loads("{")["x"]') + 1
     assert tried.returncode == 2 and f"scorers.py:{line})" in tried.stderr and "JSONDecodeError" in tried.stderr
+    silent = run_command("train", scored_by(small, tmp_path, "says_nothing"), "--dry-run")
+    assert silent.returncode == 2 and "returned None for each of 4 tried responses" in silent.stderr
     assert not (tmp_path / "runs").exists()
+    config = scored_by(small, tmp_path, "raises")
     shown = run_command("reward", config, "--rows", "1")
     assert shown.returncode == 1 and "Traceback" in shown.stdout and "0 of 2 responses scored, 2 failed" in shown.stdout
 
