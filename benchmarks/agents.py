@@ -6,7 +6,7 @@ kept      the embedded engine plays 64 episodes of 8 turns, and generates 64 sin
 slow      256 episodes at once on 64 slots, environments that take 0.5 s a turn (lognormal): a sleeping engine, then the real one
 killed    recipes/calculator.yaml, 4 steps, killed at 20 moments (rollout worker, environment process, driver with --resume, in
           turn): the fingerprints of all steps beside those of a run that nobody disturbs; some minutes, so only by name
-recipes   the two recipes, seeds 0, 1, 2: held-out reward before and after; a quarter of an hour, so only by name
+recipes   the two recipes, seeds 0, 1, 2: held-out accuracy before and after; a quarter of an hour, so only by name
 
 The bound of a slow part is what full decode steps would take for all its tokens.
 """
@@ -177,10 +177,10 @@ def train(folder: Path, name: str, *overrides: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
-def prints(folder: Path, name: str) -> dict[int, str]:
-    """The fingerprint of each step; of one that was made again after a resume, the last one."""
-    lines = (folder / name / "fingerprints.jsonl").read_text().splitlines()
-    return {json.loads(line)["step"]: line for line in lines}
+def prints(folder: Path, name: str) -> dict[int, Any]:
+    """The fingerprint of each step, whatever the order of its groups; of one that was made again after a resume, the last one."""
+    steps = [json.loads(line) for line in (folder / name / "fingerprints.jsonl").read_text().splitlines()]
+    return {step["step"]: {**step, "groups": sorted(step["groups"], key=lambda group: group["group"])} for step in steps}
 
 
 def killed(folder: Path, moments: int) -> list[Figure]:
@@ -216,7 +216,7 @@ def killed(folder: Path, moments: int) -> list[Figure]:
 
 
 def recipes(folder: Path) -> list[Figure]:
-    """Held-out reward before and after, greedy and sampled."""
+    """Held-out accuracy, of sampled answers, before and after."""
     figures = []
     for recipe in ("calculator", "guess"):
         for seed in range(3):
@@ -224,10 +224,10 @@ def recipes(folder: Path) -> list[Figure]:
             code = train(folder, name, f"recipes/{recipe}.yaml", f"run.seed={seed}").wait()
             assert code == 0, (folder / f"{name}.log").read_text()[-800:]
             rows = [json.loads(line) for line in (folder / name / "eval.jsonl").read_text().splitlines()]
-            first, last = rows[0]["sampled/reward"], rows[-1]["sampled/reward"]
+            first, last = rows[0]["accuracy/sampled"], rows[-1]["accuracy/sampled"]
             figures += [
-                Figure(f"{recipe}, seed {seed}: held-out reward before", first, "", "<= 0.40"),
-                Figure(f"{recipe}, seed {seed}: held-out reward after", last, "", ">= 0.90"),
+                Figure(f"{recipe}, seed {seed}: held-out accuracy before", first, "", "<= 0.40"),
+                Figure(f"{recipe}, seed {seed}: held-out accuracy after", last, "", ">= 0.90"),
                 Figure(f"{recipe}, seed {seed}: whole run", time.monotonic() - began, "s"),
             ]
     return figures
