@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import TracebackType, UnionType
 from typing import Any, Final, TypeVar
 
 from asyncflow.config import Config, load, parse
@@ -29,8 +29,7 @@ class Trainer:
     def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
         """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none. `listener`: told of each line
         of the log, step and evaluation."""
-        if not isinstance(config, Config):
-            raise UserError(f"Trainer takes a checked configuration, not a {_kind(config)}: write Trainer.from_config(...)")
+        _check_kind(config, Config, "write Trainer.from_config(...): Trainer itself takes a checked configuration")
         self.config = config
         self._listener, self._resume = listener, resume
         self._loop = asyncio.new_event_loop()
@@ -42,11 +41,9 @@ class Trainer:
         cls, config: str | Path | Mapping[str, Any], *overrides: str, listener: Listener | None = None, resume: bool = False
     ) -> Trainer:
         """Make a trainer from a YAML file, or from nested mappings, with `key.path=value` overrides. Raises `UserError`."""
-        if not isinstance(config, str | Path | Mapping):
-            raise UserError(f"from_config takes the path of a YAML file, or nested mappings, not a {_kind(config)}")
+        _check_kind(config, str | Path | Mapping, "from_config takes the path of a YAML file, or nested mappings")
         for override in overrides:
-            if not isinstance(override, str):
-                raise UserError(f"an override is text such as 'run.steps=3', not a {_kind(override)}: give one text for each key")
+            _check_kind(override, str, "an override is text such as 'run.steps=3', one for each key")
         if not isinstance(config, Mapping):
             return cls(load(Path(config), overrides), listener, resume=resume)
         _check_plain(config)
@@ -85,6 +82,7 @@ class Trainer:
         have, so that under a schedule that is ahead with generating they first finish what only the older version may make. Returns
         when all serve it. Raises `RunError` naming the workers that do not in time: the call stands, and they change when they can.
         """
+        _check_kind(timeout_seconds, float | int, "weight_sync_notify takes a number of seconds")
         return self._call(self._started.weight_sync_notify(timeout_seconds))
 
     def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
@@ -93,6 +91,8 @@ class Trainer:
         `grace_seconds`: how long those that leave may take to end what they hold. Raises `UserError` for a number that the run
         cannot have.
         """
+        _check_kind(num_workers, int, "scale_rollout takes a whole number of workers")
+        _check_kind(grace_seconds, float | int, "scale_rollout takes a number of seconds for grace_seconds")
         return self._call(self._started.scale_rollout(num_workers, grace_seconds))
 
     def evaluate(self) -> Mapping[str, float]:
@@ -110,6 +110,7 @@ class Trainer:
         Raises `UserError` for a folder that is there, or before the first step; `RunError` where the weights are in no file of this
         machine.
         """
+        _check_kind(folder, str | Path, "save takes the path of a new folder")
         return self._call(self._started.save(Path(folder)))
 
     def checkpoint(self) -> int:
@@ -166,8 +167,11 @@ def _check_plain(tree: Mapping[str, Any], above: str = "") -> None:
                     f"that, {{'path': 'my_file.py:{name_of_it}'}}"
                 )
             elif not (type(each) in _PLAIN or isinstance(each, Path | list | tuple)):
-                raise UserError(f"{key} is a {_kind(each)}, which YAML cannot say: write a plain number, text, list or mapping")
+                kind = type(each).__name__
+                raise UserError(f"{key} is a {kind}, which YAML cannot say: write a plain number, text, list or mapping")
 
 
-def _kind(value: object) -> str:
-    return type(value).__name__
+def _check_kind(value: object, kind: type | UnionType, what: str) -> None:
+    """Check what a caller gives. Raises `UserError`: `what` is taken, and not that."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise UserError(f"{what}, not a {type(value).__name__}")

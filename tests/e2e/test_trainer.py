@@ -143,11 +143,17 @@ def score(sample: Any) -> float:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda tree: Trainer(tree), "takes a checked configuration, not a dict: write Trainer.from_config"),
+        (
+            lambda tree: Trainer(tree),
+            r"write Trainer\.from_config\(\.\.\.\): Trainer itself takes a checked configuration, not a dict",
+        ),
         (lambda tree: Trainer("recipe.yaml"), "takes a checked configuration, not a str"),  # type: ignore[arg-type]
         (lambda tree: Trainer.from_config(None), "the path of a YAML file, or nested mappings, not a NoneType"),  # type: ignore[arg-type]
-        (lambda tree: Trainer.from_config(tree, ["run.steps=3"]), "text such as 'run.steps=3', not a list"),  # type: ignore[arg-type]
-        (lambda tree: Trainer.from_config(tree, {"run": 3}), "text such as 'run.steps=3', not a dict"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(tree, ["run.steps=3"]), "text such as 'run.steps=3', one for each key, not a list"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(tree, {"run": 3}), "text such as 'run.steps=3', one for each key, not a dict"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(tree).scale_rollout("2"), "takes a whole number of workers, not a str"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(tree).weight_sync_notify(None), "takes a number of seconds, not a NoneType"),  # type: ignore[arg-type]
+        (lambda tree: Trainer.from_config(tree).save(3), "takes the path of a new folder, not a int"),  # type: ignore[arg-type]
         (
             lambda tree: Trainer.from_config(tree | {"reward": {"scorer": score}}),
             "reward.scorer is score itself, .*: write it into a file of its own and name that, {'path': 'my_file.py:score'}",
