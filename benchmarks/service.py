@@ -113,62 +113,69 @@ async def times(ask: Callable[[], Awaitable[Any]], count: int = 300) -> list[flo
     return taken
 
 
-def requests(folder: Path) -> list[Figure]:
-    """Small requests, and the way from a put prompt to a generator."""
-    tree: dict[str, Any] = {
-        "run": {"steps": 100_000},
-        "model": {"path": str(MODEL), "max_context_tokens": 128},
-        "rollout": {"num_workers": 0, "group_size": 2, "max_new_tokens": 8},
-        "train": {"engine": "outside", "prompts_per_step": 1},
-        "schedule": {"name": "bounded", "max_staleness": 1000},
-    }
-    row = {"prompt": "7 + 5", "answer": "12"}
+Measure = Callable[[AsyncClient, Callable[[], Awaitable[None]]], Awaitable[list[tuple[float, float]]]]
+ROW = {"prompt": "7 + 5", "answer": "12"}
 
-    async def measure(address: str, key_file: Path, bare: str) -> tuple[float, float, list[float], list[float]]:
+
+def requests(folder: Path) -> list[Figure]:
+    """Small requests, and the way from a put prompt to a generator; both beside a bare echo in turn."""
+
+    def tree(prompts_per_step: int) -> dict[str, Any]:
+        return {
+            "run": {"steps": 100_000},
+            "model": {"path": str(MODEL), "max_context_tokens": 128},
+            "rollout": {"num_workers": 0, "group_size": 2, "max_new_tokens": 8},
+            "train": {"engine": "outside", "prompts_per_step": prompts_per_step},
+            "schedule": {"name": "bounded", "max_staleness": 1000},
+        }
+
+    async def puts(client: AsyncClient, ask_echo: Callable[[], Awaitable[None]]) -> list[tuple[float, float]]:
+        return [(await rate(lambda: client.put_prompts_data([ROW])), await rate(ask_echo)) for _ in range(3)]
+
+    async def ways(client: AsyncClient, ask_echo: Callable[[], Awaitable[None]]) -> list[tuple[float, float]]:
+        worker = await client.join_generators()
+
+        async def put_to_received() -> float:
+            waiting = asyncio.create_task(worker.get_prompts_data(1))
+            await asyncio.sleep(0.002)  # it waits by then
+            began = time.perf_counter()
+            await client.put_prompts_data([ROW])
+            while not (prompts := (await waiting).prompts):
+                waiting = asyncio.create_task(worker.get_prompts_data(1))
+            seconds = time.perf_counter() - began
+            rows = [row for prompt in prompts for row in prompt.rows]
+            answers = [ResponseData(row=row, token_ids=[7], logprobs=[-1.0], finish_reason="length") for row in rows]
+            await worker.put_experience_data(answers)  # or it would get no other: its share of a step is one prompt
+            return seconds
+
+        return [(await put_to_received(), (await times(ask_echo, 1))[0]) for _ in range(200)]
+
+    async def measure(address: str, key_file: Path, bare: str, what: Measure) -> list[tuple[float, float]]:
         async with (
             AsyncClient.connect(address, key_file=key_file) as client,
             httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=bare), base_url="http://echo") as plain,
         ):
-            await client.init_engines()
-            await client.allow(100_000)
 
             async def ask_echo() -> None:
-                (await plain.post("/echo", json={"rows": [row]})).raise_for_status()
+                (await plain.post("/echo", json={"rows": [ROW]})).raise_for_status()
 
-            worker = await client.join_generators()
+            await client.init_engines()
+            await client.allow(100_000)
+            return await what(client, ask_echo)
 
-            async def put_to_received() -> None:
-                waiting = asyncio.create_task(worker.get_prompts_data(1))
-                await asyncio.sleep(0.002)  # it waits by then
-                began = time.perf_counter()
-                await client.put_prompts_data([row])
-                while not (prompts := (await waiting).prompts):
-                    waiting = asyncio.create_task(worker.get_prompts_data(1))
-                received.append(time.perf_counter() - began)
-                await worker.put_experience_data(  # or it would get no other: its share of a step is one prompt
-                    [
-                        ResponseData(row=row, token_ids=[7], logprobs=[-1.0], finish_reason="length")
-                        for prompt in prompts
-                        for row in prompt.rows
-                    ]
-                )
-
-            received: list[float] = []
-            for _ in range(200):
-                await put_to_received()
-            echoes = await times(ask_echo)
-            bare_rate = await rate(ask_echo)
-            return await rate(lambda: client.put_prompts_data([row])), bare_rate, received, echoes
-
-    with served(folder, "requests", tree) as (address, key_file), echo(folder) as bare:
-        ours, theirs, received, echoes = asyncio.run(measure(address, key_file, bare))
-    p50, bare_p50 = statistics.median(received), statistics.median(echoes)
+    seen: dict[str, tuple[float, float]] = {}
+    with echo(folder) as bare:
+        for name, size, what in (("puts", 64, puts), ("ways", 1, ways)):
+            with served(folder, name, tree(size)) as (address, key_file):
+                pairs = asyncio.run(measure(address, key_file, bare, what))
+            seen[name] = statistics.median(ours for ours, _ in pairs), statistics.median(theirs for _, theirs in pairs)
+    (ours, theirs), (way, answer) = seen["puts"], seen["ways"]
     return [
         Figure("small requests by the client", ours, "/s", ">= 2000"),
         Figure("  of a bare FastAPI echo by the same library", theirs, "/s"),
-        Figure("put to received, p50", 1e3 * p50, "ms"),
-        Figure("  bare FastAPI echo, p50", 1e3 * bare_p50, "ms"),
-        Figure("  put to received / echo, p50", p50 / bare_p50, "times", "<= 3"),
+        Figure("put to received, p50", 1e3 * way, "ms"),
+        Figure("  bare FastAPI echo, p50", 1e3 * answer, "ms"),
+        Figure("  put to received / echo, p50", way / answer, "times", "<= 3"),
     ]
 
 
