@@ -5,7 +5,8 @@
 before     a micro-batch a pass, every row computed, no helpers
 passes     full passes, rows without a gradient left out, no helpers
 helpers    the same with helpers, which are the defaults
-threads    the same, and rollout workers compute with all cores that nobody else uses (rollout.num_threads=auto: no bits promised)
+threads    the same, and the rollout worker computes with all cores that nobody else uses (rollout.num_threads=auto)
+workers    as helpers, with two rollout workers, whose cores helpers use while neither has anything to generate
 
 Each way is one whole command, without evaluations; the ways take turns. Seconds of a step, and how busy cores are in it, are those
 behind the first step, which begins while workers load; medians over steps. A core is busy while a lane works on it (generate,
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from figures import Figure, finish, parser, run_name, runs_folder
@@ -37,6 +39,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "passes": ("train.helpers=0",),
     "helpers": (),
     "threads": ("rollout.num_threads=auto",),
+    "workers": ("rollout.num_workers=2",),
 }
 NOT_COMPUTING = (WAIT, "load", "save")
 FIRST = 1
@@ -124,12 +127,10 @@ def main() -> int:
         figures += [
             Figure(f"{way}: a step", medians[way], "s"),
             Figure(f"{way}: the trainer's lane computes", statistics.median(s for each in runs for s in each.training), "s"),
-            Figure(
-                f"{way}: the rollout worker's lane computes", statistics.median(s for each in runs for s in each.generating), "s"
-            ),
-            Figure(f"{way}: share of the cores that is busy", busy, "", ">= 0.9" if way == "threads" else None),
+            Figure(f"{way}: lanes of rollout workers compute", statistics.median(s for each in runs for s in each.generating), "s"),
+            Figure(f"{way}: share of the cores that is busy", busy, "", ">= 0.9" if way == "workers" else None),
         ]
-    for slower, faster in (("before", "helpers"), ("before", "threads"), ("passes", "helpers"), ("passes", "threads")):
+    for slower, faster in product(("before", "passes"), ("helpers", "threads", "workers")):
         if {slower, faster} <= medians.keys():
             target = ">= 2" if (slower, given.recipe) == ("before", "smollm2") else None
             figures.append(Figure(f"{slower} / {faster}, a step", medians[slower] / medians[faster], "x", target))
