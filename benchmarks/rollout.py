@@ -1,6 +1,6 @@
 """The embedded rollout engine beside transformers, and the cost of installing weights. CPU, float32, one core.
 
-    OMP_NUM_THREADS=1 python benchmarks/rollout.py [--json FILE] [--repeats N]
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py [--json FILE] [--repeats N] [--only NAME ...] [--model PATH]
 
 One process, one random Qwen3 of 4.2M parameters, 64 requests (64 prompts of 32-64 tokens, 16-128 new tokens each, seeded), sampled
 at temperature 1. End tokens are off, so that everybody makes the same numbers of tokens:
@@ -21,6 +21,11 @@ again with the first token after it, whose pass packs the weights, less a first 
 Shared prompts: 16 responses of 64 tokens to one prompt of 512, in slots that have the prompt's keys in common, and in slots that
 have a copy each; the same decode steps, one of the one kind and one of the other in turn. With the model above, and with one of
 SmolLM2-135M's shape and random weights.
+
+Tail: whole batches with `speculation: auto` and without, in turn; the tail is the time from the moment in which nine tenths of the
+responses are there until all are. The same tokens and log-probs to the bit, or it stops. The quickstart's model on the quickstart's
+prompts, and, with `--model` (the folder of recipes/models/make_smollm2.py), SmolLM2-135M: on the recipe's sums at temperature 1, on
+word problems at 0.7, and on the sums greedily, as an evaluation samples.
 """
 
 from __future__ import annotations
@@ -46,12 +51,15 @@ from figures import Figure, finish, parser
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
+from asyncflow.data import arithmetic, sums
+from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder, padded
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slots import PREFILL_TOKENS
 
+ROOT = Path(__file__).parent.parent
 NUM_REQUESTS = 64
 MAX_CONTEXT = 192
 
@@ -212,29 +220,89 @@ def compare_sharing(fields: dict[str, Any]) -> tuple[float, float]:
     return shared / copied, float(np.median(seconds[0] / seconds[1]))
 
 
+def texts(name: str, num_prompts: int) -> list[str]:
+    """The first questions of a data set of the recipes."""
+    rows = {"sums": sums, "arithmetic": arithmetic}[name].as_examples(0, "train", num_prompts)
+    return [str(row.get("prompt") or row["question"]) for row in rows]
+
+
+def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, repeats: int) -> dict[str, float]:
+    """Tail and whole batch with drafts / without, tokens of a tail's pass and slot, and the share of right drafts."""
+    context = max(map(len, prompts)) + sampling.max_new_tokens
+    arguments: dict[str, Any] = {"num_slots": 8 * len(prompts), "max_context": context, "num_threads": 1}
+    engines = [SlotEngine(model, **arguments, speculation=speculation) for speculation in ("auto", 0)]
+
+    async def batch(engine: SlotEngine) -> tuple[dict[tuple[int, int], bytes], np.ndarray]:
+        made, seconds, began = {}, [], time.perf_counter()
+
+        async def one(index: int) -> None:
+            async for r in engine.generate(prompts[index], samples=range(8), sampling=sampling, key=SampleKey(0, index)):
+                made[index, r.sample] = r.token_ids.tobytes() + r.logprobs.tobytes()
+                seconds.append(time.perf_counter() - began)
+
+        await asyncio.gather(*(one(index) for index in range(len(prompts))))
+        return made, np.sort(seconds)
+
+    tails, wholes, steps = [], [], []
+    with asyncio.Runner() as runner:
+        for repeat in range(repeats + 1):  # the first warms up
+            made, seconds = zip(*(runner.run(batch(engine)) for engine in engines), strict=True)
+            assert made[0] == made[1], "drafts changed a response"
+            steps += engines[0].timings()
+            if repeat:
+                tails.append(np.divide(*(each[-1] - each[len(each) * 9 // 10 - 1] for each in seconds)))
+                wholes.append(seconds[0][-1] / seconds[1][-1])
+        for engine in engines:
+            runner.run(engine.close())
+    drafts, accepted = (sum(getattr(step, name) for step in steps) for name in ("drafts", "accepted"))
+    return {
+        "tail, with drafts / without": float(np.median(tails)),
+        "whole batch, with drafts / without": float(np.median(wholes)),
+        "drafts that were right": accepted / max(drafts, 1),
+    }
+
+
+def tails(model: Path | None, repeats: int) -> list[Figure]:
+    tiny = ROOT / "recipes" / "models" / "tiny-arithmetic"
+    encode = CheckpointTokenizer(tiny).encode
+    prompts = [encode(f"{text}\n") for text in texts("arithmetic", 32)]
+    cases = {"quickstart": (tiny, prompts, Sampling(1.0, 64), max(repeats, 9))}
+    if model is not None:
+        chat = CheckpointTokenizer(model).encode_chat
+        by_name = {name: [chat(text) for text in texts(name, 4)] for name in ("sums", "arithmetic")}
+        cases |= {
+            "135M, sums": (model, by_name["sums"], Sampling(1.0, 96), repeats),
+            "135M, word problems at 0.7": (model, by_name["arithmetic"], Sampling(0.7, 96), repeats),
+            "135M, sums, greedy": (model, by_name["sums"], Sampling(0.0, 96), repeats),
+        }
+    figures = []
+    for name, case in cases.items():
+        for what, value in compare_tails(*case).items():
+            target = "<= 0.7" if what.startswith("tail") and (name, what) != ("135M, sums", what) else None
+            figures.append(Figure(f"{name}: {what}", value, "", target))
+    return figures
+
+
 def speedup(rates: dict[str, np.ndarray]) -> float:
     """Median over the repeats of the engine's rate over the better of the two others."""
     return float(np.median(rates["engine"] / np.maximum(rates["generate"], rates["continuous"])))
 
 
-def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--repeats", type=int, default=5)
-    given = arguments.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+def compare_engines(repeats: int) -> list[Figure]:
+    """Rates of all contenders, and installs."""
     model = new_model()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = SlotEngine(Path(folder), num_slots=NUM_REQUESTS, max_context=MAX_CONTEXT, num_threads=1, stop_ids=())
-    rates, cpu_rates = compare(engine, model, given.repeats)
+    rates, cpu_rates = compare(engine, model, repeats)
     install = measure_install(engine, model)
-    sharing = {"4.2M": compare_sharing(json.loads(model.config.to_json_string())), "135M": compare_sharing(SMOLLM2)}
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {repeats} repeats")
+    print(", ".join(f"{name} {install[name] * 1e3:.2f} ms" for name in ("prepare", "install", "memcpy", "first tokens", "tokens")))
 
     def over(name: str) -> float:
         return float(np.median(rates["engine"] / rates[name]))
 
-    figures = [
+    return [
         *(Figure(f"rollout, {name}", float(np.median(values)), "new tokens/s") for name, values in rates.items()),
         Figure("engine / generate(), with log-probs", over("generate"), ""),
         Figure("engine / generate(), token ids alone", over("generate_ids_only"), ""),
@@ -245,13 +313,33 @@ def main() -> int:
         Figure("install / memcpy of the same bytes", install["install"] / install["memcpy"], "", "<= 3.0"),
         Figure("prepare (beside generation) / memcpy", install["prepare"] / install["memcpy"], ""),
         Figure("first tokens after an install / later ones", install["first tokens"] / install["tokens"], ""),
-        *(Figure(f"cache, shared prompt / copies, {name}", each[0], "", "<= 0.25") for name, each in sharing.items()),
-        *(Figure(f"decode step, shared prompt / copies, {name}", each[1], "", "<= 0.8") for name, each in sharing.items()),
         Figure("resident memory per install, over 100", install["slope"] / 2**20, "MiB", "<= 0.1"),
     ]
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {given.repeats} repeats")
-    print(", ".join(f"{name} {install[name] * 1e3:.2f} ms" for name in ("prepare", "install", "memcpy", "first tokens", "tokens")))
-    return finish(figures, given.json)
+
+
+def compare_prompts() -> list[Figure]:
+    """Slots that share a prompt's keys, and slots with copies."""
+    sharing = {"4.2M": compare_sharing(json.loads(new_model().config.to_json_string())), "135M": compare_sharing(SMOLLM2)}
+    return [
+        *(Figure(f"cache, shared prompt / copies, {name}", each[0], "", "<= 0.25") for name, each in sharing.items()),
+        *(Figure(f"decode step, shared prompt / copies, {name}", each[1], "", "<= 0.8") for name, each in sharing.items()),
+    ]
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=5)
+    arguments.add_argument("--model", type=Path, metavar="PATH")
+    arguments.add_argument("--only", nargs="+", choices=["engines", "prompts", "tails"], default=["engines", "prompts", "tails"])
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    parts: dict[str, Callable[[], list[Figure]]] = {
+        "engines": lambda: compare_engines(given.repeats),
+        "prompts": compare_prompts,
+        "tails": lambda: tails(given.model, given.repeats),
+    }
+    return finish([figure for name in given.only for figure in parts[name]()], given.json)
 
 
 if __name__ == "__main__":

@@ -91,9 +91,9 @@ class Response:
 class Timing(NamedTuple):
     """Timed piece of an engine's work: `decode_step` or `prefill`. Start and end in seconds of CLOCK_MONOTONIC.
 
-    `rows`: active slots, or slots that were filled. `tokens`: tokens that a decode step attended to, or prompt tokens of a prefill.
-    `calls`: decode steps that were made one after another in this time; `rows` and
-    `tokens` are sums over them.
+    `rows`: active slots and drafts of a decode step, or slots that were filled. `tokens`: tokens that a decode step attended to, or
+    prompt tokens of a prefill. `calls`: decode steps that were made one after another in this time. `drafts`: draft tokens that
+    were verified in them, of which `accepted` were right. All are sums over these steps.
     """
 
     task: str
@@ -102,6 +102,8 @@ class Timing(NamedTuple):
     rows: int
     tokens: int
     calls: int = 1
+    drafts: int = 0
+    accepted: int = 0
 
 
 class RolloutEngine(Protocol):

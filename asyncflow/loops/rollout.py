@@ -163,7 +163,7 @@ class Rollout:
     def _generated(self, request: GroupRequest) -> None:
         ahead = self._spans.clock() - asyncio.get_running_loop().time()  # another machine's clock
         for timing in self._timings():
-            counts = {"rows": timing.rows, "tokens": timing.tokens, "calls": timing.calls}
+            counts = {name: getattr(timing, name) for name in ("rows", "tokens", "calls", "drafts", "accepted")}
             self._spans.beside(timing.task, timing.start + ahead, timing.end + ahead, version=self._installed, **counts)
         self._under_way = [other for other in self._under_way if other is not request]
         self._changed.notify()

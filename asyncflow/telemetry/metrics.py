@@ -91,6 +91,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "to the step's first forward_backward.",
     "perf/rollout_tokens_per_second": "Response tokens generated in the step / seconds of the step in which at least one rollout "
     "worker was generating.",
+    "perf/drafted_tokens": "Draft tokens that rollout engines verified in the step (`rollout.speculation`), as far as they have "
+    "told it when the row is written.",
+    "perf/accepted_drafts_ratio": "Share of these that were right (0 to 1): tokens that cost no step of their own.",
     "perf/train_tokens_per_second": "Logical tokens of the step's micro-batches / seconds of the step in which at least one "
     "trainer was in forward_backward or optim_step.",
     "perf/physical_tokens_ratio": "Tokens computed / logical tokens, over the step's micro-batches: below 1 where prompts are "
@@ -371,6 +374,10 @@ class StepMetrics:
         rollout_seconds = active_seconds(spans, [ROLLOUT_TASK], start, end)
         if rollout_seconds:
             row["perf/rollout_tokens_per_second"] = tokens_within(spans, ROLLOUT_TASK, start, end) / rollout_seconds
+        steps = [span for span in spans if span.drafts and start < span.end <= end]
+        if drafts := sum(span.drafts for span in steps):
+            row["perf/drafted_tokens"] = drafts
+            row["perf/accepted_drafts_ratio"] = sum(span.accepted for span in steps) / drafts
         train_seconds = active_seconds(spans, TRAIN_TASKS, start, end)
         if train_seconds:
             row["perf/train_tokens_per_second"] = self._logical_tokens / train_seconds

@@ -22,7 +22,8 @@ COUNTS = ("rows", "tokens", "bytes")
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Interval of one worker. `task` is `wait` for idle time, and `cause` is then what was waited for.
 
-    `calls`: of an engine, where the span is of several, as of decode steps; `rows` and `tokens` are sums over them.
+    `calls`: of an engine, where the span is of several, as of decode steps; `rows` and `tokens` are sums over them. `drafts` and
+    `accepted`: draft tokens that were verified in such steps, and those that were right.
     """
 
     worker: str
@@ -38,6 +39,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: int = 0
     bytes: int = 0
     calls: int = 0
+    drafts: int = 0
+    accepted: int = 0
     layout: str = ""
     device: str = ""
 

@@ -9,8 +9,10 @@ not. At start-up probe.py looks whether this machine keeps the promise that a re
 
 Between the turns of an episode its slot is parked (slots.py), and others generate.
 
-Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked prefill (a long prompt holds the
-others up for one pass), preemption (a slot is big enough for prompt and response from the start).
+The slots of a group have their prompt's keys in common (slot_cache.py). Few slots have draft tokens verified together (drafts.py).
+
+Not here: chunked prefill (a long prompt holds the others up for one pass), preemption (a slot is big enough for prompt and response
+from the start).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from asyncflow.engines.devices import check_device
 from asyncflow.engines.lora import read_lora
 from asyncflow.engines.rollout.checks import check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.drafts import Speculation
 from asyncflow.engines.rollout.probe import find_dependence
 from asyncflow.engines.rollout.slots import Slots
 from asyncflow.engines.rollout.threaded import ThreadedEngine, noise_keys
@@ -60,11 +63,14 @@ class SlotEngine(ThreadedEngine):
         kv_on_install: Literal["keep", "recompute"] = "keep",
         num_parked: int = 0,
         lora: LoraSpec | None = None,
+        speculation: Speculation = "auto",
     ) -> None:
         """Load a Hugging Face checkpoint as policy `version`.
 
         `lora`: versions are low-rank adapters over it; `version` has the one in `lora.path`, if there is one. `num_parked`: slots
         of the cache beyond `num_slots`, for episodes that wait for their environments.
+
+        `speculation`: whether few slots have draft tokens verified (drafts.py). No bit depends on it.
 
         `kv_on_install`: whether responses under way go on with the keys and values that they have when weights are installed, or
         have them computed again.
@@ -94,6 +100,7 @@ class SlotEngine(ThreadedEngine):
             stop_strings=self._stop_strings,
             recomputes=kv_on_install == "recompute",
             num_parked=num_parked,
+            speculation=speculation,
         )
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))

@@ -7,6 +7,9 @@
 A parked slot keeps the keys and values of an episode that waits for its environment. Where slots are wanted, the one that was
 parked first is given up; its episode's next turn computes them again, by the same passes, so to the same bits: the prompt in a
 prefill, everything behind it by decode steps, of which many tokens may share one.
+
+Where few rows are active, a step also has drafts (drafts.py): tokens behind a row's last one that are probably next. They go
+through the model as those of an observation do; a row takes those that are what it draws there, and the token behind them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from asyncflow.engines.base import NO_TOKENS, Response, Sampling, Timing
 from asyncflow.engines.rollout.decoder import Decoder
+from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting, FinishedTexts, Speculation, continuation, joined
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
@@ -32,7 +37,7 @@ TIMED_TOGETHER = 8  # decode steps: they are short and many; a number, since tho
 MAX_TIMINGS = 10_000  # kept until they are taken
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class SlotRequest:
     """Samples of one prompt. `deliver` takes each response, or the error that ends the request. `after`: tokens that stand between
     the prompt and what is generated (int64)."""
@@ -43,6 +48,11 @@ class SlotRequest:
     deliver: Callable[[Response | Exception], None]
     after: Array = field(default_factory=lambda: NO_TOKENS)
     first_logits_V: Tensor | None = None  # after the prompt, under the weights of its last prefill
+
+    @cached_property
+    def prompt_key(self) -> bytes:
+        """The prompt, for a dictionary."""
+        return self.prompt_ids.tobytes()
 
 
 @dataclass(slots=True, eq=False)
@@ -92,12 +102,14 @@ class Slots:
         stop_strings: StopStrings,
         recomputes: bool = False,
         num_parked: int = 0,
+        speculation: Speculation = 0,
     ) -> None:
-        """`num_slots`: rows that generate at once. `num_parked`: slots of the cache beyond these."""
+        """`num_slots`: rows that generate at once. `num_parked`: slots of the cache beyond these. `speculation`: see drafts.py."""
         self.version, self._recomputes = version, recomputes
         self.is_paused = False
         self.num_computed = 0
-        """Tokens that went through the model so far: of prompts, observations, responses, and what was computed again."""
+        """Tokens that went through the model so far: of prompts, observations, responses, drafts, and what was computed again."""
+        self._drafting, self._finished = Drafting(speculation, num_slots), FinishedTexts()
         self._decoder, self._num_slots, self._stop_strings = decoder, num_slots, stop_strings
         self._is_stop = np.zeros(decoder.config.vocab_size, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
@@ -212,17 +224,53 @@ class Slots:
             self._timings.append(Timing("prefill", began, time.monotonic(), self._num_active - before, num_tokens))
         if self._num_active:
             began = time.monotonic()
-            rows, num_tokens = self._num_active, int((self._prompt_lengths + self._counts)[: self._num_active].sum())
-            active = np.arange(self._num_active)
-            tokens = self._tokens[active, self._counts[active] - 1]
-            positions = (self._prompt_lengths + self._counts)[active] - 1
-            self._append(0, self._decoder.decode(tokens, positions, self._slots[active]))
-            self.num_computed += rows
+            counts = self._decode(self._drafts())
             so_far = self._steps or Timing("decode_step", began, began, 0, 0, 0)
-            sums = (so_far.rows + rows, so_far.tokens + num_tokens, so_far.calls + 1)
+            sums = (former + now for former, now in zip(so_far[3:], counts, strict=True))
             self._steps = Timing("decode_step", so_far.start, time.monotonic(), *sums)
             if self._steps.calls == TIMED_TOGETHER:
                 self.end_timing()
+
+    def _drafts(self) -> list[Draft]:
+        """Drafts of every active row, or `NO_DRAFT`."""
+        num_active, drafting = self._num_active, self._drafting
+        if not drafting.may_pay(num_active):
+            return [NO_DRAFT] * num_active
+        began, drafts = time.monotonic(), []
+        texts = [self._text(row) for row in range(num_active)]
+        for row, request in enumerate(self._requests):
+            prompt = request.prompt_key
+            running = [texts[i] for i, other in enumerate(self._requests) if other.prompt_key == prompt and i != row]
+            own = np.concatenate([request.prompt_ids, self._tokens[row, : self._counts[row]]])
+            most = min(drafting.most, int(self._limits[row] - self._counts[row]) - 1)
+            drafts.append(continuation(joined([*self._finished.of(prompt), *running, own]), most) if most > 0 else NO_DRAFT)
+        drafting.searched(num_active, time.monotonic() - began)
+        return drafting.chosen(drafts)
+
+    def _text(self, row: int) -> Array:
+        """A row's tokens behind the last few of its prompt, which `continuation` compares its first ones by."""
+        return np.concatenate([self._requests[row].prompt_ids[-LONGEST:], self._tokens[row, : self._counts[row]]])
+
+    def _decode(self, drafts: Sequence[Draft]) -> tuple[int, int, int, int, int]:
+        """One more token for every active row, and each of its drafts that is right.
+
+        Returns the last fields of its `Timing`: rows of the pass, tokens attended to, 1 call, drafts, and right ones.
+        """
+        began, lengths = time.monotonic(), np.array([1 + len(draft.tokens) for draft in drafts])
+        rows = np.repeat(np.arange(len(drafts)), lengths)
+        ahead = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        fed = self._tokens[rows, self._counts[rows] - 1]
+        fed[ahead > 0] = np.concatenate([draft.tokens for draft in drafts])
+        positions = (self._prompt_lengths + self._counts)[rows] - 1 + ahead
+        is_taken, is_last = self._append(rows, self._decoder.decode(fed, positions, self._slots[rows]), fed)
+        self.num_computed += len(rows)
+        self._drafting.passed(len(rows), time.monotonic() - began)
+        num_taken, ended = np.bincount(rows[is_taken]), set(rows[is_last].tolist())
+        for row in np.flatnonzero(lengths > 1).tolist():
+            num_right = int(num_taken[row]) - 1
+            num_tried = num_right if row in ended else min(num_right + 1, len(drafts[row].tokens))
+            self._drafting.learn(drafts[row], num_tried, num_right)
+        return len(rows), int(positions.sum()) + len(rows), 1, len(rows) - len(drafts), int(is_taken.sum()) - len(drafts)
 
     def end_timing(self) -> None:
         """End the decode steps that are timed together: something else comes before the next one."""
@@ -278,7 +326,8 @@ class Slots:
                     request.first_logits_V = logits_V
         fed = self._feed([each for each in admitted if len(each.request.after)])
         logits = [fed.get(row, each.request.first_logits_V) for each in admitted for row in each.rows]
-        self._append(start, torch.stack([logits_V for logits_V in logits if logits_V is not None]))
+        rows = np.arange(start, self._num_active)
+        self._append(rows, torch.stack([logits_V for logits_V in logits if logits_V is not None]))
         self.num_computed += PREFILL_TOKENS - budget
         return PREFILL_TOKENS - budget
 
@@ -341,27 +390,46 @@ class Slots:
         self._spans += [[(start, self.version)] for _ in range(count)]
         self._num_active += count
 
-    def _append(self, first: int, logits_NV: Tensor) -> None:
-        """Draw a token for the rows from `first` on, and deliver and free those that end with it."""
-        active = slice(first, first + len(logits_NV))
-        counts = self._counts[active]
-        left = Truncation(self._top_ps[active], self._top_ks[active], self._min_ps[active])
-        noise = uniforms(self._keys[active], counts)
-        tokens, logprobs = draw_tokens(logits_NV, self._temperatures[active], noise, None if left.is_none else left)
+    def _append(self, rows: Array, logits_NV: Tensor, fed: Array = NO_TOKENS) -> tuple[Array, Array]:
+        """Draw a token for each of `rows` (int64 [N], rising), and deliver and free those that end with it.
+
+        A row with drafts is there once more for each of them: `fed` (int64 [N]) are the tokens that the logits stand behind. What
+        is drawn behind a draft is taken if the draft is what was drawn before it. Returns, bool [N] each, what was taken, and what
+        ended a row.
+        """
+        ahead = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        counts = self._counts[rows] + ahead
+        left = Truncation(self._top_ps[rows], self._top_ks[rows], self._min_ps[rows])
+        noise = uniforms(self._keys[rows], counts)
+        tokens, logprobs = draw_tokens(logits_NV, self._temperatures[rows], noise, None if left.is_none else left)
         if not np.isfinite(logprobs).all():
             raise RuntimeError("the model's logits are not finite: the installed weights are broken")
-        rows = np.arange(active.start, active.stop)
-        self._tokens[rows, counts], self._logprobs[rows, counts] = tokens, logprobs
-        self._counts[active] += 1
-        is_stopped = self._is_stop[tokens]
+        is_taken, is_last, is_stopped = np.zeros((3, len(rows)), bool)
+        now = np.flatnonzero(ahead == 0)
+        while len(now):
+            at = rows[now]
+            self._tokens[at, counts[now]], self._logprobs[at, counts[now]] = tokens[now], logprobs[now]
+            self._counts[at] += 1
+            is_taken[now], is_stopped[now] = True, self._are_stopped(at, tokens[now])
+            is_last[now] = is_stopped[now] | (self._counts[at] == self._limits[at])
+            now = now[~is_last[now]] + 1
+            now = now[now < len(rows)]
+            now = now[ahead[now] > 0]
+            now = now[fed[now] == tokens[now - 1]]
+        for last in np.flatnonzero(is_last)[::-1].tolist():
+            self._finish(int(rows[last]), "stop" if is_stopped[last] else "length")
+        return is_taken, is_last
+
+    def _are_stopped(self, rows: Array, tokens: Array) -> Array:
+        """Whether these tokens (int64 [N]), the last ones of `rows` (int64 [N]), end their responses: bool [N]."""
+        is_stopped: Array = self._is_stop[tokens]
         for number, row in enumerate(rows.tolist()):
             if (own := self._requests[row].sampling.stop_ids) is not None:
                 is_stopped[number] = tokens[number] in own
             if (stop := self._requests[row].sampling.stop) and not is_stopped[number]:
                 said = self._tokens[row, self._starts[row] : self._counts[row]]
                 is_stopped[number] = self._stop_strings.are_completed(said, stop)
-        for row in np.flatnonzero(is_stopped | (self._counts[active] == self._limits[active]))[::-1]:
-            self._finish(first + int(row), "stop" if is_stopped[row] else "length")
+        return is_stopped
 
     def _finish(self, row: int, reason: Literal["stop", "length"]) -> None:
         start, count = int(self._starts[row]), int(self._counts[row])
@@ -374,6 +442,8 @@ class Slots:
         )
         request, key, is_current = self._requests[row], self._keys[row], bool(self._is_current[row])
         tokens = self._tokens[row, :count].copy() if request.sampling.keeps else NO_TOKENS
+        if self._drafting.most:
+            self._finished.add(request.prompt_key, self._text(row))
         slot = self._leave(row)
         if request.sampling.keeps:
             self.forget(key)

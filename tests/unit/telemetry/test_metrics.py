@@ -23,6 +23,11 @@ SPANS = [
     lane("trainer/0", "optim_step", 7, 8),
     lane("trainer/0", "wait", 8, 14, "rows"),
     lane("rollout/0", "fetch", 1, 9, is_lane=False, tokens=99),
+    Span(worker="rollout/0", task="decode_step", start=2, end=3, is_lane=False, rows=9, tokens=99, calls=2, drafts=5, accepted=4),
+    Span(worker="rollout/1", task="decode_step", start=9, end=10, is_lane=False, rows=9, tokens=99, calls=2, drafts=3, accepted=2),
+    Span(
+        worker="rollout/1", task="decode_step", start=9.5, end=11, is_lane=False, rows=9, tokens=99, calls=2, drafts=3, accepted=3
+    ),
 ]
 
 
@@ -86,6 +91,8 @@ def test_a_hand_worked_step():
         "perf/train_startup_seconds": 3.5,
         # 900 tokens while at least one worker generated: 0 to 8.
         "perf/rollout_tokens_per_second": 900 / 8,
+        "perf/drafted_tokens": 8,
+        "perf/accepted_drafts_ratio": 6 / 8,
         # 130 logical tokens in 4 s of forward_backward and optim_step.
         "perf/train_tokens_per_second": 130 / 4,
         "perf/physical_tokens_ratio": (115 + 10) / 130,

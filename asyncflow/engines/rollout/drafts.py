@@ -1,0 +1,175 @@
+"""Draft tokens for the steps of few slots: tokens that probably come next, verified together in one pass (arXiv:2211.17192).
+
+    text of a group --continuation--> drafts of each slot --chosen--> one pass --draws--> accepted, and one token more
+                                                                                   |
+                             acceptance and seconds of passes so far <---learn-----+
+
+There is no second model: a draft goes on as the same few tokens did the last time, in the prompt, in the response itself or in
+another response to the prompt (arXiv:2304.04487). A token's noise belongs to its position, so a draft is right exactly if it is the
+token that is drawn there, and a response's bits do not depend on drafts: right ones are drawn sooner, wrong ones are forgotten.
+
+`auto` verifies as many drafts as give the most tokens a second, by the acceptance of the last steps and by the seconds that
+passes of so many rows took: none where a pass is compute-bound. What is measured here decides when a token is drawn, never which.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from asyncflow.engines.base import NO_TOKENS
+from asyncflow.engines.rollout.decoder import padded
+from asyncflow.types import Array
+
+Speculation = Literal["auto"] | int
+"""Drafts of a slot in each step: as many as pay, or so many at most wherever there are any; 0: none."""
+
+LONGEST: Final = 4
+"""Tokens that are compared, at most, to find where a text goes on as it did before."""
+MOST_DRAFTS: Final = 8
+"""Of a slot in one step, with `auto`."""
+KEPT_TOKENS: Final = 1 << 18
+"""Of finished responses that drafts may come from."""
+SEPARATOR: Final = -1
+FORGETTING: Final = 0.99
+"""What is left of the acceptance seen, a step later."""
+DOUBT: Final = 0.995
+"""What a pass of another number of rows is thought to take, a step later: one that was slow once is tried again."""
+
+
+class Draft(NamedTuple):
+    """Drafts of one slot: `tokens` (int64), and how many tokens before them were found again, up to `LONGEST`; 0: no drafts."""
+
+    tokens: Array
+    matched: int
+
+
+NO_DRAFT: Final = Draft(NO_TOKENS, 0)
+
+
+def joined(texts: Sequence[Array]) -> Array:
+    """Texts (int64), the one that goes on last, in one array that `continuation` takes."""
+    separators = np.full(LONGEST, SEPARATOR)
+    return np.concatenate([part for text in texts for part in (separators, text)])
+
+
+def continuation(text: Array, most: int) -> Draft:
+    """What followed the latest earlier occurrence of the last tokens of `text` (int64, from `joined`): `most` tokens at most.
+
+    The occurrence is the latest of those that have most tokens in common. A text that repeats itself is drafted as going on so.
+    """
+    at = np.flatnonzero((text[:-1] == text[-1]) & (text[1:] != SEPARATOR))
+    if not len(at):
+        return NO_DRAFT
+    matched = 1
+    while matched < LONGEST and text[-1 - matched] != SEPARATOR:
+        longer = at[text[at - matched] == text[-1 - matched]]
+        if not len(longer):
+            break
+        at, matched = longer, matched + 1
+    begin = int(at[-1]) + 1
+    tokens = text[begin + np.arange(most) % (len(text) - begin)]
+    ends = np.flatnonzero(tokens == SEPARATOR)
+    return Draft(tokens[: ends[0]] if len(ends) else tokens, matched)
+
+
+class FinishedTexts:
+    """Finished responses by their prompt (its bytes), the most recent `KEPT_TOKENS` tokens of them."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[bytes, list[Array]] = OrderedDict()
+        self._num_tokens = 0
+
+    def add(self, prompt: bytes, tokens: Array) -> None:
+        """Add a response's tokens (int64)."""
+        self._texts.setdefault(prompt, []).append(tokens)
+        self._texts.move_to_end(prompt)
+        self._num_tokens += len(tokens)
+        while self._num_tokens > KEPT_TOKENS:
+            _, oldest = self._texts.popitem(last=False)
+            self._num_tokens -= sum(map(len, oldest))
+
+    def of(self, prompt: bytes) -> Sequence[Array]:
+        """The responses to a prompt, in the order in which they ended."""
+        return self._texts.get(prompt, ())
+
+
+class Drafting:
+    """How many drafts the slots of a step get. It knows what has become of those before, and no text."""
+
+    def __init__(self, speculation: Speculation, num_slots: int) -> None:
+        """`num_slots`: rows that a pass has at most, drafts included: as many as the engine has rows that generate."""
+        self._speculation, self._num_slots = speculation, num_slots
+        self._hits, self._tries = np.full(LONGEST, 0.5), np.full(LONGEST, 1.0)  # by tokens in common, less one
+        self._seconds = np.full(num_slots + 1, np.inf)  # of a pass, by its rows; inf: not seen
+        self._search_seconds = 0.0  # of the search for one slot's drafts
+        self.most = MOST_DRAFTS if speculation == "auto" else speculation
+        """Drafts of a slot, at most."""
+
+    def may_pay(self, num_active: int) -> bool:
+        """Whether to search for drafts at all, of a step with so many slots."""
+        room = min(self._num_slots - num_active, num_active * self.most)
+        if room <= 0 or self._speculation != "auto":
+            return room > 0
+        best = float((self._hits / self._tries).max())
+        return self._best(num_active, np.full(room, best), num_active * self._search_seconds) > 0
+
+    def chosen(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Those to verify of each slot's drafts: the first ones, or none."""
+        room = self._num_slots - len(drafts)
+        if self._speculation != "auto":
+            lengths = np.array([len(draft.tokens) for draft in drafts])
+            lengths = np.minimum(lengths, np.maximum(0, room - np.cumsum(lengths) + lengths))
+            return [Draft(draft.tokens[:length], draft.matched) for draft, length in zip(drafts, lengths, strict=True)]
+        rates = self._hits / self._tries
+        # A draft counts if those before it are right, so of one slot each is less likely than the one before it.
+        found = [np.cumprod(rates[_places(draft)]) for draft in drafts]
+        slots = np.repeat(np.arange(len(drafts)), [len(each) for each in found])
+        gains = np.concatenate(found)
+        order = np.argsort(-gains, kind="stable")[:room]
+        count = self._best(len(drafts), gains[order])
+        taken = np.bincount(slots[order[:count]], minlength=len(drafts))
+        return [Draft(draft.tokens[:length], draft.matched) for draft, length in zip(drafts, taken, strict=True)]
+
+    def learn(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
+        """Of a slot's drafts so many were compared with what was drawn, and so many were right: the first ones, or all."""
+        places = _places(draft)[:num_tried]
+        np.add.at(self._tries, places, 1.0)
+        np.add.at(self._hits, places[:num_accepted], 1.0)
+
+    def searched(self, num_slots: int, seconds: float) -> None:
+        """The drafts of so many slots took so long to find."""
+        self._search_seconds = seconds / num_slots
+
+    def passed(self, num_rows: int, seconds: float) -> None:
+        """A step without prompts, of so many rows, has taken so long."""
+        size = min(padded(num_rows), self._num_slots)
+        known, self._hits, self._tries = self._seconds[size], *_forgotten(self._hits, self._tries)
+        self._seconds *= DOUBT
+        # Whatever else the machine does makes a pass slower, never quicker: so down at once, and up slowly.
+        self._seconds[size] = seconds if seconds < known else known + 0.1 * (seconds - known)
+
+    def _best(self, num_active: int, gains: Array, extra_seconds: float = 0.0) -> int:
+        """How many drafts give the most tokens a second, of drafts that add `gains` tokens each (falling); none at equal rates.
+        With any, a step takes `extra_seconds` more."""
+        seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]  # fewer rows take no longer than more
+        known = seconds[np.isfinite(seconds)]
+        if not len(known):
+            return len(gains)
+        seconds = np.where(np.isfinite(seconds), seconds, known[-1])  # more rows than were ever seen: tried, to know
+        counts = np.arange(len(gains) + 1)
+        tokens = num_active + np.append(0.0, np.cumsum(gains))
+        return int(np.argmax(tokens / (seconds[num_active + counts] + extra_seconds * (counts > 0))))
+
+
+def _places(draft: Draft) -> Array:
+    """Index of the acceptance of each draft: by the tokens in common before it, if those between are right."""
+    return np.minimum(draft.matched + np.arange(len(draft.tokens)), LONGEST) - 1
+
+
+def _forgotten(hits: Array, tries: Array) -> tuple[Array, Array]:
+    """Acceptance a step later: what was seen counts less, and a half in its place."""
+    return 0.5 + FORGETTING * (hits - 0.5), 1.0 + FORGETTING * (tries - 1.0)
