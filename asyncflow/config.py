@@ -292,9 +292,6 @@ class RolloutConfig(Section):
     """How often a worker that died is started again, after a pause that doubles each time. 0: its death ends the run."""
     kv_on_install: Literal["keep", "recompute"] = "keep"
     """Whether keys and values of a response under way stay as they are when new weights are installed, or are computed again."""
-    speculation: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Draft tokens of a response that the embedded engine verifies in one step where few responses are left: so many at most; 0:
-    none. By default as many as pay. No bit depends on it."""
 
     @property
     def least_threads(self) -> int:

@@ -1,6 +1,6 @@
 """The embedded rollout engine beside transformers, and the cost of installing weights. CPU, float32, one core.
 
-    OMP_NUM_THREADS=1 python benchmarks/rollout.py [--json FILE] [--repeats N] [--only NAME ...] [--model PATH]
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py [--json FILE] [--repeats N] [--only NAME ...] [--model PATH] [--tails NAME ...]
 
 One process, one random Qwen3 of 4.2M parameters, 64 requests (64 prompts of 32-64 tokens, 16-128 new tokens each, seeded), sampled
 at temperature 1. End tokens are off, so that everybody makes the same numbers of tokens:
@@ -24,8 +24,12 @@ SmolLM2-135M's shape and random weights.
 
 Tail: whole batches with `speculation: auto` and without, in turn; the tail is the time from the moment in which nine tenths of the
 responses are there until all are. The same tokens and log-probs to the bit, or it stops. The quickstart's model on the quickstart's
-prompts, and, with `--model` (the folder of recipes/models/make_smollm2.py), SmolLM2-135M: on the recipe's sums at temperature 1, on
-word problems at 0.7, and on the sums greedily, as an evaluation samples.
+prompts (`quickstart`), and, with `--model` (the folder of recipes/models/make_smollm2.py), SmolLM2-135M: on the recipe's sums at
+temperature 1 (`sums`), on word problems at 0.7 (`words`), and on the sums greedily, as an evaluation samples (`greedy`).
+
+Gap: eight responses are under way when a prompt of 512 tokens comes; the longest time between two of their tokens, with the prompt
+computed in one pass, and in pieces (`prefill_chunk` 256, the default, and 128); and the longest time without a prompt. With the
+model of 4.2M, and the one of `--model`.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ def new_model() -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
@@ -226,6 +230,9 @@ def texts(name: str, num_prompts: int) -> list[str]:
     return [str(row.get("prompt") or row["question"]) for row in rows]
 
 
+TAIL = "tail, with drafts / without"
+
+
 def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, repeats: int) -> dict[str, float]:
     """Tail and whole batch with drafts / without, tokens of a tail's pass and slot, and the share of right drafts."""
     context = max(map(len, prompts)) + sampling.max_new_tokens
@@ -256,13 +263,16 @@ def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, re
             runner.run(engine.close())
     drafts, accepted = (sum(getattr(step, name) for step in steps) for name in ("drafts", "accepted"))
     return {
-        "tail, with drafts / without": float(np.median(tails)),
+        TAIL: float(np.median(tails)),
         "whole batch, with drafts / without": float(np.median(wholes)),
         "drafts that were right": accepted / max(drafts, 1),
     }
 
 
-def tails(model: Path | None, repeats: int) -> list[Figure]:
+TAILS = ("quickstart", "sums", "words", "greedy")
+
+
+def tails(model: Path | None, repeats: int, chosen: list[str]) -> list[Figure]:
     tiny = ROOT / "recipes" / "models" / "tiny-arithmetic"
     encode = CheckpointTokenizer(tiny).encode
     prompts = [encode(f"{text}\n") for text in texts("arithmetic", 32)]
@@ -271,15 +281,67 @@ def tails(model: Path | None, repeats: int) -> list[Figure]:
         chat = CheckpointTokenizer(model).encode_chat
         by_name = {name: [chat(text) for text in texts(name, 4)] for name in ("sums", "arithmetic")}
         cases |= {
-            "135M, sums": (model, by_name["sums"], Sampling(1.0, 96), repeats),
-            "135M, word problems at 0.7": (model, by_name["arithmetic"], Sampling(0.7, 96), repeats),
-            "135M, sums, greedy": (model, by_name["sums"], Sampling(0.0, 96), repeats),
+            "sums": (model, by_name["sums"], Sampling(1.0, 96), repeats),
+            "words": (model, by_name["arithmetic"], Sampling(0.7, 96), repeats),
+            "greedy": (model, by_name["sums"], Sampling(0.0, 96), repeats),
         }
     figures = []
     for name, case in cases.items():
-        for what, value in compare_tails(*case).items():
-            target = "<= 0.7" if what.startswith("tail") and (name, what) != ("135M, sums", what) else None
-            figures.append(Figure(f"{name}: {what}", value, "", target))
+        if name in chosen:
+            made = compare_tails(*case)
+            figures += [Figure(f"{name}: {what}", made[what], "", "<= 0.7" if what == TAIL else None) for what in made]
+    return figures
+
+
+def longest_gaps(model: Path, repeats: int) -> dict[str, float]:
+    """Longest seconds between two tokens of a running response, by what was computed beside it."""
+    running, arriving = np.arange(8), np.random.default_rng(0).integers(0, 1024, 512)
+    found: dict[str, list[float]] = {}
+
+    async def gap(chunk: int, arrives: bool) -> float:
+        ends: list[float] = []
+        engine = SlotEngine(model, num_slots=16, max_context=600, num_threads=1, stop_ids=(), speculation=0, prefill_chunk=chunk)
+        step = engine._slots.step
+
+        def timed() -> None:
+            step()
+            ends.append(time.perf_counter())
+
+        engine._slots.step = timed
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(sampled(engine, running, 40))
+            while len(ends) < 8:
+                await asyncio.sleep(0.001)
+            if arrives:
+                await sampled(engine, arriving, 2)
+        await engine.close()
+        return float(np.diff(ends[4:]).max())
+
+    async def sampled(engine: SlotEngine, prompt: np.ndarray, length: int) -> None:
+        async for _ in engine.generate(prompt, samples=range(8), sampling=Sampling(1.0, length), key=SampleKey(0, len(prompt))):
+            pass
+
+    for repeat in range(repeats + 1):  # the first warms up
+        for name, chunk, arrives in (("one pass", 512, True), ("256", 256, True), ("128", 128, True), ("none", 256, False)):
+            seconds = asyncio.run(gap(chunk, arrives))
+            if repeat:
+                found.setdefault(name, []).append(seconds)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def gaps(model: Path | None, repeats: int) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        new_model().save_pretrained(folder)
+        by_model = {"4.2M": longest_gaps(Path(folder), repeats)}
+    if model is not None:
+        by_model["135M"] = longest_gaps(model, repeats)
+    figures = []
+    for name, found in by_model.items():
+        figures += [Figure(f"{name}: longest gap, {how}", 1e3 * seconds, "ms") for how, seconds in found.items()]
+        figures += [
+            Figure(f"{name}: longest gap, pieces of {chunk} / one pass", found[chunk] / found["one pass"], "")
+            for chunk in ("256", "128")
+        ]
     return figures
 
 
@@ -330,14 +392,17 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=5)
     arguments.add_argument("--model", type=Path, metavar="PATH")
-    arguments.add_argument("--only", nargs="+", choices=["engines", "prompts", "tails"], default=["engines", "prompts", "tails"])
+    arguments.add_argument("--tails", nargs="+", choices=TAILS, default=TAILS)
+    names = ["engines", "prompts", "tails", "gaps"]
+    arguments.add_argument("--only", nargs="+", choices=names, default=names)
     given = arguments.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     parts: dict[str, Callable[[], list[Figure]]] = {
         "engines": lambda: compare_engines(given.repeats),
         "prompts": compare_prompts,
-        "tails": lambda: tails(given.model, given.repeats),
+        "tails": lambda: tails(given.model, given.repeats, given.tails),
+        "gaps": lambda: gaps(given.model, given.repeats),
     }
     return finish([figure for name in given.only for figure in parts[name]()], given.json)
 

@@ -45,7 +45,6 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
         "num_threads": rollout.least_threads,
         "kv_on_install": rollout.kv_on_install,
         **({} if config.environment is None else {"num_parked": config.num_parked}),
-        **({} if rollout.speculation == "auto" else {"speculation": rollout.speculation}),
         **({} if config.lora is None else {"lora": config.lora}),
     }
     try:

@@ -91,8 +91,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "to the step's first forward_backward.",
     "perf/rollout_tokens_per_second": "Response tokens generated in the step / seconds of the step in which at least one rollout "
     "worker was generating.",
-    "perf/drafted_tokens": "Draft tokens that rollout engines verified in the step (`rollout.speculation`), as far as they have "
-    "told it when the row is written.",
+    "perf/drafted_tokens": "Draft tokens that rollout engines verified in the step (`rollout.engine.speculation`), as far as they "
+    "have told it when the row is written.",
     "perf/accepted_drafts_ratio": "Share of these that were right (0 to 1): tokens that cost no step of their own.",
     "perf/train_tokens_per_second": "Logical tokens of the step's micro-batches / seconds of the step in which at least one "
     "trainer was in forward_backward or optim_step.",

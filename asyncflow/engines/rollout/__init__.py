@@ -10,7 +10,10 @@ ROLLOUT_ENGINE_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:num_de
 """How many devices a worker has, where its engine's options say; else it is one."""
 ROLLOUT_ENGINE_OWN_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:num_own_devices"}
 """How many of them a cluster has to give it, likewise."""
-ROLLOUT_ENGINE_CHECKS = {"vllm": "asyncflow.engines.rollout.vllm.options:check"}
+ROLLOUT_ENGINE_CHECKS = {
+    "slots": "asyncflow.engines.rollout.slot_options:check",
+    "vllm": "asyncflow.engines.rollout.vllm.options:check",
+}
 """What the options of a run's engines are asked before it starts, and before workers join it."""
 ROLLOUT_ENGINE_WHYS = {
     "transformers": "asyncflow.engines.rollout.checks:why_transformers_is_not_deterministic",

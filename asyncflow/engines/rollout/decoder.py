@@ -3,14 +3,16 @@
     DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
 
 A decode step has a row for each new token, with its slot of the cache. A slot may have several rows, which come one after another
-(an observation; a response whose keys were given up): each has the bits that it has in a step of its own.
+(an observation; drafts; a response whose keys were given up): each has the bits that it has in a step of its own. A pass may have
+pieces of prompts beside these rows (Sarathi, arXiv:2308.16369).
 
 On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least
-`MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, and slot_cache.py sums each slot by itself.
+`MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, in tiles that begin at multiples of `CHUNK` whatever pass
+they are in, and slot_cache.py sums each slot by itself.
 
-In bfloat16 each operation rounds where transformers' modules round (but for OLMo 2's rotation, which is float32 there), so a
-prompt's logits are theirs to the bit. Decode steps are not: slot_cache.py rounds scores and weights of the keys to bfloat16,
-where the attention kernel of a whole row keeps float32.
+In bfloat16 each operation rounds where transformers' modules round (but for OLMo 2's rotation, which is float32 there), so the
+logits of a prompt of `CHUNK` tokens at most are theirs to the bit. Decode steps are not: slot_cache.py rounds scores and weights of
+the keys to bfloat16, where the attention kernel of a whole row keeps float32.
 
 T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
 L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
@@ -21,7 +23,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ from asyncflow.model_folder import weight_files
 from asyncflow.types import Array, LoraSpec
 
 MIN_ROWS = 4
+CHUNK = 128  # tokens of a prompt whose queries attend in one call of the kernel, which rounds by the number of queries, too
 SCORED_ROWS = 256  # tokens whose logits are made together where a sequence is scored
 PACKED_ROWS = 64  # the number of rows for which oneDNN chooses the order of a packed weight; any number may come
 
@@ -134,11 +136,31 @@ class DecoderLayer:
     down: AnyLinear
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Tokens (int64) of a prompt that one pass computes, from position `first` on, a multiple of `CHUNK`. The slot has the keys
+    before it."""
+
+    slot: int
+    first: int
+    tokens: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of prompts that begin at one position and have as many blocks: they attend in one call. P tiles of L tokens, E keys."""
+
+    rows_PL: Tensor  # int64: the pass's row of each query; of a tile's last token again and again until its block is full
+    keys_PE: Tensor | None  # int64: the pass's row of each key, likewise; None: keys before the pass are among them
+    blocks_PB: Tensor | None  # int64: then the blocks of the cache that have them
+    mask_LE: Tensor | None  # bool: which keys a query attends to; None: the first ones, up to its own
+
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q_THD, k_TKD, v_TKD -> [T, H * D]
 
 
 class Decoder:
-    """Weights, key/value cache and the two passes. Not thread-safe; call the passes under `torch.inference_mode`."""
+    """Weights, key/value cache and the passes. Not thread-safe; call the passes under `torch.inference_mode`."""
 
     def __init__(
         self,
@@ -309,59 +331,22 @@ class Decoder:
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[Sequence[int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys are what each of its slots has from then on."""
-        lengths = np.array([len(p) for p in prompts])
-        ends = np.cumsum(lengths)
-        num_tokens = int(ends[-1])
-        inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        for first, *_ in slots:
-            self.cache.release(first)
-        places = self.cache.places(np.repeat([first for first, *_ in slots], lengths), positions)
-        buckets, rows_T = self._buckets(lengths, ends, len(inert))
-        attention = self._attention()
-
-        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            self.cache.store(layer, places, k_TKD[:num_tokens], v_TKD[:num_tokens])
-            return torch.cat([attention(q_THD, k_TKD, v_TKD, bucket_PL) for bucket_PL in buckets]).index_select(0, rows_T)
-
-        last = np.append(ends - 1, np.full(padded(len(ends)) - len(ends), ends[-1] - 1))
-        tokens = np.concatenate([*prompts, inert])
-        logits_PV = self._forward(tokens, np.append(positions, inert), attend, last)[: len(prompts)]
-        for length, (first, *others) in zip(lengths.tolist(), slots, strict=True):
-            self.cache.share(first, others, length)
+        none = np.empty(0, np.int64)
+        pieces = [PromptPiece(first, 0, prompt) for prompt, (first, *_) in zip(prompts, slots, strict=True)]
+        logits_PV = self.fill(none, none, none, none, pieces)
+        for prompt, (first, *others) in zip(prompts, slots, strict=True):
+            self.cache.share(first, others, len(prompt))
         return logits_PV
-
-    def _attention(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """`causal_attention` by the model's constants."""
-        return partial(causal_attention, scale=self.config.attention_multiplier, softcap=self.config.attention_softcap)
-
-    def _buckets(self, lengths: Array, ends: Array, num_inert: int) -> tuple[list[Tensor], Tensor]:
-        """Prompts that attend in one call, those of as many blocks, and the way back.
-
-        The tokens of each call (int64 [P, L], a prompt's last one again and again until its block is full), and the row of each
-        token of the pass (int64 [T]) in the calls' results.
-        """
-        sizes = lengths + -lengths % BLOCK
-        begins, buckets, begin = np.zeros_like(lengths), [], 0
-        for size in np.unique(sizes):
-            which = np.flatnonzero(sizes == size)
-            buckets.append((ends - lengths)[which, None] + np.minimum(np.arange(size), lengths[which, None] - 1))
-            begins[which] = begin + np.arange(len(which)) * size
-            begin += buckets[-1].size
-        rows = [begin + np.arange(length) for begin, length in zip(begins, lengths, strict=True)]
-        rows.append(np.zeros(num_inert, np.int64))
-        return [self._on_device(bucket) for bucket in buckets], self._on_device(np.concatenate(rows))
 
     def log_probs(self, token_ids: Array) -> Array:
         """Log-probs (float32 [L - 1]) of the tokens of one sequence (int64 [L]) after its first. The cache is neither used nor
         changed. At most `SCORED_ROWS` rows of logits exist at a time."""
         num_tokens = len(token_ids)
         inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
-        buckets, rows_T = self._buckets(np.array([num_tokens]), np.array([num_tokens]), len(inert))
-        attention = self._attention()
+        tiles, rows_T = self._tiles([PromptPiece(self._inert_slot, 0, token_ids)], 0, len(inert))
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            return attention(q_THD, k_TKD, v_TKD, buckets[0]).index_select(0, rows_T)
+            return torch.cat([self._attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]).index_select(0, rows_T)
 
         positions = np.append(np.arange(num_tokens), inert)
         h_TE = self._hidden(np.append(token_ids, inert), positions, attend)
@@ -377,9 +362,10 @@ class Decoder:
     def decode(self, tokens: Array, positions: Array, slots: Array | None = None, wanted: Array | None = None) -> Tensor:
         """Logits (float32 [N, V]) after one more token (int64 [N]) of each slot (int64 [N]; None: 0 .. N-1), at its position
         (int64 [N]). `wanted` (int64): the rows whose logits are wanted; None: all."""
+        slots = np.arange(len(tokens)) if slots is None else slots
         num_rows = len(tokens)
         inert = np.zeros(padded(num_rows) - num_rows, np.int64)
-        slots = np.append(np.arange(num_rows) if slots is None else slots, inert + self._inert_slot)
+        slots = np.append(slots, inert + self._inert_slot)
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         step = self.cache.step(slots, positions)
 
@@ -391,6 +377,93 @@ class Decoder:
             return self._forward(tokens, positions, attend)[:num_rows]
         last = np.append(wanted, np.full(padded(len(wanted)) - len(wanted), wanted[-1]))
         return self._forward(tokens, positions, attend, last)[: len(wanted)]
+
+    def fill(self, tokens: Array, positions: Array, slots: Array, wanted: Array, pieces: Sequence[PromptPiece]) -> Tensor:
+        """`decode`, if there are any rows, with pieces of prompts beside them in the pass: the logits of the rows that are wanted,
+        then those after each piece's last token."""
+        if not pieces:
+            return self.decode(tokens, positions, slots, wanted)
+        num_rows, lengths = len(tokens), np.array([len(piece.tokens) for piece in pieces])
+        ends = num_rows + np.cumsum(lengths)
+        num_tokens = int(ends[-1])
+        inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
+        for piece in pieces:
+            if not piece.first:
+                self.cache.release(piece.slot)
+        step = self.cache.step(slots, positions) if num_rows else None
+        tokens = np.concatenate([tokens, *(piece.tokens for piece in pieces)])
+        positions = np.concatenate([positions, *(piece.first + np.arange(len(piece.tokens)) for piece in pieces)])
+        slots = np.append(slots, np.repeat([piece.slot for piece in pieces], lengths))
+        places = self.cache.places(slots, positions)
+        tiles, rows_T = self._tiles(pieces, num_rows, len(inert))
+
+        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            self.cache.store(layer, places, k_TKD[:num_tokens], v_TKD[:num_tokens])
+            attended = [] if step is None else [self.cache.attend(layer, step, q_THD[:num_rows])]
+            attended += [self._attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]
+            return torch.cat(attended).index_select(0, rows_T)
+
+        last = np.append(wanted, ends - 1)
+        last = np.append(last, np.full(padded(len(last)) - len(last), num_tokens - 1))
+        logits_TV = self._forward(np.append(tokens, inert), np.append(positions, inert), attend, last)
+        return logits_TV[: len(wanted) + len(pieces)]
+
+    def _tiles(self, pieces: Sequence[PromptPiece], begin: int, num_inert: int) -> tuple[list[Tiles], Tensor]:
+        """Tiles of pieces whose tokens are the rows of a pass from `begin` on, by the calls that they attend in; and the way back:
+        the row of each token of the pass (int64 [T]) in what `begin` rows and these calls give, one after another."""
+        calls: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = {}  # of each tile its slot, row and number of tokens
+        end = begin
+        for piece in pieces:
+            for offset in range(0, len(piece.tokens), CHUNK):
+                count = min(CHUNK, len(piece.tokens) - offset)
+                call = piece.first + offset, count + -count % BLOCK, bool(piece.first)
+                calls.setdefault(call, []).append((piece.slot, end + offset, count))
+            end += len(piece.tokens)
+        tiles, rows_T, made = [], np.arange(end + num_inert), begin
+        rows_T[end:] = 0
+        for (position, size, has_before), members in calls.items():
+            slots, rows, counts = np.array(members).T
+            for number, (_, row, count) in enumerate(members):
+                rows_T[row : row + count] = made + number * size + np.arange(count)
+            made += len(members) * size
+            num_keys, last = position + size, position + counts[:, None] - 1
+            keys_PE = (rows - position)[:, None] + np.minimum(np.arange(num_keys), last)
+            tiles.append(
+                Tiles(
+                    rows_PL=self._on_device(keys_PE[:, position:]),
+                    keys_PE=None if has_before else self._on_device(keys_PE),
+                    blocks_PB=self.cache.blocks(slots, num_keys // BLOCK) if has_before else None,
+                    mask_LE=self._on_device(np.tri(size, num_keys, position, bool)) if position else None,
+                )
+            )
+        return tiles, self._on_device(rows_T)
+
+    def _attend(self, layer: int, tiles: Tiles, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Attention [P * L, H * D] of the tiles' queries to the keys of their prompts.
+
+        They are copied, to lie aligned however they lay among others, and L is a multiple of `BLOCK`: the kernel rounds the keys
+        behind the last whole vector otherwise, so a prompt alone would differ from the same one in a longer sequence.
+        """
+        q_PHLD = _rows(q_THD, tiles.rows_PL)
+        if tiles.keys_PE is not None:
+            k_PKED, v_PKED = _rows(k_TKD, tiles.keys_PE), _rows(v_TKD, tiles.keys_PE)
+        else:
+            assert tiles.blocks_PB is not None
+            k_PKED, v_PKED = self.cache.read(layer, tiles.blocks_PB)
+        scale, softcap, group = self.config.attention_multiplier, self.config.attention_softcap, q_PHLD.shape[1] // k_PKED.shape[1]
+        if softcap is None:
+            is_causal, enable_gqa = tiles.mask_LE is None, group > 1
+            attended_PHLD = F.scaled_dot_product_attention(
+                q_PHLD, k_PKED, v_PKED, attn_mask=tiles.mask_LE, is_causal=is_causal, enable_gqa=enable_gqa, scale=scale
+            )
+        else:  # no kernel has it
+            k_PHED, v_PHED = (x.repeat_interleave(group, 1) for x in (k_PKED, v_PKED))
+            scores_PHLE = capped(q_PHLD @ k_PHED.mT * (q_PHLD.shape[-1] ** -0.5 if scale is None else scale), softcap)
+            num_queries, num_keys = scores_PHLE.shape[2:]
+            later_LE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=self.device).triu_(1 + num_keys - num_queries)
+            weights_PHLE = scores_PHLE.masked_fill_(later_LE, -torch.inf).softmax(-1, dtype=torch.float32).to(q_PHLD.dtype)
+            attended_PHLD = weights_PHLE @ v_PHED
+        return attended_PHLD.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""
@@ -485,26 +558,9 @@ def rotated(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     return torch.cat((rotated(first, cos_T1R, sin_T1R), rest), -1)
 
 
-def causal_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tensor, *, scale: float | None = None, softcap: float | None = None
-) -> Tensor:
-    """Attention [P * L, H * D] of the prompts in `rows_PL` to themselves. `scale` of the scores, by default 1 / sqrt(D); `softcap`:
-    see `capped`.
-
-    They are copied, to lie aligned however they lay among others, and L is a multiple of `BLOCK`: the kernel rounds the keys behind
-    the last whole vector otherwise, so a prompt alone would differ from the same one in a longer sequence.
-    """
-    shape = (*rows_PL.shape, -1, q_THD.shape[2])
-    q, k, v = (x.index_select(0, rows_PL.view(-1)).view(shape).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-    if softcap is None:
-        attended_PHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
-    else:  # no kernel has it
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        scores_PHLL = capped(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale), softcap)
-        later_LL = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu_(1)
-        weights_PHLL = scores_PHLL.masked_fill_(later_LL, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
-        attended_PHLD = weights_PHLL @ v
-    return attended_PHLD.transpose(1, 2).flatten(0, 1).flatten(1)
+def _rows(x_THD: Tensor, rows_PL: Tensor) -> Tensor:
+    """Copies [P, H, L, D] of rows of a pass."""
+    return x_THD.index_select(0, rows_PL.reshape(-1)).view(*rows_PL.shape, *x_THD.shape[1:]).transpose(1, 2)
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from asyncflow.engines.base import NO_TOKENS
 from asyncflow.engines.rollout.decoder import padded
+from asyncflow.engines.rollout.slot_options import Speculation
 from asyncflow.types import Array
-
-Speculation = Literal["auto"] | int
-"""Drafts of a slot in each step: as many as pay, or so many at most wherever there are any; 0: none."""
 
 LONGEST: Final = 4
 """Tokens that are compared, at most, to find where a text goes on as it did before."""
@@ -159,7 +157,8 @@ class Drafting:
         known = seconds[np.isfinite(seconds)]
         if not len(known):
             return len(gains)
-        seconds = np.where(np.isfinite(seconds), seconds, known[-1])  # more rows than were ever seen: tried, to know
+        # A few rows more than were ever seen are tried, to know what they take.
+        seconds[len(known) : padded(len(known)) + 1] = known[-1]
         counts = np.arange(len(gains) + 1)
         tokens = num_active + np.append(0.0, np.cumsum(gains))
         return int(np.argmax(tokens / (seconds[num_active + counts] + extra_seconds * (counts > 0))))

@@ -1,6 +1,6 @@
 """The embedded rollout engine: continuous batching over slots (`slots.py`), in one thread of its own (`threaded.py`).
 
-    [ admit + prefill; one decode step for all active slots; calls from the inbox; ... ]
+    [ admit; a token for all active slots, and a piece of new prompts beside them; calls from the inbox; ... ]
 
 Responses are handed over some together (deliveries.py), at once where a request has its last or a slot stands empty.
 Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
@@ -11,8 +11,7 @@ Between the turns of an episode its slot is parked (slots.py), and others genera
 
 The slots of a group have their prompt's keys in common (slot_cache.py). Few slots have draft tokens verified together (drafts.py).
 
-Not here: chunked prefill (a long prompt holds the others up for one pass), preemption (a slot is big enough for prompt and response
-from the start).
+Not here: preemption (a slot is big enough for prompt and response from the start).
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from asyncflow.engines.devices import check_device
 from asyncflow.engines.lora import read_lora
 from asyncflow.engines.rollout.checks import check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
-from asyncflow.engines.rollout.drafts import Speculation
 from asyncflow.engines.rollout.probe import find_dependence
+from asyncflow.engines.rollout.slot_options import PREFILL_CHUNK, Speculation
+from asyncflow.engines.rollout.slot_options import check as check_options
 from asyncflow.engines.rollout.slots import Slots
 from asyncflow.engines.rollout.threaded import ThreadedEngine, noise_keys
 from asyncflow.model_folder import end_token_ids
@@ -64,13 +64,15 @@ class SlotEngine(ThreadedEngine):
         num_parked: int = 0,
         lora: LoraSpec | None = None,
         speculation: Speculation = "auto",
+        prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
         """Load a Hugging Face checkpoint as policy `version`.
 
         `lora`: versions are low-rank adapters over it; `version` has the one in `lora.path`, if there is one. `num_parked`: slots
         of the cache beyond `num_slots`, for episodes that wait for their environments.
 
-        `speculation`: whether few slots have draft tokens verified (drafts.py). No bit depends on it.
+        `speculation`: whether few slots have draft tokens verified (drafts.py). `prefill_chunk`: tokens of prompts and observations
+        that a step computes beside the slots' own, some. No bit depends on either.
 
         `kv_on_install`: whether responses under way go on with the keys and values that they have when weights are installed, or
         have them computed again.
@@ -79,6 +81,7 @@ class SlotEngine(ThreadedEngine):
         one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
         """
         check_device(device, "rollout.device")
+        check_options(speculation=speculation, prefill_chunk=prefill_chunk)
         fields = json.loads((model_path / "config.json").read_text())
         super().__init__(model_path, num_slots=num_slots, max_context=max_context, vocab_size=fields["vocab_size"])
         self._decoder = decoder = Decoder(
@@ -101,6 +104,7 @@ class SlotEngine(ThreadedEngine):
             recomputes=kv_on_install == "recompute",
             num_parked=num_parked,
             speculation=speculation,
+            prefill_chunk=prefill_chunk,
         )
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))

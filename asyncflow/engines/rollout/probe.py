@@ -6,6 +6,7 @@ logits of a few prompts must be the same bits alone and among others:
     prefill   short prompts, and one with two blocks of keys, each in a pass of its own; then all in one pass, beside a long one
     decode    one slot alone; then more and more slots, each prompt in several of them
     feed      several tokens of a slot in one step, and in steps of their own
+    pieces    a prompt of several tiles in one pass, and a tile in each
 
 A pass through all layers would say no more: they have the same shapes.
 """
@@ -17,13 +18,14 @@ import copy
 import numpy as np
 import torch
 
-from asyncflow.engines.rollout.decoder import Decoder
+from asyncflow.engines.rollout.decoder import CHUNK, Decoder, PromptPiece
 from asyncflow.engines.rollout.slot_cache import BLOCK
 from asyncflow.types import Array
 
 LENGTHS = (1, 2, 3, BLOCK + 1)
 LONGEST = 256  # tokens of the prompt beside them
 FED = BLOCK + 5  # tokens of an observation
+CUT = CHUNK + BLOCK + 5  # tokens of a prompt that is computed in pieces
 
 
 def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
@@ -74,7 +76,15 @@ def _find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> s
             if not torch.equal(rows[slot], alone[i][1]):
                 return f"the logits of a slot among {num_rows} differ from those of the slot alone"
         num_rows = num_rows * 2 // 3
-    return _dependence_of_a_feed(decoder, max_context)
+    return _dependence_of_a_feed(decoder, max_context) or _dependence_of_pieces(decoder, max_context)
+
+
+def _dependence_of_pieces(decoder: Decoder, max_context: int) -> str:
+    tokens, none = _tokens(decoder, min(CUT, max_context)), np.zeros(0, np.int64)
+    whole, in_pieces = decoder.prefill([tokens], [[0]]), torch.empty(0)
+    for first in range(0, len(tokens), CHUNK):
+        in_pieces = decoder.fill(none, none, none, none, [PromptPiece(0, first, tokens[first : first + CHUNK])])
+    return "" if torch.equal(whole, in_pieces) else f"the logits after a prompt of {len(tokens)} tokens depend on its pieces"
 
 
 def _dependence_of_a_feed(decoder: Decoder, max_context: int) -> str:

@@ -135,6 +135,18 @@ class SlotCache:
         self._keys[layer].view(-1).index_copy_(0, places.keys, k_TKD.reshape(-1))
         self._values[layer].index_copy_(0, places.values, v_TKD.flatten(0, 1))
 
+    def blocks(self, slots: Array, count: int) -> Tensor:
+        """The first blocks of `slots` (int64 [P]), which have so many: int64 [P, count]."""
+        return torch.from_numpy(self._table[slots, :count]).to(self.tensor.device)
+
+    def read(self, layer: int, blocks_PB: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [P, K, B * BLOCK, D] of one layer in these blocks."""
+        shape = (*blocks_PB.shape, self._kv_heads)
+        keys, values = (half.index_select(0, blocks_PB.view(-1)) for half in self.tensor[layer])
+        k_PBKDL, v_PBKLD = keys.view(*shape, self._head_dim, BLOCK), values.view(*shape, BLOCK, self._head_dim)
+        k_PEKD, v_PEKD = k_PBKDL.permute(0, 1, 4, 2, 3).flatten(1, 2), v_PBKLD.transpose(2, 3).flatten(1, 2)
+        return k_PEKD.transpose(1, 2), v_PEKD.transpose(1, 2)
+
     def step(self, slots: Array, positions: Array) -> Step:
         """The step in which `slots` (int64 [N]) get a key at `positions` (int64 [N]) and attend to all that they have up to there.
 

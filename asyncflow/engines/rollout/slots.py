@@ -1,8 +1,11 @@
 """Which request, sample and tokens each row of the embedded engine holds, and one step of all of them: the thread's half.
 
-    waiting --admit--> a row, and a slot of the cache --a token a step--> the turn's end --> free, or parked
-                         ^                                                                             |
-                         +------- the next turn: its keys are there, only what was observed is fed <---+
+    waiting --admit--> a slot --its keys, in pieces--> a row --a token a step--> the turn's end --> free, or parked
+                         ^                                                                            |
+                         +-------- the next turn: its keys are there, but for what was observed <-----+
+
+A step is one pass: a token of every active row, and beside them some tokens of the prompts and observations whose keys are missing
+(filling.py). So no row waits for a whole prompt.
 
 A parked slot keeps the keys and values of an episode that waits for its environment. Where slots are wanted, the one that was
 parked first is given up; its episode's next turn computes them again, by the same passes, so to the same bits: the prompt in a
@@ -16,76 +19,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import NO_TOKENS, Response, Sampling, Timing
+from asyncflow.engines.base import NO_TOKENS, Response, Timing
 from asyncflow.engines.rollout.decoder import Decoder
-from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting, FinishedTexts, Speculation, continuation, joined
+from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting, FinishedTexts, continuation, joined
+from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
+from asyncflow.engines.rollout.requests import ParkedSlot, SlotRequest
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
+from asyncflow.engines.rollout.slot_options import PREFILL_CHUNK, Speculation
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
 
-PREFILL_TOKENS = 256  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
+PREFILL_TOKENS = 256  # of a pass that computes responses' keys again: enough for full speed, few enough to stay in the cache
 TIMED_TOGETHER = 8  # decode steps: they are short and many; a number, since those of a time would be few where they are slow
 MAX_TIMINGS = 10_000  # kept until they are taken
-
-
-@dataclass(eq=False)
-class SlotRequest:
-    """Samples of one prompt. `deliver` takes each response, or the error that ends the request. `after`: tokens that stand between
-    the prompt and what is generated (int64)."""
-
-    prompt_ids: Array
-    sampling: Sampling
-    pending: deque[tuple[int, np.uint64]]  # sample number, noise key: not in a slot yet
-    deliver: Callable[[Response | Exception], None]
-    after: Array = field(default_factory=lambda: NO_TOKENS)
-    first_logits_V: Tensor | None = None  # after the prompt, under the weights of its last prefill
-
-    @cached_property
-    def prompt_key(self) -> bytes:
-        """The prompt, for a dictionary."""
-        return self.prompt_ids.tobytes()
-
-
-@dataclass(slots=True, eq=False)
-class ParkedSlot:
-    """Slot of an episode between two turns. `tokens` (int64): its turns and observations so far; the last one has no keys yet."""
-
-    slot: int
-    prompt_ids: Array
-    tokens: Array
-    is_current: bool  # the prompt's keys are those of the installed weights
-
-    def is_before(self, request: SlotRequest) -> bool:
-        """Whether the request goes on from here."""
-        count = len(self.tokens)
-        same = self.prompt_ids is request.prompt_ids or np.array_equal(self.prompt_ids, request.prompt_ids)
-        return same and count <= len(request.after) and np.array_equal(self.tokens, request.after[:count])
-
-
-@dataclass(slots=True, eq=False)
-class _Admitted:
-    """Rows that one request gets in an admission, and how many keys their slots have when their prompt is there."""
-
-    request: SlotRequest
-    rows: range
-    num_cached: int
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    """Prompt that an admission computes, for whom, and the slots that get its keys."""
-
-    requests: list[SlotRequest]
-    slots: list[int]
 
 
 class Slots:
@@ -103,8 +56,10 @@ class Slots:
         recomputes: bool = False,
         num_parked: int = 0,
         speculation: Speculation = 0,
+        prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
-        """`num_slots`: rows that generate at once. `num_parked`: slots of the cache beyond these. `speculation`: see drafts.py."""
+        """`num_slots`: rows that generate at once. `num_parked`: slots of the cache beyond these. `speculation`: see drafts.py.
+        `prefill_chunk`: tokens of prompts and observations in a pass, some."""
         self.version, self._recomputes = version, recomputes
         self.is_paused = False
         self.num_computed = 0
@@ -114,6 +69,7 @@ class Slots:
         self._is_stop = np.zeros(decoder.config.vocab_size, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._waiting: deque[SlotRequest] = deque()
+        self._filling, self._prefill_chunk = MissingKeys(), prefill_chunk
         self._free = list(range(num_slots + num_parked - 1, -1, -1))  # slots of the cache
         self._parked: dict[np.uint64, ParkedSlot] = {}  # by noise key, the one that was parked first in front
         self._num_active = 0
@@ -143,12 +99,17 @@ class Slots:
     @property
     def is_busy(self) -> bool:
         """Whether anything is generated or waits."""
-        return bool(self._num_active or self._waiting)
+        return bool(self._num_active or self._num_claimed or self._waiting)
 
     @property
     def has_room(self) -> bool:
         """A row stands empty for want of a sample."""
-        return self._num_active < self._num_slots and not self._waiting
+        return self._num_active + self._num_claimed < self._num_slots and not self._waiting
+
+    @property
+    def _num_claimed(self) -> int:
+        """Rows that are kept for what has not all of its keys."""
+        return self._filling.num_rows
 
     def submit(self, request: SlotRequest) -> None:
         """Add a request, which waits for free rows; a later turn goes before first ones, so that episodes end."""
@@ -161,6 +122,8 @@ class Slots:
         """Free the slots of `request` and forget its waiting samples."""
         if request in self._waiting:
             self._waiting.remove(request)
+        for slot in self._filling.cancel(request):
+            self._release(slot)
         for row in reversed(range(self._num_active)):
             if self._requests[row] is request:
                 self._release(self._leave(row))
@@ -173,8 +136,10 @@ class Slots:
     def fail(self, error: Exception) -> None:
         """Free every slot, clearing keys that may not be finite; every request ends with `error`."""
         self._decoder.cache.clear()
-        requests = dict.fromkeys([*self._requests, *self._waiting])
-        self._free += [*self._slots[: self._num_active].tolist(), *(parked.slot for parked in self._parked.values())]
+        claims = self._filling.clear()
+        requests = dict.fromkeys([*self._requests, *(claim.request for claim in claims), *self._waiting])
+        self._free += [*self._slots[: self._num_active].tolist(), *(slot for claim in claims for slot in claim.slots)]
+        self._free += [parked.slot for parked in self._parked.values()]
         self._num_active = 0
         self._requests.clear()
         self._spans.clear()
@@ -188,6 +153,7 @@ class Slots:
         self._decoder.install(tensors, prepared)
         self.version = version
         self._is_current[:] = False
+        self._filling.begin_again(with_turns=self._recomputes)
         for parked in self._parked.values():
             parked.is_current = False
         for row, spans in enumerate(self._spans):
@@ -215,15 +181,18 @@ class Slots:
                 pending.clear()
 
     def step(self) -> None:
-        """Fill the free rows, then one more token for every active one."""
-        while self._waiting and self._num_active < self._num_slots:
-            before, began = self._num_active, time.monotonic()
-            if not (num_tokens := self._admit()):
-                continue  # shared with other slots, which is not worth a timing of its own: the decode steps around it have it
+        """Give free rows to what waits; then a token for every active row, and some of the keys that others lack."""
+        self._admit()
+        work, began = self._filling.next(self._prefill_chunk), time.monotonic()
+        if work.num_tokens:
             self.end_timing()
-            self._timings.append(Timing("prefill", began, time.monotonic(), self._num_active - before, num_tokens))
-        if self._num_active:
-            began = time.monotonic()
+            num_active, num_claimed = self._num_active, self._num_claimed
+            self._fill(work)
+            # What is decoded beside it has its part of the time, and no timing: a step of its own takes longer.
+            share = work.num_tokens / (work.num_tokens + num_active)
+            ended = began + share * (time.monotonic() - began)
+            self._timings.append(Timing("prefill", began, ended, num_claimed - self._num_claimed, work.num_tokens))
+        elif self._num_active:
             counts = self._decode(self._drafts())
             so_far = self._steps or Timing("decode_step", began, began, 0, 0, 0)
             sums = (former + now for former, now in zip(so_far[3:], counts, strict=True))
@@ -282,58 +251,69 @@ class Slots:
         """Timings since the last call, in the order of time. May be called from any thread."""
         return [self._timings.popleft() for _ in range(len(self._timings))]
 
-    def _admit(self) -> int:
-        """Give rows to waiting samples, some `PREFILL_TOKENS` of what has no keys at most, and draw their first tokens.
-
-        Returns the number of tokens that were computed for it.
-        """
-        start, budget = self._num_active, PREFILL_TOKENS
-        admitted: list[_Admitted] = []
-        prefills: list[_Prefill] = []
-        while self._waiting and self._num_active < self._num_slots:
-            request, first = self._waiting[0], self._num_active
+    def _admit(self) -> None:
+        """Give slots to waiting samples while rows are free, and first tokens to those whose slots have all keys already."""
+        first = self._num_active
+        logits: list[Tensor] = []
+        while self._waiting and (room := self._num_slots - self._num_active - self._num_claimed) > 0:
+            request = self._waiting[0]
             num_prompt, key = len(request.prompt_ids), request.pending[0][1]
-            if (parked := self._parked.get(key)) is not None and not parked.is_before(request):
-                parked = None
-            sibling = self._sibling(request, start) if parked is None else None
-            joined = next((each for each in prefills if each.requests[0].prompt_ids is request.prompt_ids), None)
-            num_cached = num_prompt if parked is None else num_prompt + len(parked.tokens) - 1
-            is_prefilled = parked is None and sibling is None and joined is None
-            cost = num_prompt + len(request.after) - (0 if is_prefilled else num_cached)
-            if cost and admitted and budget < cost:
-                break
-            budget -= cost
-            if parked is not None:
-                slots = [self._parked.pop(key).slot]
+            if (parked := self._parked.get(key)) is not None and parked.is_before(request):
+                del self._parked[key]
+                claim = Claim(request, [], [parked.slot], num_prompt + len(parked.tokens) - 1, parked.is_current)
             else:
-                count = 1 if len(request.after) else min(len(request.pending), self._num_slots - first)
-                slots = [self._free_slot() for _ in range(count)]
-            if sibling is not None:
-                self._decoder.cache.share(sibling, slots, num_prompt)
-            elif is_prefilled:
-                prefills.append(_Prefill([request], slots))
-            elif joined is not None and parked is None:
-                joined.requests.append(request)
-                joined.slots += slots
-            self._occupy(request, slots, is_current=parked is None or parked.is_current)
-            admitted.append(_Admitted(request, range(first, self._num_active), num_cached))
+                count = 1 if len(request.after) else min(len(request.pending), room)
+                claim = Claim(request, [], [self._free_slot() for _ in range(count)])
+                if (sibling := self._sibling(request)) is not None:
+                    self._decoder.cache.share(sibling, claim.slots, num_prompt)
+                    claim.num_cached = num_prompt
+            claim.samples += [request.pending.popleft() for _ in claim.slots]
+            if claim.has_all:
+                assert request.first_logits_V is not None, "a sibling without them is none"
+                logits += [request.first_logits_V] * len(claim.slots)
+                self._occupy(claim)
+            else:
+                self._filling.add(claim)
             if not request.pending:
                 self._waiting.popleft()
-        if prefills:
-            prompts = [each.requests[0].prompt_ids for each in prefills]
-            for each, logits_V in zip(prefills, self._decoder.prefill(prompts, [each.slots for each in prefills]), strict=True):
-                for request in each.requests:
-                    request.first_logits_V = logits_V
-        fed = self._feed([each for each in admitted if len(each.request.after)])
-        logits = [fed.get(row, each.request.first_logits_V) for each in admitted for row in each.rows]
-        rows = np.arange(start, self._num_active)
-        self._append(rows, torch.stack([logits_V for logits_V in logits if logits_V is not None]))
-        self.num_computed += PREFILL_TOKENS - budget
-        return PREFILL_TOKENS - budget
+        if logits:
+            self._append(np.arange(first, self._num_active), torch.stack(logits))
 
-    def _sibling(self, request: SlotRequest, num_rows: int) -> int | None:
-        """A slot of the first `num_rows` rows that has the keys of the request's prompt under the installed weights."""
-        for row, other in enumerate(self._requests[:num_rows]):
+    def _fill(self, work: PassWork) -> None:
+        """One pass: a token of every active row, and `work`. Rows whose slots have all keys then get their first tokens."""
+        active, fed = np.arange(self._num_active), work.fed
+        lengths = [1] * len(active) + [len(tokens) for _, tokens in fed]
+        lasts = (self._prompt_lengths + self._counts)[active] - 1
+        logits = self._decoder.fill(
+            np.concatenate([self._tokens[active, self._counts[active] - 1], *(tokens for _, tokens in fed)]),
+            np.concatenate([lasts, *(claim.num_cached + np.arange(len(tokens)) for claim, tokens in fed)]),
+            np.repeat(np.append(self._slots[active], [claim.slots[0] for claim, _ in fed]).astype(np.int64), lengths),
+            np.cumsum(lengths, dtype=np.int64) - 1,
+            [piece for _, piece in work.pieces],
+        )
+        self.num_computed += len(active) + work.num_tokens
+        found = list(logits[: len(active)])
+        of_turns = {id(claim): logits_V for (claim, _), logits_V in zip(fed, logits[len(active) :], strict=False)}
+        of_prompts = zip(work.pieces, logits[len(active) + len(fed) :], strict=True)
+        for claim in self._filling.fed(work):
+            self._occupy(claim)
+            found.append(of_turns[id(claim)])
+        for (prompt, piece), logits_V in of_prompts:
+            if not self._filling.has_computed(prompt, piece):
+                continue
+            first, *others = (slot for claim in prompt.claims for slot in claim.slots)
+            self._decoder.cache.share(first, others, len(prompt.token_ids))
+            for claim in prompt.claims:
+                claim.request.first_logits_V = logits_V
+                if claim.has_all:
+                    self._occupy(claim)
+                    found += [logits_V] * len(claim.slots)
+        if found:
+            self._append(np.arange(self._num_active), torch.stack(found))
+
+    def _sibling(self, request: SlotRequest) -> int | None:
+        """An active row's slot that has the keys of the request's prompt under the installed weights."""
+        for row, other in enumerate(self._requests):
             if other.prompt_ids is request.prompt_ids and self._is_current[row]:
                 if other is not request and not len(request.after):
                     if other.first_logits_V is None:  # of a later turn, which was not computed behind its prompt
@@ -349,34 +329,12 @@ class Slots:
             self.forget(next((key for key in self._parked if key not in wanted), next(iter(self._parked))))
         return self._free.pop()
 
-    def _feed(self, admitted: Sequence[_Admitted]) -> dict[int, Tensor]:
-        """Compute the keys that rows lack of what stands before their turns. Returns the logits after it, by row."""
-        logits: dict[int, Tensor] = {}
-        pending: list[tuple[int, Array, int]] = []  # row, tokens, position of the first
-        for each in admitted:
-            (row,), whole = each.rows, np.concatenate([each.request.prompt_ids, each.request.after])
-            for first in range(each.num_cached, len(whole), PREFILL_TOKENS):
-                pending.append((row, whole[first : first + PREFILL_TOKENS], first))
-        while pending:
-            taken = 1
-            while taken < len(pending) and sum(len(tokens) for _, tokens, _ in pending[: taken + 1]) <= PREFILL_TOKENS:
-                taken += 1
-            now, pending = pending[:taken], pending[taken:]
-            lengths = [len(tokens) for _, tokens, _ in now]
-            positions = np.concatenate([np.arange(first, first + len(tokens)) for _, tokens, first in now])
-            slots = np.repeat(self._slots[[row for row, _, _ in now]], lengths)
-            ends = np.cumsum(lengths) - 1
-            found = self._decoder.decode(np.concatenate([tokens for _, tokens, _ in now]), positions, slots, ends)
-            logits |= dict(zip([row for row, _, _ in now], found, strict=True))
-        return logits
-
-    def _occupy(self, request: SlotRequest, slots: Sequence[int], *, is_current: bool) -> None:
-        """The next rows hold the next pending samples of `request`, in these slots, without tokens of their own so far."""
-        count, start = len(slots), len(request.after)
+    def _occupy(self, claim: Claim) -> None:
+        """The next rows are those of the claim, without tokens of their own so far."""
+        request, count, start = claim.request, len(claim.slots), len(claim.request.after)
         rows = slice(self._num_active, self._num_active + count)
-        samples, keys = zip(*(request.pending.popleft() for _ in range(count)), strict=True)
-        self._slots[rows] = slots
-        self._samples[rows], self._keys[rows] = samples, keys
+        self._slots[rows] = claim.slots
+        self._samples[rows], self._keys[rows] = zip(*claim.samples, strict=True)
         sampling = request.sampling
         self._temperatures[rows] = sampling.temperature
         left = (sampling.top_p, sampling.top_k, sampling.min_p) if sampling.is_truncated else (1.0, 0, 0.0)
@@ -384,7 +342,7 @@ class Slots:
         self._prompt_lengths[rows] = len(request.prompt_ids)
         self._starts[rows] = self._counts[rows] = start
         self._limits[rows] = start + sampling.max_new_tokens
-        self._is_current[rows] = is_current
+        self._is_current[rows] = claim.is_current
         self._tokens[rows, :start] = request.after
         self._requests += [request] * count
         self._spans += [[(start, self.version)] for _ in range(count)]

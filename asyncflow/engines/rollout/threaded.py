@@ -28,8 +28,8 @@ from torch import Tensor
 from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.deliveries import Deliveries
+from asyncflow.engines.rollout.requests import SlotRequest
 from asyncflow.engines.rollout.sampling import stream_keys
-from asyncflow.engines.rollout.slots import SlotRequest
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.threads import end_at_exit
 from asyncflow.types import Array

@@ -30,8 +30,8 @@ from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.base import Response, Timing
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.checks import check_tensors, why_transformers_is_not_deterministic
+from asyncflow.engines.rollout.requests import SlotRequest
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
-from asyncflow.engines.rollout.slots import SlotRequest
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.engines.rollout.threaded import ThreadedEngine
 from asyncflow.model_folder import end_token_ids

@@ -13,7 +13,6 @@ import transformers
 from torch import Tensor
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout import slots
 from asyncflow.engines.rollout.decoder import AnyLinear, Linear, PackedLinear, can_pack
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_cache import SlotCache
@@ -50,8 +49,8 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path
 
 
-def opened(path: Path, dtype: Literal["float32", "bfloat16"], num_slots: int) -> SlotEngine:
-    return SlotEngine(path, num_slots=num_slots, max_context=170, dtype=dtype, stop_ids=STOPS)
+def opened(path: Path, dtype: Literal["float32", "bfloat16"], num_slots: int, **chosen: Any) -> SlotEngine:
+    return SlotEngine(path, num_slots=num_slots, max_context=170, dtype=dtype, stop_ids=STOPS, **chosen)
 
 
 async def generate(engine: SlotEngine, prompt: int, samples: tuple[int, ...]) -> Made:
@@ -82,10 +81,8 @@ def assert_equal_bits(made: Made, expected: Made) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_bits_do_not_depend_on_the_company(
-    model_path: Path, dtype: Literal["float32", "bfloat16"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = opened(model_path, dtype, 64)
+async def test_bits_do_not_depend_on_the_company(model_path: Path, dtype: Literal["float32", "bfloat16"]) -> None:
+    engine = opened(model_path, dtype, 64, speculation=0)
     assert engine.is_deterministic, engine.why_not_deterministic
     alone: Made = {}
     for prompt in range(len(PROMPTS)):
@@ -97,7 +94,7 @@ async def test_bits_do_not_depend_on_the_company(
     singles = [(prompt, (sample,)) for prompt in range(len(PROMPTS)) for sample in SAMPLES]
     shuffled = random.Random(0).sample(singles, len(singles))
     assert_equal_bits(await generate_all(engine, groups), alone)
-    monkeypatch.setattr(slots, "PREFILL_TOKENS", 40)  # other prompts in a pass
+    engine._slots._prefill_chunk = 40  # other prompts in a pass
     assert_equal_bits(await generate_all(engine, groups[::-1]), alone)
     interruption = asyncio.create_task(interrupt(engine))
     assert_equal_bits(await generate_all(engine, shuffled), alone)
@@ -105,7 +102,7 @@ async def test_bits_do_not_depend_on_the_company(
     interruption.cancel()
     await engine.close()
     for num_slots in few((4, 13), (4, 5, 13)):  # siblings that come later take over the keys of the first
-        engine = opened(model_path, dtype, num_slots)
+        engine = opened(model_path, dtype, num_slots, speculation=2)
         assert_equal_bits(await generate_all(engine, groups if num_slots % 2 else shuffled), alone)
         await engine.close()
 

@@ -12,8 +12,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout import drafts
-from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting, FinishedTexts, Speculation, continuation, joined
+from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting, FinishedTexts, continuation, joined
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.slot_options import Speculation
 from asyncflow.engines.rollout.slots import Slots
 from tests.depth import few
 

@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
 
 @contextlib.asynccontextmanager
 async def opened(path: Path, num_slots: int = 6, stop_ids: Sequence[int] | None = ()) -> AsyncIterator[SlotEngine]:
-    engine = SlotEngine(path, num_slots=num_slots, max_context=224, dtype="float32", device="cpu", num_threads=1, stop_ids=stop_ids)
+    engine = SlotEngine(path, num_slots=num_slots, max_context=224, stop_ids=stop_ids, speculation=0)  # a token a step
     try:
         yield engine
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +33,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(path: Path, num_slots: int = 4, num_parked: int = 4) -> SlotEngine:
-    return SlotEngine(path, num_slots=num_slots, num_parked=num_parked, max_context=224, stop_ids=())
+def engine(path: Path, num_slots: int = 4, num_parked: int = 4, speculation: int = 0, chunk: int = 256) -> SlotEngine:
+    arguments: dict[str, Any] = {"speculation": speculation, "prefill_chunk": chunk, "max_context": 224, "stop_ids": ()}
+    return SlotEngine(path, num_slots=num_slots, num_parked=num_parked, **arguments)
 
 
 async def turn(engine: SlotEngine, sample: int, after: np.ndarray, length: int = 10, keeps: bool = True) -> Response:
@@ -78,7 +80,7 @@ async def test_the_bits_do_not_depend_on_what_was_kept_nor_on_neighbours(path: P
     assert computed <= 1.05 * num_tokens, "each token once, but for the last of a turn"
     assert len({tuple(each) for each in expected.values()}) == 6
     for num_parked, keeps in ((0, (True, True, True)), (4, (False, True, False)), (2, (False, False, False))):
-        other = engine(path, num_parked=num_parked)
+        other = engine(path, num_parked=num_parked, speculation=2, chunk=20)
         made = await asyncio.gather(*(episode(other, sample, keeps) for sample in range(6)))
         await other.close()
         assert {sample: bits(turns) for sample, turns in enumerate(made)} == expected, (num_parked, keeps)

@@ -1,0 +1,20 @@
+"""Options of the embedded engine below `rollout.engine`, checked before a run starts. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asyncflow.types import UserError
+
+Speculation = Literal["auto"] | int
+"""Drafts of a slot in each step: as many as pay, or so many at most wherever there are any; 0: none."""
+PREFILL_CHUNK = 256
+"""Tokens of prompts and observations that a step computes: enough for full speed, few enough to stay in the processor's cache."""
+
+
+def check(*, speculation: object = "auto", prefill_chunk: object = PREFILL_CHUNK, **_others: object) -> None:
+    """Raises `UserError` for a value that means nothing."""
+    if speculation != "auto" and (not isinstance(speculation, int) or isinstance(speculation, bool) or speculation < 0):
+        raise UserError(f"rollout.engine.speculation is {speculation!r}: take auto, or a number of draft tokens; 0 is none")
+    if not isinstance(prefill_chunk, int) or isinstance(prefill_chunk, bool) or prefill_chunk < 1:
+        raise UserError(f"rollout.engine.prefill_chunk is {prefill_chunk!r}: take a number of tokens, such as {PREFILL_CHUNK}")
