@@ -1,6 +1,6 @@
 """How fast new weights reach a rollout worker: 200 MB of float32, by each weight sync, beside a memcpy and a loopback socket.
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--json FILE] [--repeats N]
+    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--json FILE] [--repeats N] [--model PATH]
 
 The sender is a process of its own, this one is the worker. A version is published, fetched and installed; publishing and fetching
 include the hash; a fetch from shared memory is the hash alone. Then, in the same repeat and over the same number of bytes:
@@ -12,6 +12,10 @@ include the hash; a fetch from shared memory is the hash alone. Then, in the sam
 A ratio is the median of the ratios within each repeat; the first repeat, which allocates, is dropped. `bfloat16` casts the same
 weights on their way; its rates count the bytes of float32. `one by one` are tensors that would have to be gathered: each is written
 before the next one is there. The broadcast goes through gloo on loopback.
+
+With `--model`, that alone: the folder's model makes steps of AdamW at a learning rate of 1e-6 on sums (cross-entropy of prompt and
+answer), and each version travels by `network` in bfloat16 to two receivers of one sender: one that has the version before, so that
+differences come, and one that has none. Their bytes, their seconds, and the share of the numbers that changed.
 """
 
 from __future__ import annotations
@@ -33,9 +37,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import msgspec
+import numpy as np
 import torch
 from figures import Figure, finish, parser
+from transformers import AutoModelForCausalLM
 
+from asyncflow.data import sums
+from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.registry import build
@@ -89,9 +97,9 @@ def weights(decoder: Decoder) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in decoder.shapes.items()}
 
 
-def sync(variant: str, folder: Path) -> WeightSync:
+def sync(variant: str, folder: Path, key: Path | None = None) -> WeightSync:
     kind, dtype = VARIANTS[variant]
-    options = WeightSyncOptions(directory=folder / variant.replace(" ", "-"), dtype=dtype, key=folder / "key.pem")
+    options = WeightSyncOptions(directory=folder / variant.replace(" ", "-"), dtype=dtype, key=key or folder / "key.pem")
     made: WeightSync = build("weight sync", kind, {"options": options}, WEIGHT_SYNCS)
     return made
 
@@ -189,8 +197,56 @@ async def measure(variant: str, folder: Path, decoder: Decoder, repeats: int) ->
     return seconds
 
 
+def versions(model: Path, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Weights of a model, float32, before and after each step."""
+    tokenizer, policy = CheckpointTokenizer(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
+    rows = sums.as_examples(0, "train", 4 * steps)
+    names = dict(policy.named_parameters())
+    yield {name: parameter.detach() for name, parameter in names.items()}
+    for step in range(steps):
+        for row in rows[4 * step : 4 * step + 4]:
+            ids = torch.from_numpy(np.concatenate([tokenizer.encode_chat(row["prompt"]), tokenizer.encode(row["answer"])]))[None]
+            policy(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield {name: parameter.detach() for name, parameter in names.items()}
+
+
+async def compare_differences(model: Path, folder: Path, steps: int) -> list[Figure]:
+    """Of each step's version: what came to a receiver that has the one before, over what came to one that has none."""
+    figures, before = [], {}
+    sender = sync("network, bfloat16", folder).sender("benchmark")
+    follows = sync("network, bfloat16", folder / "follows", folder / "key.pem").receiver("rollout/0")
+    for version, tensors in enumerate(versions(model, steps), 1):
+        manifest = await sender.publish(version, HeldWeights(tensors))
+        begins = sync("network, bfloat16", folder / f"begins-{version}", folder / "key.pem").receiver("rollout/0")
+        came, seconds = [], []
+        for receiver in (follows, begins):
+            so_far, start = receiver.num_received, time.perf_counter()
+            await receiver.fetch(manifest)
+            seconds.append(time.perf_counter() - start)
+            came.append(receiver.num_received - so_far)
+            await receiver.release()
+        await begins.close()
+        now = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        if before:
+            changed = sum(int((now[name] != before[name]).sum()) for name in now) / sum(tensor.numel() for tensor in now.values())
+            figures += [
+                Figure(f"step {version - 1}: bfloat16 weights that changed", changed, ""),
+                Figure(f"step {version - 1}: bytes, differences / whole", came[0] / came[1], ""),
+                Figure(f"step {version - 1}: seconds, differences / whole", seconds[0] / seconds[1], ""),
+            ]
+        before = now
+    print(f"whole: {came[1]:,} bytes")
+    await follows.close()
+    await sender.close()
+    return figures
+
+
 def main() -> int:
     arguments = parser(__doc__)
+    arguments.add_argument("--model", type=Path, metavar="PATH")
     arguments.add_argument("--repeats", type=int, default=10)
     arguments.add_argument("--serve", choices=VARIANTS)
     arguments.add_argument("--folder", type=Path)
@@ -199,6 +255,10 @@ def main() -> int:
     if given.serve:
         asyncio.run(serve(given.serve, given.folder))
         return 0
+    if given.model:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncflow-benchmark-") as folder:
+            Credentials.create(Path(folder, "key.pem"))
+            return finish(asyncio.run(compare_differences(given.model, Path(folder), min(given.repeats, 4))), given.json)
     decoder = new_decoder()
     megabytes = sum(tensor.nbytes for tensor in weights(decoder).values()) / 1e6
     figures = []

@@ -12,6 +12,9 @@ is unblocked by: the sender's answers; after a loss, by connecting again
 The workers of a machine share a folder. Whoever of them locks the file there is its receiver; the kernel releases the lock when
 that process ends, and the next worker that asks takes over. The receiver pulls a version once: bytes that have been hashed are not
 asked for again when a connection is lost. A file gets its name when all bytes are there and their hash is right.
+
+A version whose tensors are all 16 bits wide comes as differences (differences.py) from the newest one that the machine has, chunk
+by chunk, where they are smaller. Where the hash is not right then, it comes whole; so does every `WHOLE_EVERY`-th.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import xxhash
 from torch import Tensor
 
@@ -36,6 +40,7 @@ from asyncflow.transport import ConnectionLost, Peer, Server, proxy, remote
 from asyncflow.types import Array, UserError
 from asyncflow.waits import PULL, waiting
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.differences import DamagedDifference, apply, difference
 from asyncflow.weight_sync.door import Dialler, ServedSender
 from asyncflow.weight_sync.files import VersionFiles, make_private
 from asyncflow.weight_sync.shared_memory import SharedMemoryReceiver
@@ -44,6 +49,9 @@ from asyncflow.weight_sync.staging import copy_and_hash
 LISTEN = "tls:127.0.0.1:0"
 NODE_DIR, SOCKET_FILE, LOCK_FILE, FILES_PREFIX = "node", "receiver.sock", "receiver.lock", "files-"
 CHUNK_BYTES = 4 << 20
+NARROW = frozenset({"bfloat16", "float16"})  # dtypes of which a step leaves many numbers as they are
+NO_BYTES = np.empty(0, np.uint8)
+WHOLE_EVERY = 32  # versions
 _AHEAD = 3  # chunks asked for beside the one that is copied
 _RETRY_SECONDS = 0.05
 
@@ -70,6 +78,7 @@ class NetworkSender(ServedSender):
 
     def __init__(self, options: WeightSyncOptions, incarnation: str) -> None:
         super().__init__(options, incarnation, LISTEN)
+        self._comparing = ComputeThread("weight-differences")
 
     @remote
     async def read(self, incarnation: str, version: int, begin: int, end: int) -> Array:
@@ -78,6 +87,20 @@ class NetworkSender(ServedSender):
         if not 0 <= begin < end <= len(file):
             raise ValueError(f"version {version} has no bytes {begin} to {end}")
         return file[begin:end]
+
+    @remote
+    async def read_difference(self, incarnation: str, version: int, base: int, begin: int, end: int) -> Array:
+        """The same bytes as their difference from those of version `base`: uint8 [m]. Empty where `base` is no longer kept, or
+        differs too much: then they are to be read."""
+        new, old = await self.read(incarnation, version, begin, end), self._files.get(base)
+        made = None if old is None else await self._comparing.run(difference, new, old[begin:end])
+        is_kept = old is not None and self._files.get(base) is old  # all the time: it was not being written over
+        return NO_BYTES if made is None or not is_kept else made
+
+    async def close(self) -> None:
+        """See `WeightSender.close`."""
+        await super().close()
+        self._comparing.close()
 
 
 class NodeReceiver:
@@ -91,6 +114,8 @@ class NodeReceiver:
         self._one_by_one = asyncio.Lock()
         self._dialler = Dialler(name, options, min(5.0, options.deadline_seconds))
         self._thread = ComputeThread("weight-node")
+        self.num_received = 0
+        """Bytes of versions that have come over the network, as they came."""
 
     @remote
     async def hold(self, manifest: Manifest) -> Manifest | None:
@@ -120,34 +145,53 @@ class NodeReceiver:
         return not pull.done() or (not pull.cancelled() and pull.exception() is None and self._files.get(version) is not None)
 
     async def _pull(self, manifest: Manifest) -> Path:
-        clock = asyncio.get_running_loop().time
         async with self._one_by_one:
-            with waiting(PULL, version=manifest.version, address=manifest.served_at) as pull:
-                file: Array | None = None
-                digest, done = xxhash.xxh3_128(), 0
-                progress = clock()
-                while done < manifest.num_bytes:
-                    try:
-                        async with contextlib.aclosing(self._chunks(manifest, done)) as chunks:
-                            async for chunk in chunks:
-                                if file is None:  # not sooner: a version that is gone is to cost no other
-                                    file = await self._thread.run(self._begin, manifest)
-                                await self._thread.run(copy_and_hash, file[done : done + len(chunk)], chunk, digest)
-                                done, progress = done + len(chunk), clock()
-                                pull.moved(len(chunk))
-                    except (ConnectionLost, TimeoutError) as error:
-                        if clock() + _RETRY_SECONDS > progress + self._deadline_seconds:
-                            raise WeightSyncError(
-                                f"the trainer's sender at {manifest.served_at} sent {self._name} nothing of version "
-                                f"{manifest.version} for {self._deadline_seconds:g} s: {error or 'it does not answer'}"
-                            ) from error
-                        await asyncio.sleep(_RETRY_SECONDS)
-            if digest.hexdigest() != manifest.hash:
+            base = self._base_of(manifest)
+            if not await self._pulled(manifest, base) and not (base is not None and await self._pulled(manifest, None)):
                 raise WeightSyncError(
                     f"what {manifest.served_at} sent of version {manifest.version} does not have the hash of its manifest: it is "
                     f"damaged, or no longer kept and written over"
                 )
             return self._files.commit(manifest.version)
+
+    def _base_of(self, manifest: Manifest) -> int | None:
+        """The newest version here that this one may come as differences from."""
+        if not manifest.version % WHOLE_EVERY or not all(spec.dtype in NARROW for spec in manifest.tensors.values()):
+            return None
+        held = (known for version, (known, pull) in self._pulls.items() if pull.done() and self._is_good(version, pull))
+        same = (known.version for known in held if (known.incarnation, known.tensors) == (manifest.incarnation, manifest.tensors))
+        return max((version for version in same if version != manifest.version), default=None)
+
+    async def _pulled(self, manifest: Manifest, base: int | None) -> bool:
+        """Bring a version's bytes into the file that is begun for it. Returns whether they have its hash."""
+        clock = asyncio.get_running_loop().time
+        old = None if base is None else self._files.get(base)  # also where its own file is written over, chunk by chunk
+        base = None if old is None else base
+        with waiting(PULL, version=manifest.version, address=manifest.served_at) as pull:
+            file: Array | None = None
+            digest, done = xxhash.xxh3_128(), 0
+            progress = clock()
+            while done < manifest.num_bytes:
+                try:
+                    async with contextlib.aclosing(self._chunks(manifest, done, base)) as chunks:
+                        async for end, chunk, is_difference in chunks:
+                            if file is None:  # not sooner: a version that is gone is to cost no other
+                                file = await self._thread.run(self._begin, manifest)
+                            target, before = file[done:end], old[done:end] if is_difference and old is not None else None
+                            await self._thread.run(_bring, target, before, chunk, digest)
+                            done, progress = end, clock()
+                            self.num_received += len(chunk)
+                            pull.moved(len(chunk))
+                except (ConnectionLost, TimeoutError) as error:
+                    if clock() + _RETRY_SECONDS > progress + self._deadline_seconds:
+                        raise WeightSyncError(
+                            f"the trainer's sender at {manifest.served_at} sent {self._name} nothing of version "
+                            f"{manifest.version} for {self._deadline_seconds:g} s: {error or 'it does not answer'}"
+                        ) from error
+                    await asyncio.sleep(_RETRY_SECONDS)
+                except DamagedDifference:
+                    return False
+        return digest.hexdigest() == manifest.hash
 
     def _begin(self, manifest: Manifest) -> Array:
         """Begin a version: its file. Runs in the thread."""
@@ -156,16 +200,23 @@ class NodeReceiver:
             raise WeightSyncError(f"version {manifest.version} has another size than those fetched before it")
         return file
 
-    async def _chunks(self, manifest: Manifest, begin: int) -> AsyncGenerator[Array, None]:
-        """The bytes of a version from `begin` on, uint8 [n] each, a few asked for ahead."""
+    async def _chunks(self, manifest: Manifest, begin: int, base: int | None) -> AsyncGenerator[tuple[int, Array, bool], None]:
+        """The bytes of a version from `begin` on, a few chunks asked for ahead: of each its end in the file, its bytes or their
+        difference from those of `base` (uint8 [n]), and whether it is that."""
         source, num_bytes = proxy(NetworkSender, await self._dialler.peer(manifest.served_at), "weights"), manifest.num_bytes
         begins = iter(range(begin, num_bytes, CHUNK_BYTES))
-        asked: deque[asyncio.Task[Array]] = deque()
+        asked: deque[asyncio.Task[tuple[int, Array, bool]]] = deque()
+
+        async def read(at: int) -> tuple[int, Array, bool]:
+            end = min(at + CHUNK_BYTES, num_bytes)
+            if base is not None:
+                made = await source.read_difference(manifest.incarnation, manifest.version, base, at, end)
+                if len(made):
+                    return end, made, True
+            return end, await source.read(manifest.incarnation, manifest.version, at, end), False
 
         def ask(count: int) -> None:
-            for at in itertools.islice(begins, count):
-                end = min(at + CHUNK_BYTES, num_bytes)
-                asked.append(asyncio.create_task(source.read(manifest.incarnation, manifest.version, at, end)))
+            asked.extend(asyncio.create_task(read(at)) for at in itertools.islice(begins, count))
 
         try:
             ask(1 + _AHEAD)
@@ -181,6 +232,16 @@ class NodeReceiver:
             await asyncio.gather(*asked, return_exceptions=True)
 
 
+def _bring(target: Array, before: Array | None, chunk: Array, digest: xxhash.xxh3_128) -> None:
+    """Write a chunk into a version's file, or, where it is a difference from the bytes `before`, what the two make; and hash it."""
+    if before is None:
+        copy_and_hash(target, chunk, digest)
+        return
+    np.copyto(target, before)  # nothing, where the same memory is written over
+    apply(chunk, target)
+    digest.update(target.data)
+
+
 class NetworkReceiver:
     """Implements `WeightReceiver`; the one that finds none on its machine is the machine's `NodeReceiver`, too."""
 
@@ -192,6 +253,11 @@ class NetworkReceiver:
         self._node: NodeReceiver | None = None
         self._server: Server | None = None
         self._peer: Peer | None = None
+
+    @property
+    def num_received(self) -> int:
+        """Bytes of versions that have come to this worker over the network for its machine; differences count as they came."""
+        return 0 if self._node is None else self._node.num_received
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """See `WeightReceiver.fetch`."""

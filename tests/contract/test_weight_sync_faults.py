@@ -15,14 +15,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from asyncflow.transport import Credentials, Server
-from asyncflow.types import HeldWeights
+from asyncflow.types import Array, HeldWeights
 from asyncflow.waits import PULL, OpenWait, OpenWaits
-from asyncflow.weight_sync import collective
+from asyncflow.weight_sync import collective, network
 from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
 from asyncflow.weight_sync.group import Group
-from asyncflow.weight_sync.network import CHUNK_BYTES, NetworkReceiver
+from asyncflow.weight_sync.network import CHUNK_BYTES, WHOLE_EVERY, NetworkReceiver
 from tests.contract.weight_processes import NUM_BYTES, digest, make, running, weights
 from tests.patience import patience
 
@@ -320,6 +321,77 @@ async def test_a_machines_receiver_that_hangs_is_named_in_time(options: Options)
             await asyncio.wait_for(receiver.fetch(manifest), patience(10))
         first.signal(signal.SIGCONT)
         assert digest(await receiver.fetch(manifest)) == digest(weights(0))
+
+
+def narrow(version: int) -> dict[str, torch.Tensor]:
+    """18 MiB of bfloat16; in each version another thousandth of the numbers differs from those of version 0."""
+    numbers = torch.arange(9 << 20).remainder(1 << 14).to(torch.int16)
+    numbers[version::1000] += version + 1
+    return {f"layer.{i}": part.view(torch.bfloat16) for i, part in enumerate(numbers.chunk(3))}
+
+
+NARROW_BYTES = 18 << 20
+
+
+@pytest.mark.parametrize("keep", [1, 2])  # the receiver writes over the version before, or beside it
+async def test_a_narrow_version_comes_as_its_difference_from_the_one_before(options: Options, keep: int) -> None:
+    sender, receiver = make("network", options()).sender("first"), make("network", options(keep=keep)).receiver("rollout/0")
+    is_whole = {}
+    for version in (1, 2, 3, 4, 5, 6, 7, WHOLE_EVERY, WHOLE_EVERY + 1):
+        manifest = await sender.publish(version, HeldWeights(narrow(version)))
+        if version in (4, 5):  # then the sender has none any more that the receiver has
+            continue
+        async with proxy(manifest.served_at) as wire:
+            tensors = await receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address))
+        assert digest(tensors) == digest(narrow(version))
+        await receiver.release()
+        is_whole[version] = wire.passed > NARROW_BYTES
+        assert is_whole[version] or wire.passed < NARROW_BYTES / 50
+    assert [version for version, whole in is_whole.items() if whole] == [1, 6, WHOLE_EVERY]
+    await receiver.close()
+    await sender.close()
+
+
+@pytest.mark.parametrize("fault", ["other", "damaged"])
+async def test_a_wrong_difference_costs_time_and_no_bit(options: Options, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, spoilt = network.difference, []
+
+    def spoil(new: Array, old: Array) -> Array | None:
+        spoilt.append(len(new))
+        other = new.copy()
+        other[7] ^= 1
+        right = made(other if fault == "other" else new, old)
+        return right if right is None or fault == "other" else right[:-5]
+
+    monkeypatch.setattr(network, "difference", spoil)
+    sender, receiver = make("network", options()).sender("first"), make("network", options(keep=1)).receiver("rollout/0")
+    for version in (1, 2, 3):
+        manifest = await sender.publish(version, HeldWeights(narrow(version)))
+        async with proxy(manifest.served_at) as wire:
+            tensors = await receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address))
+        assert digest(tensors) == digest(narrow(version)) and wire.passed > NARROW_BYTES
+        await receiver.release()
+    assert spoilt
+    await receiver.close()
+    await sender.close()
+
+
+async def test_a_connection_that_is_lost_among_differences_goes_on_with_them(options: Options) -> None:
+    sender, receiver = make("network", options()).sender("first"), make("network", options(keep=1)).receiver("rollout/0")
+    await receiver.fetch(await sender.publish(1, HeldWeights(narrow(1))))
+    await receiver.release()
+    manifest, cuts = await sender.publish(2, HeldWeights(narrow(2))), [30_000, 60_000]
+
+    async def cut() -> None:
+        if cuts and wire.passed > cuts[0]:
+            cuts.pop(0)
+            raise ConnectionError
+
+    async with proxy(manifest.served_at, cut) as wire:
+        tensors = await receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address))
+    assert digest(tensors) == digest(narrow(2)) and not cuts and wire.passed < NARROW_BYTES / 20
+    await receiver.close()
+    await sender.close()
 
 
 @dataclasses.dataclass
