@@ -7,7 +7,6 @@ response's own noise key: whatever schedule, worker or attempt makes it, it is a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -18,8 +17,8 @@ from asyncflow.data import arithmetic
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.costs import Lengths
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.filling import Claim
 from asyncflow.engines.rollout.sampling import stream_keys
-from asyncflow.engines.rollout.slots import SlotRequest
 from asyncflow.engines.train.random_model import make_random_model
 from asyncflow.types import Array
 
@@ -32,12 +31,12 @@ class LognormalSlots(SlotEngine):
         super().__init__(model_path, stop_ids=(), **options)
         slots, occupy = self._slots, self._slots._occupy
 
-        def occupy_for_a_while(request: SlotRequest, chosen: Sequence[int], *, is_current: bool) -> None:
-            taken = slice(slots._num_active, slots._num_active + len(chosen))
-            occupy(request, chosen, is_current=is_current)
+        def occupy_for_a_while(claim: Claim) -> None:
+            taken = slice(slots._num_active, slots._num_active + len(claim.slots))
+            occupy(claim)
             slots._limits[taken] = np.minimum(slots._limits[taken], lengths(slots._keys[taken], median, sigma))
 
-        slots._occupy = occupy_for_a_while  # type: ignore[assignment,method-assign]
+        slots._occupy = occupy_for_a_while  # type: ignore[method-assign]
 
 
 def lengths(keys: Array, median: float, sigma: float) -> Array:

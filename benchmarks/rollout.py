@@ -57,7 +57,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 from asyncflow.data import arithmetic, sums
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.base import SampleKey, Sampling
+from asyncflow.engines.base import SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder, padded
 from asyncflow.engines.rollout.engine import SlotEngine
@@ -250,7 +250,7 @@ def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, re
         await asyncio.gather(*(one(index) for index in range(len(prompts))))
         return made, np.sort(seconds)
 
-    tails, wholes, steps = [], [], []
+    tails, wholes, steps = [], [], list[Timing]()
     with asyncio.Runner() as runner:
         for repeat in range(repeats + 1):  # the first warms up
             made, seconds = zip(*(runner.run(batch(engine)) for engine in engines), strict=True)
@@ -307,7 +307,7 @@ def longest_gaps(model: Path, repeats: int) -> dict[str, float]:
             step()
             ends.append(time.perf_counter())
 
-        engine._slots.step = timed
+        engine._slots.step = timed  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(sampled(engine, running, 40))
             while len(ends) < 8:

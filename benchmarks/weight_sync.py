@@ -51,6 +51,7 @@ from asyncflow.transport import Credentials
 from asyncflow.types import HeldWeights
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncOptions
+from asyncflow.weight_sync.network import NetworkReceiver
 
 FIELDS = {
     "model_type": "qwen3",
@@ -213,14 +214,21 @@ def versions(model: Path, steps: int) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: parameter.detach() for name, parameter in names.items()}
 
 
+def network(folder: Path, name: str) -> NetworkReceiver:
+    """Receiver of another machine."""
+    receiver = sync("network, bfloat16", folder / name, folder / "key.pem").receiver("rollout/0")
+    assert isinstance(receiver, NetworkReceiver)
+    return receiver
+
+
 async def compare_differences(model: Path, folder: Path, steps: int) -> list[Figure]:
     """Of each step's version: what came to a receiver that has the one before, over what came to one that has none."""
-    figures, before = [], {}
+    figures, before = list[Figure](), dict[str, torch.Tensor]()
     sender = sync("network, bfloat16", folder).sender("benchmark")
-    follows = sync("network, bfloat16", folder / "follows", folder / "key.pem").receiver("rollout/0")
+    follows = network(folder, "follows")
     for version, tensors in enumerate(versions(model, steps), 1):
         manifest = await sender.publish(version, HeldWeights(tensors))
-        begins = sync("network, bfloat16", folder / f"begins-{version}", folder / "key.pem").receiver("rollout/0")
+        begins = network(folder, f"begins-{version}")
         came, seconds = [], []
         for receiver in (follows, begins):
             so_far, start = receiver.num_received, time.perf_counter()
@@ -231,9 +239,9 @@ async def compare_differences(model: Path, folder: Path, steps: int) -> list[Fig
         await begins.close()
         now = {name: tensor.bfloat16() for name, tensor in tensors.items()}
         if before:
-            changed = sum(int((now[name] != before[name]).sum()) for name in now) / sum(tensor.numel() for tensor in now.values())
+            changed = np.mean(np.concatenate([(now[name] != before[name]).numpy().ravel() for name in now]))
             figures += [
-                Figure(f"step {version - 1}: bfloat16 weights that changed", changed, ""),
+                Figure(f"step {version - 1}: bfloat16 weights that changed", float(changed), ""),
                 Figure(f"step {version - 1}: bytes, differences / whole", came[0] / came[1], ""),
                 Figure(f"step {version - 1}: seconds, differences / whole", seconds[0] / seconds[1], ""),
             ]
