@@ -32,8 +32,10 @@ MOST_DRAFTS: Final = 8
 KEPT_TOKENS: Final = 1 << 18
 """Of finished responses that drafts may come from."""
 SEPARATOR: Final = -1
-FORGETTING: Final = 0.99
-"""What is left of the acceptance seen, a step later."""
+ACCEPTANCE: Final = np.array([0.2, 0.3, 0.4, 0.5])
+"""Share of drafts that are taken to be right before any are seen, by tokens in common; counts as much as one draft."""
+FORGETTING: Final = (0.999, 0.99)
+"""What is left of the acceptance seen, after a step without drafts, and with some."""
 DOUBT: Final = 0.995
 """What a pass of another number of rows is thought to take, a step later: one that was slow once is tried again."""
 
@@ -101,7 +103,7 @@ class Drafting:
     def __init__(self, speculation: Speculation, num_slots: int) -> None:
         """`num_slots`: rows that a pass has at most, drafts included: as many as the engine has rows that generate."""
         self._speculation, self._num_slots = speculation, num_slots
-        self._hits, self._tries = np.full(LONGEST, 0.5), np.full(LONGEST, 1.0)  # by tokens in common, less one
+        self._hits, self._tries = ACCEPTANCE.copy(), np.ones(LONGEST)  # by tokens in common, less one
         self._seconds = np.full(num_slots + 1, np.inf)  # of a pass, by its rows; inf: not seen
         self._search_seconds = 0.0  # of the search for one slot's drafts
         self.most = MOST_DRAFTS if speculation == "auto" else speculation
@@ -142,18 +144,22 @@ class Drafting:
         """The drafts of so many slots took so long to find."""
         self._search_seconds = seconds / num_slots
 
-    def passed(self, num_rows: int, seconds: float) -> None:
+    def passed(self, num_rows: int, seconds: float, *, has_drafts: bool) -> None:
         """A step without prompts, of so many rows, has taken so long."""
+        left = FORGETTING[has_drafts]
+        self._hits, self._tries = ACCEPTANCE + left * (self._hits - ACCEPTANCE), 1.0 + left * (self._tries - 1.0)
         size = min(padded(num_rows), self._num_slots)
-        known, self._hits, self._tries = self._seconds[size], *_forgotten(self._hits, self._tries)
+        known = self._seconds[size]
         self._seconds *= DOUBT
+        self._search_seconds *= DOUBT
         # Whatever else the machine does makes a pass slower, never quicker: so down at once, and up slowly.
         self._seconds[size] = seconds if seconds < known else known + 0.1 * (seconds - known)
 
     def _best(self, num_active: int, gains: Array, extra_seconds: float = 0.0) -> int:
         """How many drafts give the most tokens a second, of drafts that add `gains` tokens each (falling); none at equal rates.
         With any, a step takes `extra_seconds` more."""
-        seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]  # fewer rows take no longer than more
+        more = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        seconds = np.where(np.isfinite(self._seconds), self._seconds, more)  # a number that was not seen: as one above it
         known = seconds[np.isfinite(seconds)]
         if not len(known):
             return len(gains)
@@ -167,8 +173,3 @@ class Drafting:
 def _places(draft: Draft) -> Array:
     """Index of the acceptance of each draft: by the tokens in common before it, if those between are right."""
     return np.minimum(draft.matched + np.arange(len(draft.tokens)), LONGEST) - 1
-
-
-def _forgotten(hits: Array, tries: Array) -> tuple[Array, Array]:
-    """Acceptance a step later: what was seen counts less, and a half in its place."""
-    return 0.5 + FORGETTING * (hits - 0.5), 1.0 + FORGETTING * (tries - 1.0)

@@ -233,7 +233,7 @@ class Slots:
         positions = (self._prompt_lengths + self._counts)[rows] - 1 + ahead
         is_taken, is_last = self._append(rows, self._decoder.decode(fed, positions, self._slots[rows]), fed)
         self.num_computed += len(rows)
-        self._drafting.passed(len(rows), time.monotonic() - began)
+        self._drafting.passed(len(rows), time.monotonic() - began, has_drafts=len(rows) > len(drafts))
         num_taken, ended = np.bincount(rows[is_taken]), set(rows[is_last].tolist())
         for row in np.flatnonzero(lengths > 1).tolist():
             num_right = int(num_taken[row]) - 1
