@@ -112,7 +112,7 @@ def generated(device: str, length: int) -> dict[str, Any]:
     from asyncflow.registry import build
 
     async def responses() -> dict[str, Any]:
-        options = {"model_path": MODEL, "num_slots": 6, "max_context": 128, "stop_ids": (), "device": device}
+        options = {"model_path": MODEL, "num_slots": 6, "max_context": 128, "stop_ids": (), "device": device, "speculation": 0}
         engine: Any = await asyncio.to_thread(build, "rollout engine", "slots", options, ROLLOUT_ENGINES)
         TRAFFIC.clear()
         stream = engine.generate(np.arange(7, 27), samples=range(4), sampling=Sampling(1.0, length), key=SampleKey(11, 5))
