@@ -25,7 +25,8 @@ SmolLM2-135M's shape and random weights.
 Tail: whole batches with `speculation: auto` and without, in turn; the tail is the time from the moment in which nine tenths of the
 responses are there until all are. The same tokens and log-probs to the bit, or it stops. The quickstart's model on the quickstart's
 prompts (`quickstart`), and, with `--model` (the folder of recipes/models/make_smollm2.py), SmolLM2-135M: on the recipe's sums at
-temperature 1 (`sums`), on word problems at 0.7 (`words`), and on the sums greedily, as an evaluation samples (`greedy`).
+temperature 1 (`sums`), on word problems at 0.7 (`words`), and on the sums greedily, as an evaluation samples (`greedy`). It would
+talk on until it is cut off, so each of its responses has a limit of its own: lognormal, 48 tokens in the median, 192 at most.
 
 Gap: eight responses are under way when a prompt of 512 tokens comes; the longest time between two of their tokens, with the prompt
 computed in one pass, and in pieces (`prefill_chunk` 256, the default, and 128); and the longest time without a prompt. With the
@@ -42,6 +43,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,26 +236,30 @@ TAIL = "tail, with drafts / without"
 
 
 def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, repeats: int) -> dict[str, float]:
-    """Tail and whole batch with drafts / without, tokens of a tail's pass and slot, and the share of right drafts."""
+    """Tail and whole batch with drafts / without, and the share of right drafts. With `sampling.max_new_tokens` above 64 each response
+    has a limit of its own, drawn by seed."""
     context = max(map(len, prompts)) + sampling.max_new_tokens
+    drawn = np.random.default_rng(0).lognormal(np.log(48), 0.7, (len(prompts), 8)).clip(8, sampling.max_new_tokens).astype(int)
+    limits = drawn if sampling.max_new_tokens > 64 else np.full_like(drawn, sampling.max_new_tokens)
     arguments: dict[str, Any] = {"num_slots": 8 * len(prompts), "max_context": context, "num_threads": 1}
     engines = [SlotEngine(model, **arguments, speculation=speculation) for speculation in ("auto", 0)]
 
-    async def batch(engine: SlotEngine) -> tuple[dict[tuple[int, int], bytes], np.ndarray]:
+    async def batch(engine: SlotEngine, num_prompts: int) -> tuple[dict[tuple[int, int], bytes], np.ndarray]:
         made, seconds, began = {}, [], time.perf_counter()
 
-        async def one(index: int) -> None:
-            async for r in engine.generate(prompts[index], samples=range(8), sampling=sampling, key=SampleKey(0, index)):
-                made[index, r.sample] = r.token_ids.tobytes() + r.logprobs.tobytes()
+        async def one(index: int, sample: int) -> None:
+            limited = replace(sampling, max_new_tokens=int(limits[index, sample]))
+            async for r in engine.generate(prompts[index], samples=[sample], sampling=limited, key=SampleKey(0, index)):
+                made[index, sample] = r.token_ids.tobytes() + r.logprobs.tobytes()
                 seconds.append(time.perf_counter() - began)
 
-        await asyncio.gather(*(one(index) for index in range(len(prompts))))
+        await asyncio.gather(*(one(index, sample) for index in range(num_prompts) for sample in range(8)))
         return made, np.sort(seconds)
 
     tails, wholes, steps = [], [], list[Timing]()
     with asyncio.Runner() as runner:
-        for repeat in range(repeats + 1):  # the first warms up
-            made, seconds = zip(*(runner.run(batch(engine)) for engine in engines), strict=True)
+        for repeat in range(repeats + 1):  # the first warms up, with one prompt
+            made, seconds = zip(*(runner.run(batch(engine, len(prompts) if repeat else 1)) for engine in engines), strict=True)
             assert made[0] == made[1], "drafts changed a response"
             steps += engines[0].timings()
             if repeat:
@@ -281,9 +287,9 @@ def tails(model: Path | None, repeats: int, chosen: list[str]) -> list[Figure]:
         chat = CheckpointTokenizer(model).encode_chat
         by_name = {name: [chat(text) for text in texts(name, 4)] for name in ("sums", "arithmetic")}
         cases |= {
-            "sums": (model, by_name["sums"], Sampling(1.0, 96), repeats),
-            "words": (model, by_name["arithmetic"], Sampling(0.7, 96), repeats),
-            "greedy": (model, by_name["sums"], Sampling(0.0, 96), repeats),
+            "sums": (model, by_name["sums"], Sampling(1.0, 192), repeats),
+            "words": (model, by_name["arithmetic"], Sampling(0.7, 192), repeats),
+            "greedy": (model, by_name["sums"], Sampling(0.0, 192), repeats),
         }
     figures = []
     for name, case in cases.items():
