@@ -236,8 +236,8 @@ TAIL = "tail, with drafts / without"
 
 
 def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, repeats: int) -> dict[str, float]:
-    """Tail and whole batch with drafts / without, and the share of right drafts. With `sampling.max_new_tokens` above 64 each response
-    has a limit of its own, drawn by seed."""
+    """Tail and whole batch with drafts / without, and the share of right drafts. With `sampling.max_new_tokens` above 64 each
+    response has a limit of its own, drawn by seed."""
     context = max(map(len, prompts)) + sampling.max_new_tokens
     drawn = np.random.default_rng(0).lognormal(np.log(48), 0.7, (len(prompts), 8)).clip(8, sampling.max_new_tokens).astype(int)
     limits = drawn if sampling.max_new_tokens > 64 else np.full_like(drawn, sampling.max_new_tokens)
