@@ -33,9 +33,9 @@ def seconds(later: float = 1.0) -> dict[int, float]:
 
 
 def leaks(step: int, taken: dict[str, Any]) -> None:
-    """10 KiB a step, of which nothing is given back."""
+    """20 KiB a step, of which nothing is given back."""
     memory, *others = taken["processes"]["driver"]
-    taken["processes"]["driver"] = (memory + 10_240 * step, *others)
+    taken["processes"]["driver"] = (memory + 20_480 * step, *others)
 
 
 def keeps_handles(step: int, taken: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def test_what_grows_is_named(change: Change, words: str) -> None:
 
 
 def test_a_leak_shows_in_the_slope() -> None:
-    assert slopes(samples(leaks))["driver"] == pytest.approx(10_240)
+    assert slopes(samples(leaks))["driver"] == pytest.approx(20_480)
 
 
 def test_slower_steps_are_growth() -> None:
