@@ -232,9 +232,10 @@ class _Module(_DummyBackendModule):
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str, **options: Any) -> tuple[Tensor, ...]:
     """`torch_npu.npu_fusion_attention` for its layout TND, by a softmax over all scores of a segment."""
-    parts = [_segment(*each, options["scale"], "atten_mask" in options) for each in _segments(query, key, value, layout, options)]
+    inputs = [x.float() for x in (query, key, value)]
+    parts = [_segment(*each, options["scale"], "atten_mask" in options) for each in _segments(*inputs, layout, options)]
     out, maxima, sums = (torch.cat([part[i] for part in parts]) for i in range(3))
-    empty = query.new_empty(0)
+    empty, out = query.new_empty(0), out.to(query.dtype)
     return out, maxima[..., None].expand(-1, -1, 8).contiguous(), sums[..., None].expand(-1, -1, 8).contiguous(), empty, 0, 0, 0
 
 
@@ -243,7 +244,8 @@ def _attention_grad(
 ) -> tuple[Any, ...]:
     """`torch_npu.npu_fusion_attention_grad`: p = exp(score - max) / sum, from the maxima, sums and output that it is given."""
     scale, is_causal = options["scale_value"], "atten_mask" in options
-    maxima, sums, out = options["softmax_max"][..., 0], options["softmax_sum"][..., 0], options["attention_in"]
+    maxima, sums = options["softmax_max"][..., 0], options["softmax_sum"][..., 0]
+    dtype, (query, key, value, grad, out) = query.dtype, (x.float() for x in (query, key, value, grad, options["attention_in"]))
     grads = [torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)]
     groups = query.shape[1] // key.shape[1]
     for queries, keys in _slices(options):
@@ -259,7 +261,7 @@ def _attention_grad(
             (2, torch.einsum("hqk,qhd->khd", p, grad[queries])),
         ):
             grads[i][keys] += found.unflatten(1, (key.shape[1], groups)).sum(2)
-    return (*grads, None)
+    return (*(each.to(dtype) for each in grads), None)
 
 
 def _slices(options: dict[str, Any]) -> list[tuple[slice, slice]]:
@@ -278,7 +280,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Tensor
     if is_causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1 + len(key) - len(query))
         scores = scores.masked_fill(hidden, -math.inf)
-    return scores.float()
+    return scores
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,7 +288,7 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal:
     maxima = scores.amax(-1)
     p = (scores - maxima[..., None]).exp()
     sums = p.sum(-1)
-    out = torch.einsum("hqk,khd->qhd", (p / sums[..., None]).to(value.dtype), value)
+    out = torch.einsum("hqk,khd->qhd", p / sums[..., None], value)
     return out, maxima.t(), sums.t()
 
 

@@ -4,6 +4,9 @@ is a number how often the host waits for the device."""
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,14 @@ import pytest
 import torch
 
 from tests.conftest import MODEL
+from tests.depth import deep
+from tests.patience import patience
 from tests.stand_in import KIND, TRAFFIC, install
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.engines.train.training import ModelPath, Sum, policy_gradient, torch_engine, weights_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +143,18 @@ def test_generation_on_a_device_is_that_of_the_cpu_and_a_decode_step_waits_so_of
         assert long["found"][sample][0][:24] == tokens
     assert sum(long["reads"].values()) - sum(short["reads"].values()) == 24 * DECODE_READS, (short["reads"], long["reads"])
     assert (long["uploads"] - short["uploads"]) % 24 == 0, "a step uploads as much as another"
+
+
+SUITES = {  # safetensors asks a tensor for the address of its storage, which those of the stand-in have not
+    "train": ("tests/contract/test_train_engine.py", "npu and torch and not saved_model_is_loaded"),
+}
+
+
+@deep
+@pytest.mark.parametrize("engine", SUITES)
+def test_the_contract_of_an_engine_holds_over_the_stand_in(engine: str, tmp_path: Path) -> None:
+    tests, keyword = SUITES[engine]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.stand_in", "-k", keyword, f"--basetemp={tmp_path}", tests]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=patience(200), check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-400:]
