@@ -61,7 +61,9 @@ def test_no_request_is_a_servers_error(tmp_path: Path, monkeypatch: pytest.Monke
         answer = await world.client.send(request)
         statuses[answer.status_code] += 1
         assert answer.status_code < 500, (case.method, url, body, answer.text[:300])
-        assert answer.status_code < 400 or not [leak for leak in LEAKS if leak in answer.text], (url, body, answer.text[:300])
+        said = f"{url} {case.query} {(content or b'').decode(errors='replace')}"  # an answer may repeat it
+        leaks = [leak for leak in LEAKS if leak in answer.text and leak not in said]
+        assert answer.status_code < 400 or not leaks, (leaks, url, body, answer.text[:300])
 
     for operation in operations:
         cases = st.one_of(operation.as_strategy(GenerationMode.POSITIVE), operation.as_strategy(GenerationMode.NEGATIVE))
