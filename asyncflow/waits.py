@@ -299,7 +299,7 @@ PULL: Final = _wait(
     "bytes of version {version} from the trainer's sender at {address}",
     "weight_sync.deadline_seconds",
     "weight_sync/network.py:NodeReceiver._chunks weight_sync/network.py:NodeReceiver.hold"
-    " weight_sync/network.py:NodeReceiver.__init__ weight_sync/network.py:NodeReceiver._pull",
+    " weight_sync/network.py:NodeReceiver.__init__ weight_sync/network.py:NodeReceiver._pulled",
 )
 BROADCAST: Final = _wait(
     "broadcast",
