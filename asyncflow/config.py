@@ -17,13 +17,28 @@ import psutil
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from asyncflow.devices import CUDA, ONE_OF_KINDS, PATTERN
-from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
+from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, pop_name, read_yaml, to_yaml
 from asyncflow.types import MAX_CANDIDATES, Layout, LoraSpec, Old, UserError
 
 
 def _device(text: str) -> str:
     if not re.match(PATTERN, text):
         raise ValueError(f"there is no device {text!r}: take {ONE_OF_KINDS}, perhaps with a number, as in {CUDA}:1")
+    return text
+
+
+def _run_name(text: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]{0,99}", text):
+        raise ValueError(
+            f"{text!r} is no name of a run: take letters, digits, _, - and ., 100 at most, beginning with a letter or digit; its "
+            f"place is run.dir"
+        )
+    return text
+
+
+def _hub_name(text: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
+        raise ValueError(f"{text!r} is no repository of the Hugging Face Hub: write it as owner/name")
     return text
 
 
@@ -41,7 +56,7 @@ Finite = Annotated[float, Field(gt=0, lt=math.inf)]
 Weight = Annotated[float, Field(gt=-math.inf, lt=math.inf)]
 """Of a reward; below 0 it is a penalty."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
-HUB_NAME = r"^[\w][\w.-]*/[\w][\w.-]*$"
+MOST_STEPS = 1_000_000_000
 PartName = Annotated[str, AfterValidator(_part_name)]
 TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
 """Of metrics, `reward/mean` and so on."""
@@ -62,13 +77,13 @@ Pattern = Annotated[str, AfterValidator(_regular)]
 
 
 class RunConfig(Section):
-    name: str = "run"
+    name: Annotated[str, AfterValidator(_run_name)] = "run"
     """The run's folder below `dir`."""
     dir: Path = Path("runs")
     """The folder of all runs."""
     seed: Seed = 0
     """Decides the order of the data and the sampling noise, unless `data.seed` and `rollout.seed` do."""
-    steps: PositiveInt = 100
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
     """Optimiser steps."""
     overwrite: bool = False
     """Remove an earlier run of the same name first."""
@@ -105,7 +120,7 @@ class ModelConfig(Section):
     """Prompt and response together; by default the longest prompt of the data and `rollout.max_new_tokens`."""
     lora: LowRankConfig | None = None
     """Train a low-rank adapter instead of the weights; the model at `path` is its base."""
-    push_to_hub: Annotated[str, Field(pattern=HUB_NAME)] | None = None
+    push_to_hub: Annotated[str, AfterValidator(_hub_name)] | None = None
     """A repository of the Hugging Face Hub, `owner/name`: the final model goes there, with a model card, when the run is done."""
     private: bool = True
     """Whether that repository is private, where it has to be made."""
@@ -456,9 +471,8 @@ class WeightSyncConfig(Section):
             return {"name": tree}
         if not isinstance(tree, Mapping) or "path" not in tree:
             return tree
-        if "name" in tree:
-            raise ValueError("needs exactly one of 'name' and 'path'")
-        return {"name": tree["path"], **{key: value for key, value in tree.items() if key != "path"}}
+        others = dict(tree)
+        return {"name": pop_name(others), **others}
 
 
 class QueueConfig(Section):
@@ -542,6 +556,14 @@ class CheckpointConfig(Section):
     """How many checkpoints stay, the newest ones. 0: none are written."""
     stop_grace_seconds: PositiveFloat = 30.0
     """How long a run that is ended by SIGTERM may take to write one, if that is more than `run.stop_grace_seconds`."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> CheckpointConfig:
+        if self.keep == 0 and self.every_steps is not None:
+            raise ValueError(
+                f"keep=0 writes no checkpoints, and every_steps={self.every_steps} asks for some: leave one of them out"
+            )
+        return self
 
 
 class LayoutConfig(Section):

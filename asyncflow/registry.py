@@ -6,17 +6,15 @@ A name is a built-in one, or one that an installed package gives by an entry poi
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
-from asyncflow.types import UserError
-from asyncflow.user_file import import_file
+from asyncflow.options import checked_options
+from asyncflow.types import RunError, UserError
+from asyncflow.user_file import CannotImport, is_of_user, named, traces_of, words_of
 
 
 def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
@@ -33,36 +31,43 @@ def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
 
 
 def load(kind: str, target: str) -> Any:
-    """Import what `module:Name` or `file.py:Name` names. Raises `UserError` saying what is missing."""
-    module_name, _, name = target.rpartition(":")
+    """Import what `module:Name` or `file.py:Name` names. Raises `UserError` saying what is missing, or what the file raised."""
     try:
-        module = import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except (ImportError, OSError, SyntaxError) as error:
+        return named(target)
+    except CannotImport as error:
         raise UserError(f"{kind} {target!r} cannot be imported: {error}") from error
-    if not hasattr(module, name):
-        raise UserError(f"{kind} {target!r}: {module_name} has no {name!r}")
-    return getattr(module, name)
 
 
 def build(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str]) -> Any:
-    """Build a chosen class with its options. Raises `UserError` when an option is not one of its parameters."""
-    target = resolve(kind, choice, known)
+    """Build a chosen class with its options. Raises `UserError` when an option is not one of its parameters or of another kind, or
+    when the user's own class raises."""
+    made = _loaded(kind, choice, known)
+    arguments = checked_options(f"{kind} {choice!r}", made, options)
     try:
-        return load(kind, target)(**options)
-    except TypeError as error:
-        raise _refused(kind, choice, error) from error
+        return made(**arguments)
+    except (UserError, RunError):
+        raise
+    except (Exception, SystemExit) as error:
+        if not any(is_of_user(trace) for trace in traces_of(error)):
+            raise
+        raise UserError(f"{kind} {choice!r} cannot be built: {words_of(error)}") from error
 
 
-def check_options(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
-    """Check that a chosen class takes these options, without building it. Raises `UserError`, as `build` would."""
-    try:
-        inspect.signature(load(kind, resolve(kind, choice, known))).bind(**options)
-    except TypeError as error:
-        raise _refused(kind, choice, error) from error
+def check_options(
+    kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str], given: Collection[str] = ()
+) -> None:
+    """Check that a chosen class takes these options, without building it. `given`: names of its arguments that are the run's.
+
+    Raises `UserError`, as `build` would.
+    """
+    checked_options(f"{kind} {choice!r}", _loaded(kind, choice, known), options, given)
 
 
-def _refused(kind: str, choice: str, error: TypeError) -> UserError:
-    return UserError(f"{kind} {choice!r} does not take these options: {error}")
+def _loaded(kind: str, choice: str, known: Mapping[str, str]) -> Any:
+    made = load(kind, resolve(kind, choice, known))
+    if not callable(made):
+        raise UserError(f"{kind} {choice!r} is a {type(made).__name__}: it must be a class, or a function that makes one")
+    return made
 
 
 def _with_installed(kind: str, known: Mapping[str, str]) -> dict[str, str]:

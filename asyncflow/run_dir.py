@@ -31,6 +31,7 @@ JOB_FILE: Final = "job.json"
 KEY_FILE: Final = "key.pem"
 FORK_FILE: Final = "fork.json"
 """The origin of a run that is a fork."""
+METRICS_FILE: Final = "metrics.jsonl"
 EVAL_FILE: Final = "eval.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 TOKENS_FILE: Final = "tokens.jsonl"
@@ -85,6 +86,13 @@ class RunDir:
         """Whether a run has written into this folder."""
         return (self.path / _MARKER_FILE).is_file()
 
+    def has_results(self) -> bool:
+        """Whether a run has made a step here, or left a checkpoint or a model. One that failed before has nothing to be missed."""
+        metrics = self.path / METRICS_FILE
+        left = ("step-*", self.checkpoints), (f"{_ASIDE}*", self.path)
+        has_files = self.model.exists() or self.critic.exists() or (metrics.is_file() and metrics.stat().st_size > 0)
+        return has_files or any(next(folder.glob(pattern), None) for pattern, folder in left)
+
     @property
     def model_version(self) -> int | None:
         """Number of steps that the final model has been trained; None without a model, or if a run ended before it was noted."""
@@ -123,13 +131,13 @@ class RunDir:
             return
         if self.is_run() and not (self.path / CONFIG_FILE).exists():  # a process was killed while it claimed the empty folder
             return
-        if not may_overwrite:
+        if not self.is_run():
+            raise UserError(f"{self.path} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
+        if not may_overwrite and self.has_results():
             raise UserError(
                 f"{self.path} holds an earlier run: go on with it by --resume, give this one another run.name, remove that one by "
                 f"run.overwrite=true, or move it away"
             )
-        if not self.is_run():
-            raise UserError(f"{self.path} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
 
     def set_aside(self) -> Path | None:
         """Move the models that there are to a folder of their own, `set-aside-1` or the next. Returns it; None: there are none."""

@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -31,7 +32,7 @@ from asyncflow.types import UserError
 class Section(BaseModel):
     """Section of a configuration: frozen, and without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -65,14 +66,24 @@ def _as_choice(value: Any) -> Any:
         return {"name": value}
     if isinstance(value, Mapping):
         options = dict(value)
-        names = [options.pop(key) for key in ("name", "path") if key in options]
-        if len(names) != 1:
-            raise ValueError("needs exactly one of 'name' and 'path'")
+        name = pop_name(options)
         dumped = options.pop("options", {})  # `dump` writes them one level down
         if not isinstance(dumped, Mapping):
             raise ValueError("'options' must be a mapping")
-        return {"name": names[0], "options": {**dumped, **options}}
-    return value
+        return {"name": name, "options": {**dumped, **options}}
+    if isinstance(value, Choice):
+        return value
+    raise ValueError(f"must be a name, or a mapping with a name and its options, not {_shown(value)}")
+
+
+def pop_name(options: dict[str, Any]) -> Any:
+    """Take the name, or the path, out of a choice's mapping. Raises `ValueError` unless there is exactly one of them."""
+    given = {key: options.pop(key) for key in ("name", "path") if key in options}
+    if not given:
+        raise ValueError("needs a name, or a path as in {path: 'my_file.py:Name'}")
+    if len(given) > 1:
+        raise ValueError(f"has both the name {given['name']!r} and the path {given['path']!r}: leave one of them out")
+    return next(iter(given.values()))
 
 
 Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
@@ -138,6 +149,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise UserError(f"override {override!r}: {parent!r} has no keys below it")
         tree = below
+    if parents and last == "path" and set(tree) == {"name"}:  # of a choice, whose name it replaces
+        del tree["name"]
     try:
         tree[last] = from_yaml(value)
     except yaml.YAMLError as error:
@@ -167,14 +180,36 @@ def _sets(tree: Any, key: Sequence[str]) -> bool:
 
 def checked(kind: type[S], tree: Mapping[str, Any]) -> S:
     """Section that nested mappings describe. Raises `UserError` naming the key and what to do."""
+    _check_size(tree, ())
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UserError("; ".join(_sentence(kind, dict(e)) for e in error.errors())) from error
+        by_place: dict[tuple[str | int, ...], list[dict[str, Any]]] = {}
+        for each in error.errors():
+            by_place.setdefault(_at(kind, each["loc"])[0], []).append(dict(each))
+        sentences = (_sentence(kind, place, errors) for place, errors in by_place.items())
+        raise UserError("; ".join(sentences)) from error
 
 
-def _sentence(kind: type[Section], error: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"] if part != "[key]")
+def _check_size(tree: Any, place: tuple[Any, ...]) -> None:
+    """Raises `UserError` for a number that no message between processes holds."""
+    if isinstance(tree, Mapping):
+        for key, below in tree.items():
+            _check_size(below, (*place, key))
+    elif isinstance(tree, list):
+        for below in tree:
+            _check_size(below, place)
+    elif isinstance(tree, int) and not -(1 << 63) <= tree < 1 << 63:
+        raise UserError(f"{'.'.join(map(str, place))}: must be a smaller number, not {tree}")
+
+
+def _sentence(kind: type[Section], place: Sequence[str | int], errors: Sequence[dict[str, Any]]) -> str:
+    """Sentence about a value. `errors`: several are of the members of a union, of which it is none."""
+    where = ".".join(map(str, place))
+    if len(errors) > 1 and all(error["type"] in _WORDS for error in errors):
+        value = min(errors, key=lambda error: len(error["loc"]))["input"]
+        return f"{where}: must be {' or '.join(map(wanted, errors))}, not {_shown(value)}"
+    error = errors[0]
     if error["type"] == "extra_forbidden":
         known = _keys(kind, error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
@@ -184,21 +219,30 @@ def _sentence(kind: type[Section], error: dict[str, Any]) -> str:
             hint = f"did you mean {(elsewhere or near)[0]!r}?"
         return f"unknown key {where!r}: {hint}"
     if error["type"] == "missing":
+        if isinstance(place[-1], int):
+            count = len(get_args(_at(kind, place[:-1])[1]))
+            return f"{'.'.join(map(str, place[:-1]))}: must be a list of {count}, not {_shown(error['input'])}"
         return f"{where!r} is missing"
+    if error["type"] == "invalid_key":
+        return f"the key {_shown(error['input'])} is no text: known are {', '.join(_keys(kind, place[:-1]))}"
     message = str(error["msg"]).removeprefix("Value error, ")
-    limits = error.get("ctx", {})
-    if limits.get("lt") == math.inf:
-        message = f"must be a finite number, not {_shown(error['input'])}"
-    elif words := _WORDS.get(error["type"]):
-        message = f"must be {words.format(**limits)}, not {_shown(error['input'])}"
+    if error["type"] in _WORDS:
+        message = f"must be {wanted(error)}, not {_shown(error['input'])}"
     return f"{where}: {message}" if where else message
 
 
+def wanted(error: Mapping[str, Any]) -> str:
+    """Description of what a value must be, from a mistake as pydantic describes it, of a type that `_WORDS` has."""
+    limits = error.get("ctx", {})
+    shown = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
+    return "a finite number" if limits.get("lt") == math.inf else _WORDS[error["type"]].format(**shown)
+
+
 _WORDS: Final = {
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "{le:g} or less",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
     "finite_number": "a finite number",
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -224,14 +268,34 @@ _WORDS: Final = {
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it: `null`, `true`, `text`."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+    """A value as YAML has it: `null`, `true`, `text`; what YAML has not, as Python shows it."""
+    try:
+        return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+    except yaml.YAMLError:
+        return f"{value!r:.100}"
 
 
 def _keys(kind: type[Section], location: Sequence[str | int]) -> list[str]:
     """Keys that are known at a place below a section."""
-    section: Any = kind
+    return list(getattr(_at(kind, location)[1], "model_fields", {}))
+
+
+def _at(kind: type[Section], location: Sequence[str | int]) -> tuple[tuple[str | int, ...], Any]:
+    """Keys and indices of a location of pydantic's, and the annotation there. Of a union, whose members it names, the place is the
+    union's."""
+    found: Any = kind
+    place: list[str | int] = []
     for part in location:
-        field = getattr(section, "model_fields", {}).get(part)
-        section = field.annotation if field is not None else None
-    return list(getattr(section, "model_fields", {}))
+        members = [each for each in get_args(found) if each is not NoneType] if get_origin(found) in (Union, UnionType) else [found]
+        if len(members) > 1:
+            break
+        if part != "[key]":
+            place.append(part)
+        arguments = get_args(members[0])
+        if (fields := getattr(members[0], "model_fields", None)) is not None:
+            found = fields[part].annotation if part in fields else None
+        else:
+            found = arguments[-1] if arguments and arguments[-1] is not ... else arguments[0] if arguments else None
+        if get_origin(found) is Annotated:
+            found = get_args(found)[0]
+    return tuple(place), found

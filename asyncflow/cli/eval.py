@@ -13,7 +13,7 @@ import typer
 
 from asyncflow.cli.display import Display
 from asyncflow.config import Config, TrainConfig, parse
-from asyncflow.data.datasets import GENERATED
+from asyncflow.data.datasets import GENERATED, has_parts
 from asyncflow.rows import ANSWER
 from asyncflow.settings import apply_override, read_yaml, refuse_overrides
 from asyncflow.types import RunError, UserError
@@ -62,6 +62,9 @@ def _config(
     if config is None:  # all of a data set, unless it has no end
         tree["eval"] = {"num_prompts": GENERATED_PROMPTS if data.startswith(GENERATED) else None}
     tree["data"] = {key: value for key, value in (tree.get("data") or {}).items() if key != "split"}  # that is training's
+    if not has_parts(data):  # those that the file names are of its own data set
+        for section in ("data", "eval"):
+            tree[section] = {key: value for key, value in (tree.get(section) or {}).items() if key not in ("split", "subset")}
     tree["telemetry"] = {"trackers": [], "samples_per_step": KEPT_SAMPLES}
     if engine is not None:
         _choose_engine(tree, engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from asyncflow.cli.arguments import refuse
 from asyncflow.config import Config, load, named_plan
 from asyncflow.types import UserError
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.planner.search import Found
 
 AUTO = "auto"
+TOP = 8
 WIDTH = 160
 """Characters of the table where no terminal says how many it has."""
 
@@ -33,32 +36,53 @@ def plan(
     per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node, if not as the hardware says.")] = None,
     measure: Annotated[bool, typer.Option(help="Make a short run of the configuration here first, and scale costs to it.")] = False,
     from_run: Annotated[Path | None, typer.Option("--from", help="What if? From the folder of a run, with overrides.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many plans are shown.")] = 8,
+    top: Annotated[int | None, typer.Option(min=1, help=f"How many plans are shown; {TOP} by default.")] = None,
 ) -> None:
     """Plan a run: which devices train and which generate, and how each task is cut. Writes plan.yaml and a page."""
     given = list(overrides or [])
     if from_run is not None:
+        refuse(
+            {
+                "--devices": devices,
+                "--hardware": hardware,
+                "--nodes": nodes,
+                "--per-node": per_node,
+                "--measure": measure,
+                "--top": top,
+            },
+            "is for a new plan, and --from takes the devices that the run had: leave it out",
+        )
         if config is not None:
             given.insert(0, str(config))  # the first override stands where the file would
         _what_if(from_run, given)
         return
     if config is None:
         raise UserError("name the run's YAML file, or with --from the folder of a run: asyncflow plan CONFIG --devices 64")
+    if nodes is not None:
+        refuse({"--devices": devices}, "and --nodes both say how many devices there are: take one of them")
     resolved = load(config, given)
+    if devices is None and nodes is None and resolved.plan.devices is None:
+        refuse({"--per-node": per_node}, "says how large a node is, and nothing says how many there are: give --nodes or --devices")
     asked, found = asyncio.run(_plan(resolved, devices, hardware, nodes, per_node, measure))
-    _print(asked, found, top)
+    _print(asked, found, TOP if top is None else top)
+    _print_files(resolved)
     print(f"  asyncflow train {config} plan={_folder(resolved) / 'plan.yaml'}")
 
 
-def load_planned(config: Path, overrides: Sequence[str]) -> Config:
-    """Configuration of `asyncflow train`; with `plan=auto` it is planned first, and said what is taken and why."""
+def load_planned(config: Path, overrides: Sequence[str], *, is_tried: bool = False) -> Config:
+    """Configuration of `asyncflow train`; with `plan=auto` it is planned first, and said what is taken and why. `is_tried`: the
+    plan's files are not kept."""
     if AUTO not in map(named_plan, overrides):
         return load(config, overrides)
     others = [override for override in overrides if named_plan(override) != AUTO]
     resolved = load(config, others)
-    asked, found = asyncio.run(_plan(resolved, None, None, None, None, False))
-    _print(asked, found, 1)
-    return load(config, [*others, f"plan={_folder(resolved) / 'plan.yaml'}"])
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+        folder = Path(scratch) if is_tried else _folder(resolved)
+        asked, found = asyncio.run(_plan(resolved, None, None, None, None, False, folder))
+        _print(asked, found, 1)
+        if not is_tried:
+            _print_files(resolved)
+        return load(config, [*others, f"plan={folder / 'plan.yaml'}"])
 
 
 def _folder(config: Config) -> Path:
@@ -66,20 +90,26 @@ def _folder(config: Config) -> Path:
 
 
 async def _plan(
-    config: Config, devices: int | None, hardware: str | None, nodes: int | None, per_node: int | None, is_measured: bool
+    config: Config,
+    devices: int | None,
+    hardware: str | None,
+    nodes: int | None,
+    per_node: int | None,
+    is_measured: bool,
+    folder: Path | None = None,
 ) -> tuple[PlanRequest, Found]:
     from asyncflow.planner.measured import measure
     from asyncflow.planner.plan import calibrated, find_plan, request, write
 
     asked = await request(config, devices=devices, device=hardware, nodes=nodes, per_node=per_node)
+    folder = folder or _folder(config)
     if is_measured:
-        folder = _folder(config)
         measurement = await asyncio.to_thread(measure, config, folder.with_name(f"{folder.name}-measured"))
         print("\n".join(measurement.lines()))
         asked = calibrated(asked, measurement, config)
     processes = min(2, os.cpu_count() or 1)
     found = await find_plan(asked, processes=processes)
-    await write(found, asked, _folder(config), processes=processes)
+    await write(found, asked, folder, processes=processes)
     return asked, found
 
 
@@ -117,7 +147,10 @@ def _print(asked: PlanRequest, found: Found, top: int) -> None:
         print(f"{asked.devices - used} of the devices are left over: no plan that uses them is faster")
     for assumption in asked.assumptions:
         print(f"assumed: {assumption}")
-    print(f"{_folder(asked.config) / 'plan.yaml'}, {_folder(asked.config) / 'plan.html'}")
+
+
+def _print_files(config: Config) -> None:
+    print(f"{_folder(config) / 'plan.yaml'}, {_folder(config) / 'plan.html'}")
 
 
 def _what_if(run: Path, overrides: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from asyncflow.telemetry.trackers import METRICS_FILE
+from asyncflow.run_dir import METRICS_FILE
 from asyncflow.types import RunError
 
 

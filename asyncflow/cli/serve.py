@@ -10,12 +10,14 @@ from typing import Annotated
 
 import typer
 
+from asyncflow.cli.arguments import refuse
 from asyncflow.cli.plan import load_planned
 from asyncflow.config import Config, load
 from asyncflow.types import RunError, UserError
 
 SERVICE_DIR = "service"
 """Beside the folder of a run, whose start may clear that: keys, certificate and audit lines stay."""
+MAX_MODELS = 4
 TINKER_DIR = "tinker"
 """Likewise, for a server of Tinker's API, whose checkpoints are there, too."""
 
@@ -32,8 +34,12 @@ def serve(
     model_name: Annotated[
         str | None, typer.Option(help="With --tinker: the model's name for clients, by default its path.")
     ] = None,
-    max_models: Annotated[int, typer.Option(min=1, help="With --tinker: models that may be in training at once.")] = 4,
-    samplers: Annotated[int, typer.Option(min=1, help="With --tinker: models that may be sampled from at once.")] = 1,
+    max_models: Annotated[
+        int | None, typer.Option(min=1, help=f"With --tinker: models that may be in training at once; {MAX_MODELS} by default.")
+    ] = None,
+    samplers: Annotated[
+        int | None, typer.Option(min=1, help="With --tinker: models that may be sampled from at once; 1 by default.")
+    ] = None,
     full_weights: Annotated[bool, typer.Option(help="With --tinker: train all weights where clients ask for adapters.")] = False,
 ) -> None:
     """Serve a run over HTTP: clients start it, put prompts, train steps, generate for it or train for it."""
@@ -48,11 +54,14 @@ def serve(
 
         tls(certificate)
     if tinker:
-        given = overrides or []
-        served = _serve_tinker(
-            config, given, listen, certificate, self_signed, model_name, max_models, samplers, full_weights=full_weights
-        )
+        refuse({"--resume": resume, "--weights-from": weights_from}, "is for a run, and --tinker serves a model without one")
+        given, bounds = overrides or [], (max_models or MAX_MODELS, samplers or 1)
+        served = _serve_tinker(config, given, listen, certificate, self_signed, model_name, *bounds, full_weights=full_weights)
         raise typer.Exit(asyncio.run(served))
+    of_models = {"--model-name": model_name, "--max-models": max_models, "--samplers": samplers, "--full-weights": full_weights}
+    refuse(of_models, "is for models that --tinker serves, and this serves a run: leave it out, or give --tinker")
+    if weights_from is not None and not weights_from.is_dir():
+        raise UserError(f"--weights-from {weights_from} is no folder: make it, or name one that is there")
     loaded = load_planned(config, overrides or [])
     serving = _serve(loaded, listen, certificate, self_signed=self_signed, weights_from=weights_from, resume=resume)
     raise typer.Exit(asyncio.run(serving))

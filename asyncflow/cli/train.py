@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from asyncflow.cli.arguments import refuse
 from asyncflow.cli.display import Display
 from asyncflow.cli.plan import load_planned
 from asyncflow.cluster.torchrun import is_rank, run_rank
@@ -35,13 +36,18 @@ def train(
         str | None,
         typer.Option(metavar="RUN[@STEP]", help="Begin a new run with another one's checkpoint."),
     ] = None,
-    fork_keep: Annotated[str, typer.Option(help="What a fork keeps beside the weights: optimizer, data, both or neither.")] = (
-        "optimizer,data"
-    ),
+    fork_keep: Annotated[
+        str | None,
+        typer.Option(help="What a fork keeps beside the weights: optimizer, data, 'optimizer,data' (the default) or ''."),
+    ] = None,
     print_config: Annotated[bool, typer.Option(help="Print the resolved configuration, and do nothing else.")] = False,
 ) -> None:
     """Train a model: generation and training side by side."""
-    resolved = load_planned(config, overrides or [])
+    if fork_from is None:
+        refuse({"--fork-keep": fork_keep}, "says what a fork keeps, and this is none: give --fork-from, too, or leave it out")
+    elif resume:
+        raise UserError("--fork-from begins a new run, and --resume goes on with one: take one of them")
+    resolved = load_planned(config, overrides or [], is_tried=dry_run or print_config)
     if print_config:
         print(dump(resolved), end="")
     elif is_rank():
@@ -49,18 +55,16 @@ def train(
     elif dry_run:
         asyncio.run(_dry_run(resolved))
     else:
-        if fork_from is not None and resume:
-            raise UserError("--fork-from begins a new run, and --resume goes on with one: take one of them")
         if fork_from is not None:
             _fork(resolved, fork_from, fork_keep)
         raise typer.Exit(asyncio.run(_train(resolved, resume or fork_from is not None)))
 
 
-def _fork(config: Config, source: str, keep: str) -> None:
+def _fork(config: Config, source: str, keep: str | None) -> None:
     """Make the folder of a run that begins with another one's checkpoint, and say what it takes and what differs."""
-    from asyncflow.run.fork import fork
+    from asyncflow.run.fork import KEPT, fork
 
-    record = fork(config, source, {name for name in keep.split(",") if name}, print)
+    record = fork(config, source, KEPT if keep is None else {name for name in keep.split(",") if name}, print)
     print(f"forked from {record.origin} after {record.step} steps, with its {' and '.join(['weights', *record.kept])}")
     for key, (before, now) in record.differences.items():
         print(f"  {key}: {before!r} there, {now!r} here")

@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from asyncflow.cli.arguments import UsageError, sentence_of
 from asyncflow.cli.check import check
 from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.display import sentence
@@ -64,11 +65,24 @@ def run() -> None:
     keep_going()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        app()
+        sys.exit(_called())
     except* UserError as group:
         _end(group, 2)
     except* (RunError, OSError) as group:
         _end(group, 1)
+
+
+def _called() -> int:
+    """Call the verb. Returns the exit status. Raises `UserError` for arguments that it does not take."""
+    try:
+        return app(standalone_mode=False, prog_name="asyncflow") or 0
+    except typer.Abort:
+        return 1
+    except UsageError as error:
+        if "\n" in str(error):  # a verb of verbs, which is told what there is
+            error.show()
+            return 2
+        raise UserError(sentence_of(error)) from error
 
 
 def _end(group: BaseExceptionGroup, code: int) -> None:

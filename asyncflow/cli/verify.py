@@ -12,11 +12,8 @@ import typer
 
 from asyncflow.cli.display import Display, sentence
 from asyncflow.config import Config, dump, load, parse
-from asyncflow.control import SCHEDULES
-from asyncflow.control.schedule import Schedule
 from asyncflow.loops.samples import EVALUATE_TASK
-from asyncflow.registry import build
-from asyncflow.run.factories import make_algorithm, why_never_deterministic
+from asyncflow.run.factories import make_algorithm, make_schedule, why_never_deterministic
 from asyncflow.run.job import Job, run_with_signals
 from asyncflow.run.resume import CRITIC_FINGERPRINTS
 from asyncflow.settings import refuse_overrides
@@ -93,8 +90,7 @@ def check_engine(given: Config) -> None:
 
 def variants(given: Config, steps: int) -> tuple[Config, Config]:
     """Configurations of the two runs. Raises `UserError` if in this schedule timing decides which version makes a sample."""
-    name, options = given.schedule.name, given.schedule.options
-    schedule: Schedule = build("schedule", name, options, SCHEDULES)
+    name, schedule = given.schedule.name, make_schedule(given)
     if any(interval.low != interval.high for interval in map(schedule.interval, range(steps + 1))):
         raise UserError(
             f"with schedule={name} timing may decide which of several versions makes a sample, so that two runs need not be equal: "
@@ -102,7 +98,7 @@ def variants(given: Config, steps: int) -> tuple[Config, Config]:
         )
     if not schedule.max_staleness:
         return _variant(given, "synchronous", steps, 1, "synchronous"), _variant(given, "periodic", steps, 2, "periodic")
-    own, short = {"name": name, "options": options}, name.rpartition(":")[2]
+    own, short = {"name": name, "options": given.schedule.options}, name.rpartition(":")[2]
     return _variant(given, f"{short}-1", steps, 1, own), _variant(given, f"{short}-2", steps, 2, own)
 
 

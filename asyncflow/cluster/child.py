@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncflow.registry import load
 from asyncflow.types import RunError, UserError, first_error
-from asyncflow.user_file import is_of_user, place_of, traces_of
+from asyncflow.user_file import is_of_user, traces_of, words_of
 
 
 def _end_with_the_driver() -> None:
@@ -33,7 +33,7 @@ def main(entry: str, name: str, run_dir: Path) -> int:
             return 2 if isinstance(error, UserError) else 1
         traceback.print_exception(error)
         if any(is_of_user(trace) for trace in traces_of(error)):
-            print(f"{type(error).__name__}: {error} ({place_of(error)})", file=sys.stderr)
+            print(words_of(error), file=sys.stderr)
         return 1
     return 0
 

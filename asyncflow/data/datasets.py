@@ -67,6 +67,12 @@ def load_rows(
     return rows
 
 
+def has_parts(path: str) -> bool:
+    """Whether a data set may have subsets and splits: a folder, or one of the Hub; not a file, and nothing generated."""
+    file = Path(path)
+    return file.is_dir() or not (file.exists() or file.suffix in _FILES or path.startswith((GENERATED, reasoning_gym.PREFIX)))
+
+
 def as_json(rows: Iterable[Row], path: str) -> Iterator[Row]:
     """Rows with JSON values alone, as they travel: dates as text, tuples as lists, numbers that are not finite as null.
 

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from asyncflow.model_folder import read_json
+from asyncflow.model_folder import read_json, weight_files
 from asyncflow.types import Array, LoraSpec, UserError
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -57,6 +58,18 @@ def lora_shapes(linears: Mapping[str, tuple[int, int]], spec: LoraSpec) -> dict[
         if spec.has_target(name):
             shapes |= {name + A: (spec.rank, inputs), name + B: (outputs, spec.rank)}
     return shapes
+
+
+def check_lora_targets(model: Path, spec: LoraSpec) -> None:
+    """Check, by the names of a model's weights, that it has the linear layers that are to get an adapter. Raises `UserError`."""
+    linears: dict[str, tuple[int, int]] = {}
+    for file in filter(Path.is_file, weight_files(model) if spec.targets else ()):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        matrices = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+        linears |= {name: (shape[0], shape[1]) for name, shape in matrices.items() if "embed" not in name and name != "lm_head"}
+    if linears:
+        lora_shapes(linears, spec)
 
 
 def check_lora_files(folder: Path, spec: LoraSpec) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import inspect
 import math
 import os
@@ -24,7 +23,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -42,10 +40,12 @@ from asyncflow.environments.messages import (
     ResetEpisode,
     StepEpisode,
 )
-from asyncflow.sandbox.child import private_pipes, receive, words_of
+from asyncflow.options import checked_options
+from asyncflow.sandbox.child import private_pipes, receive
 from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, end_children, limit_memory, limit_output
-from asyncflow.user_file import import_file
+from asyncflow.types import UserError
+from asyncflow.user_file import CannotImport, named, words_of
 
 _M_ARENA_MAX = -8  # glibc's malloc.h
 Build = Callable[[], Any]
@@ -57,13 +57,11 @@ class NotAnAnswer(Exception):
 
 
 def load(path: str, options: Mapping[str, Any]) -> Build:
-    """Function that builds the environment at `package.module:Name` or `/path/file.py:Name`. Raises `ImportError` and whatever the
-    user's file raises."""
-    place, _, name = path.rpartition(":")
-    module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    if (target := getattr(module, name, None)) is None:
-        raise ImportError(f"{place} has no {name!r}")
-    return lambda: target(**options)
+    """Function that builds the environment at `package.module:Name` or `/path/file.py:Name`. Raises `CannotImport`, and `UserError`
+    for options that are not its own."""
+    target = named(path)
+    arguments = checked_options("it", target, options)
+    return lambda: target(**arguments)
 
 
 def opened(returned: Any) -> EpisodeOpened:
@@ -234,11 +232,12 @@ def main() -> None:
     token, setup = first
     try:
         build = load(setup.path, setup.options)
-    except Exception as error:  # a user's file may raise anything; it is told to the user by the owner
-        return send(token, Broken(setup.path, f"cannot be imported: {words_of(error)}"))
-    try:
         environment = build()
-    except Exception as error:  # as above
+    except CannotImport as error:
+        return send(token, Broken(setup.path, f"cannot be imported: {error}"))
+    except UserError as error:
+        return send(token, Broken(setup.path, f"cannot be built: {error}"))
+    except (Exception, SystemExit) as error:  # the user's class may raise anything; it is told to the user by the owner
         return send(token, Broken(setup.path, f"cannot be built with the options {dict(setup.options)!r:.200}: {words_of(error)}"))
     if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
         return send(token, Broken(setup.path, f"has no {missing[0]}: asyncflow/environments/base.py says what is needed"))

@@ -15,13 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.config import Config
-from asyncflow.control import SCHEDULES
-from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.costs import Costs
 from asyncflow.model_folder import read_json
-from asyncflow.registry import build
-from asyncflow.run.factories import tasks_before_training, tokens_per_pass, update_plan
+from asyncflow.run.factories import make_schedule, tasks_before_training, tokens_per_pass, update_plan
 from asyncflow.types import Array
 
 GRID = 64
@@ -94,7 +91,7 @@ class Drawn:
 
 def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
     """Graph of a step: the mean over the drawn steps."""
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    schedule = make_schedule(config)
     tasks = [rollout(config, costs, drawn, in_flight=schedule.installs_in_flight)]
     tasks += [before_training(config, costs, drawn, name) for name in between(config)]
     tasks.append(train(config, costs, drawn))

@@ -25,10 +25,9 @@ from asyncflow.model_folder import read_json
 from asyncflow.planner.contention import BusyWorkers
 from asyncflow.planner.fit import TimedWork
 from asyncflow.run.factories import tokens_per_pass
-from asyncflow.run_dir import CONFIG_FILE
+from asyncflow.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, join_pieces, read_spans
-from asyncflow.telemetry.trackers import METRICS_FILE
 from asyncflow.types import UserError
 
 WARM_UP: Final = 2

@@ -24,7 +24,6 @@ from typing import Any, Final
 import msgspec
 
 from asyncflow.config import Config, parse
-from asyncflow.control import SCHEDULES
 from asyncflow.control.schedule import Schedule
 from asyncflow.engines.costs import Costs
 from asyncflow.engines.families import check_layout
@@ -32,8 +31,7 @@ from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound, bound
 from asyncflow.planner.cost import Estimate, Figure, Model, Moments, cut_of_rollout
 from asyncflow.planner.graph import Drawn, Graph, Task, before_training, between, rollout, train, weights
-from asyncflow.registry import build
-from asyncflow.run.factories import devices_each, num_devices, tasks_before_training
+from asyncflow.run.factories import devices_each, make_schedule, num_devices, schedule_of, tasks_before_training
 from asyncflow.run.memory import GIB, reference_parts, rollout_parts, training_parts
 from asyncflow.settings import Choice
 from asyncflow.simulation.seeds import Order, Outcome, Simulators
@@ -197,7 +195,7 @@ def simulated_config(plan: Plan) -> Config:
 def steps_of(config: Config, part: int) -> int:
     """Steps of a simulated run, more where weights come later."""
     rows = config.train.prompts_per_step * config.rollout.group_size // part
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    schedule = make_schedule(config)
     return max(2, min(STEPS, ROWS_OF_RUN // rows)) + schedule.max_staleness
 
 
@@ -421,7 +419,7 @@ def longest_prompt(config: Config, model: Model) -> int:
 def _schedules(config: Config) -> list[tuple[Choice, Schedule]]:
     """The on-policy schedules, and the configuration's own."""
     chosen = {each.name: each for each in (Choice(name="periodic"), Choice(name="synchronous"), config.schedule)}
-    return [(each, build("schedule", each.name, each.options, SCHEDULES)) for each in chosen.values()]
+    return [(each, schedule_of(each)) for each in chosen.values()]
 
 
 def _weight_syncs(config: Config, model: Model, num: int) -> list[Any]:

@@ -19,9 +19,11 @@ from asyncflow.own_metrics import log_metric
 from asyncflow.rewards.answers import reference
 from asyncflow.rewards.base import Sample
 from asyncflow.rows import QUESTIONS, READY_PROMPT, found_in, value_in
+from asyncflow.types import UserError
 
 # By any of these a function is TRL's.
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # What TRL leaves out of the columns that it hands over.
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -37,14 +39,27 @@ def adapted(
     target: Callable[..., Any], options: Mapping[str, Any], prompt_column: str | None = None, prompt_template: str | None = None
 ) -> Adapted:
     """`target` with its options, to be called with a sample. `prompt_column`, `prompt_template`: what makes a row's prompt, where
-    `data` says it."""
+    `data` says it. Raises `UserError` for parameters that fit no convention."""
     parameters = _parameters(target)
     bound = functools.partial(target, **options) if options else target
     if not _TRL.isdisjoint(parameters.keys() - options.keys()):
         prompt_of = functools.partial(_prompt_of, prompt_column, prompt_template)
         return Adapted(functools.partial(_as_trl, bound, parameters, prompt_of), _only_one)
     if "solution_str" in parameters:
+        if lacking := [name for name in _needed(parameters) if name not in {*_VERL, *options}]:
+            raise UserError(
+                f"needs {lacking[0]!r}, which verl's functions are not given: set it as an option, or give it a default"
+            )
         return Adapted(functools.partial(_as_verl, bound, parameters), _score_in)
+    try:
+        inspect.signature(bound).bind(None)
+    except TypeError:
+        raise UserError(
+            f"takes ({', '.join(parameters)}), and is called with a sample alone: write it as f(sample), give what else it takes "
+            f"as options or defaults, or use the parameters of TRL (completions, ...) or verl (solution_str, ground_truth, ...)"
+        ) from None
+    except ValueError:  # a callable of C code that does not say
+        pass
     return Adapted(bound, lambda returned: returned)
 
 
@@ -69,6 +84,12 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(target).parameters
     except (TypeError, ValueError):  # a callable of C code that does not say
         return {}
+
+
+def _needed(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Names of parameters that a caller has to give."""
+    are_many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, each in parameters.items() if each.default is each.empty and each.kind not in are_many]
 
 
 def _takes(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +136,9 @@ def _as_trl(
         "log_extra": _log_nothing,
         "log_metric": log_metric,
     }
+    given = getattr(function, "keywords", {})
+    if lacking := [name for name in _needed(parameters) if name not in {*columns, *batch, *given}]:
+        raise LookupError(f"it takes {lacking[0]!r}, and the row has no such column: it has {', '.join(columns) or 'none'}")
     return function(**_takes(parameters, {**columns, **batch}))
 
 
@@ -124,10 +148,11 @@ def _log_nothing(name: str, value: Any) -> None:
 
 def _as_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], sample: Sample) -> Any:
     extra = sample.example.get("extra_info")
-    arguments = {
-        "data_source": sample.example.get("data_source", "unknown"),
-        "solution_str": sample.response,
-        "ground_truth": reference(sample),
-        "extra_info": dict(extra) if isinstance(extra, Mapping) else {},
-    }
+    values = (
+        sample.example.get("data_source", "unknown"),
+        sample.response,
+        reference(sample),
+        dict(extra) if isinstance(extra, Mapping) else {},
+    )
+    arguments = dict(zip(_VERL, values, strict=True))
     return function(**_takes(parameters, arguments))

@@ -15,26 +15,26 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import inspect
 import math
 import numbers
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncflow.options import checked_options
 from asyncflow.own_metrics import collecting
 from asyncflow.rewards.base import RewardPart, Sample, weighted
 from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
 from asyncflow.rewards.signatures import Adapted, adapted
-from asyncflow.sandbox.child import private_pipes, receive, trace_of, words_of
+from asyncflow.sandbox.child import private_pipes, receive, trace_of
 from asyncflow.sandbox.forked import in_child
 from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, limit_memory, limit_output
-from asyncflow.user_file import import_file
+from asyncflow.types import UserError
+from asyncflow.user_file import CannotImport, named, words_of
 
 MAX_REWARD = (2 - 2**-23) * 2.0**127  # the largest of float32
 
@@ -47,22 +47,27 @@ def build_scorer(
     path: str, options: dict[str, Any], prompt_column: str | None = None, prompt_template: str | None = None
 ) -> Adapted:
     """The scorer at `package.module:Name` or `/path/file.py:Name`: a class built with the options, or a function bound to them."""
-    place, _, name = path.rpartition(":")
     try:
-        module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # a user's file may raise anything; it is told to the user by the parent
-        raise NoScorer(f"cannot be imported: {words_of(error)}") from error
-    target = getattr(module, name, None)
-    if target is None:
-        raise NoScorer(f"cannot be imported: {place} has no {name!r}")
-    if isinstance(target, type):
-        try:
-            target, options = target(**options), {}
-        except Exception as error:  # as above
-            raise NoScorer(f"cannot be built with the options {options!r:.200}: {words_of(error)}") from error
+        target = named(path)
+    except CannotImport as error:
+        raise NoScorer(f"cannot be imported: {error}") from error
     if not callable(target):
         raise NoScorer("cannot be called: it must be a function, or a class with __call__(self, sample)")
-    return adapted(target, options, prompt_column, prompt_template)
+    is_class = isinstance(target, type)
+    try:
+        options = checked_options("it", target, options, needs_all=is_class)
+        if is_class:
+            target, options = target(**options), {}
+    except UserError as error:
+        raise NoScorer(f"cannot be built: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's class may raise anything; it is told to the user by the parent
+        raise NoScorer(f"cannot be built with the options {options!r:.200}: {words_of(error)}") from error
+    if not callable(target):
+        raise NoScorer("cannot be called: it must be a function, or a class with __call__(self, sample)")
+    try:
+        return adapted(target, options, prompt_column, prompt_template)
+    except UserError as error:
+        raise NoScorer(str(error)) from error
 
 
 def answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sample) -> Scored | Failed:

@@ -210,6 +210,8 @@ class Attempt:
                 f"by run.overwrite=true, or give this run another run.name"
             )
         folder.check(may_overwrite=may_overwrite or (self._resume and folder.is_run()))
+        if folder.is_run() and not self._resume and not folder.has_results():
+            self._log(f"{folder.path} holds a run that ended before its first step: this one begins in its place")
         if self._resume and folder.is_run():
             self._log(f"there is no whole checkpoint yet in {folder.checkpoints}: beginning anew, in the place of what is there")
         elif self._resume:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import msgspec
 
@@ -30,12 +31,14 @@ from asyncflow.environments.base import TurnFormat
 from asyncflow.environments.pool import EnvironmentPool
 from asyncflow.loops.episode import EpisodeLimits
 from asyncflow.loops.samples import SELECT_TASK, UPDATE_TASK, VALUES_TASK, Shape, schema
+from asyncflow.options import misfit
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.settings import Choice
 from asyncflow.threads import num_cores
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.sampler.checks import check_sampler
@@ -277,8 +280,18 @@ def critic_options(config: Config) -> TrainEngineOptions:
 
 
 def make_schedule(config: Config) -> Schedule:
-    """The schedule of the configuration. It is stateless, so every process has one of its own."""
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    """The schedule of the configuration. It is stateless, so every process has one of its own.
+
+    Raises `UserError` where there is none, or one that lacks a part of the contract.
+    """
+    return schedule_of(config.schedule)
+
+
+def schedule_of(chosen: Choice) -> Schedule:
+    """The schedule that is chosen. Raises as `make_schedule`."""
+    schedule: Schedule = build("schedule", chosen.name, chosen.options, SCHEDULES)
+    parts = [*Schedule.__annotations__, *(name for name, part in vars(Schedule).items() if inspect.isfunction(part))]
+    _check_contract(f"the schedule {chosen.name}", schedule, Schedule, [name for name in parts if not name.startswith("_")])
     return schedule
 
 
@@ -295,31 +308,36 @@ def make_algorithm(config: Config) -> Algorithm:
         options = {"correction": correction, **options}
     algorithm: Algorithm = build("algorithm", config.algorithm.name, options, ALGORITHMS)
     own = f"the algorithm {config.algorithm.name}"
-    _check_contract(own, algorithm, Algorithm, (*TRAINED, "needs_reference", "correction", "is_token_local"))
+    _check_objective(own, algorithm, Algorithm, (*TRAINED, "needs_reference", "correction", "is_token_local"))
     if algorithm.critic is not None:
-        _check_contract(f"the critic of {own}", algorithm.critic, Critic, TRAINED)
+        _check_objective(f"the critic of {own}", algorithm.critic, Critic, TRAINED)
     check_correction(algorithm.correction, old, schedule.max_staleness, is_truncated=config.rollout.is_truncated)
     return algorithm
 
 
-def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[str]) -> None:
-    """Check that a user's object keeps a contract, and fill in what it may leave out. Raises `UserError`."""
-
-    def is_there(name: str) -> bool:
-        promised, own = getattr(contract, name, None), getattr(trained, name, None)
-        return hasattr(trained, name) and not (callable(promised) and getattr(own, "__func__", own) is promised)
-
-    for name in needed:
-        if not is_there(name):
-            raise UserError(f"{what} has no {name!r}: asyncflow/algorithms/base.py says what is needed")
+def _check_objective(what: str, trained: Any, contract: type, needed: Sequence[str]) -> None:
+    """Check that an algorithm, or its critic, keeps a contract, and fill in what it may leave out. Raises `UserError`."""
+    _check_contract(what, trained, contract, needed)
     for name in MAY_BE_LEFT_OUT:
         if not hasattr(trained, name) and hasattr(contract, name):
             setattr(trained, name, getattr(contract, name))
-    for name in ("statistics", "normalised") if trained.waits_for_batch else ():
-        if not is_there(name):
-            raise UserError(
-                f"{what} has no {name!r}, which waits_for_batch needs: asyncflow/algorithms/base.py says what is needed"
-            )
+    if trained.waits_for_batch:
+        _check_contract(f"{what}, which waits for the batch,", trained, contract, ("statistics", "normalised"))
+
+
+def _check_contract(what: str, made: Any, contract: type, needed: Sequence[str]) -> None:
+    """Check that a user's object has these parts of a contract, and that its values are of the contract's kinds. Raises
+    `UserError`."""
+    where = f"{contract.__module__.replace('.', '/')}.py says what is needed"
+    for name in needed:
+        promised, own = getattr(contract, name, None), getattr(made, name, None)
+        if not hasattr(made, name) or (callable(promised) and getattr(own, "__func__", own) is promised):
+            raise UserError(f"{what} has no {name!r}: {where}")
+        if callable(promised) and not callable(own):
+            raise UserError(f"{what} has {name!r}, which is no function: {where}")
+    for name, kind in get_type_hints(contract).items():
+        if hasattr(made, name) and (wrong := misfit(getattr(made, name), kind)):
+            raise UserError(f"{what}: {name} {wrong}; {where}")
 
 
 def num_devices(config: Config) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.families import check_layout
-from asyncflow.engines.lora_files import check_lora_files
+from asyncflow.engines.lora_files import check_lora_files, check_lora_targets
 from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_CHECKS,
     ROLLOUT_ENGINES,
@@ -22,7 +23,7 @@ from asyncflow.engines.rollout import (
 from asyncflow.engines.train import OUTSIDE, TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.environments import ENVIRONMENTS, TURN_FORMATS
 from asyncflow.environments.pool import EnvironmentPool
-from asyncflow.loops.samples import VALUES_TASK, Prompt
+from asyncflow.loops.samples import EVALUATION_GROUPS, VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, check_options, resolve
 from asyncflow.rewards import REWARDS
@@ -44,6 +45,7 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.model_card import may_push
 from asyncflow.run.model_source import SHAPES, Log, check_folder, is_made, model_folder
+from asyncflow.run.parts_there import check_engines, check_storage
 from asyncflow.run.prompts import read_source, short_enough, tokenize
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
@@ -100,6 +102,10 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     for key, listen in (("queue.listen", config.queue.listen), ("weight_sync.listen", config.weight_sync.listen)):
         if listen is not None and is_any(host_of(listen)):
             raise UserError(f"{key}={listen} names no machine, and others are told to come there: take this machine's own address")
+    storage = config.queue.storage
+    check_options("queue storage", storage.name, storage.options, STORAGES, ["unit"])
+    if is_here and "wandb" in config.telemetry.trackers and importlib.util.find_spec("wandb") is None:
+        raise UserError("telemetry.trackers has wandb, which is not installed: pip install 'asyncflow-rl[wandb]', or leave it out")
     _check_weight_sync(config)
     check_rollout_engine(config, config.rollout.num_workers)
     algorithm, train = make_algorithm(config), config.train
@@ -116,6 +122,10 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     if config.model.push_to_hub is not None and is_here and not may_push():
         raise UserError("model.push_to_hub needs a token of the Hugging Face Hub: log in with `hf auth login`, or set HF_TOKEN")
     _check_candidates(config, wants_them=algorithm.wants_varied_groups)
+    if (groups := config.run.steps * shape_of(config).numbers_per_step) > EVALUATION_GROUPS:
+        raise UserError(
+            f"run.steps={config.run.steps} makes {groups} groups to be numbered, and {EVALUATION_GROUPS} is the most: take fewer"
+        )
     if config.train.skip_zero_advantages is True and not algorithm.is_zero_without_advantages:
         raise UserError(
             f"train.skip_zero_advantages is for losses that have no gradient where advantages are 0, and {config.algorithm.name} "
@@ -348,6 +358,8 @@ async def prepare(
     """
     check_choices(config)
     await check_devices(config)
+    await check_engines(config, is_training=not evaluate_only)
+    await check_storage(config)
     if not is_served:
         _check_needs_nobody(config)
     source = read_source(config, "train") if config.data.path is not None else None
@@ -370,6 +382,8 @@ async def prepare(
         model = await model_folder(config, source, scratch, log)
     if not evaluate_only:
         check_train_engine(config, read_json(model / "config.json"))
+        if config.lora is not None:
+            check_lora_targets(model, config.lora)
     critic = critic_folder(config) if not evaluate_only else None
     if critic is not None:
         _check_critic_fits(critic, model)

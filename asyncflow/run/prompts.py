@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncflow.config import Config
-from asyncflow.data.columns import Columns, find_columns
-from asyncflow.data.datasets import Row, Split, load_rows
+from asyncflow.data.columns import Columns, find_columns, template_columns
+from asyncflow.data.datasets import Row, Split, has_parts, load_rows
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.samples import Prompt
 from asyncflow.types import UserError
@@ -44,6 +44,14 @@ def read_source(config: Config, split: Split) -> DataRows:
     else:
         assert held_out.path is not None
         path, named, subset, limit = held_out.path, held_out.split, held_out.subset or data.subset, held_out.num_prompts
+    section = "data" if split == "train" else "eval"
+    of_section = subset if split == "train" else held_out.subset
+    if not has_parts(path) and (of_section is not None or named not in ("train", "test")):
+        key = "subset" if of_section is not None else "split"
+        raise UserError(
+            f"{section}.{key}={of_section or named}, but {path} is one whole, without subsets and splits: leave it out, or set it "
+            f"to {'null' if key == 'subset' else 'train'}"
+        )
     rows = load_rows(path, seed=config.data_seed, split=split, limit=limit, named=named, subset=subset)
     return source_of(config, rows, path)
 
@@ -51,6 +59,11 @@ def read_source(config: Config, split: Split) -> DataRows:
 def source_of(config: Config, rows: Sequence[Row], name: str) -> DataRows:
     """Rows that come from somewhere, with their columns found as the configuration says. Raises `UserError`."""
     data = config.data
+    if data.prompt_template is not None and config.environment is None and not template_columns(data.prompt_template):
+        raise UserError(
+            f"data.prompt_template {data.prompt_template!r} names no column, so that all prompts are the same: name some in "
+            f"braces, as in '{{question}}'"
+        )
     columns = find_columns(rows, name, template=data.prompt_template, prompt=data.prompt_column, answer=data.answer_column)
     return DataRows(name, list(rows), columns)
 

@@ -24,14 +24,14 @@ import numpy as np
 from asyncflow.config import Config, load, parse_dumped
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.record import RecordState
-from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, RunDir, control_socket, replace
+from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, METRICS_FILE, SAMPLES_FILE, TOKENS_FILE, RunDir, control_socket, replace
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
 from asyncflow.telemetry.report import REPORT_FILE
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.tensorboard import cut_events
 from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE
-from asyncflow.telemetry.trackers import METRICS_FILE, TENSORBOARD_FOLDER
+from asyncflow.telemetry.trackers import TENSORBOARD_FOLDER
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
 from asyncflow.types import Batch, Ragged, RunError, UserError

@@ -1,4 +1,4 @@
-"""The process's own end: its pipes, the next question, and the words of an error. Imports are few: it must start quickly."""
+"""The process's own end: its pipes, the next question, and an error's traceback. Imports are few: it must start quickly."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from asyncflow.sandbox.frames import TOKEN_BYTES
-from asyncflow.user_file import is_of_user, place_of, traces_of
+from asyncflow.user_file import is_of_user, traces_of
 
-MAX_TEXT = 2000  # characters of the user's own words that an answer carries
-MAX_TRACE = 8000  # and of a traceback
+MAX_TRACE = 8000  # characters of a traceback that an answer carries
 Message = TypeVar("Message")
 
 
@@ -32,16 +31,6 @@ def receive(requests: BinaryIO, decoder: msgspec.msgpack.Decoder[Message]) -> tu
     if len(head) < TOKEN_BYTES + 4:
         return None
     return head[:TOKEN_BYTES], decoder.decode(requests.read(int.from_bytes(head[TOKEN_BYTES:], "big")))
-
-
-def words_of(error: BaseException) -> str:
-    """An error's type, text and place (`place_of`), of one line's length."""
-    try:
-        text = str(error)
-    except Exception:  # a broken __str__ must not hide the error itself
-        text = "(its text cannot be shown)"
-    place = place_of(error)
-    return f"{type(error).__name__}: {text[:MAX_TEXT]}{f' ({place})' if place else ''}".encode(errors="replace").decode()
 
 
 def trace_of(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import yaml
 
-from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE, UNSCORED_FILE
+from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, METRICS_FILE, SAMPLES_FILE, UNSCORED_FILE
 from asyncflow.telemetry.certificate import Certificate, read_certificate
 from asyncflow.telemetry.gantt import first_view
 from asyncflow.telemetry.hub import UnscoredResponse
@@ -26,7 +26,6 @@ from asyncflow.telemetry.situation import Situation, read_situation
 from asyncflow.telemetry.span_index import SpanIndex
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE
-from asyncflow.telemetry.trackers import METRICS_FILE
 from asyncflow.types import UserError
 
 T = TypeVar("T")

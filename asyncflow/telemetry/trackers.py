@@ -16,10 +16,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from asyncflow.run_dir import METRICS_FILE
 from asyncflow.telemetry.tensorboard import EventFile
 from asyncflow.types import UserError
 
-METRICS_FILE: Final = "metrics.jsonl"
 OWN_TRACKER: Final = "jsonl"
 """The tracker that every run has: its report and `--resume` read the file."""
 TENSORBOARD_FOLDER: Final = "tensorboard"

@@ -14,3 +14,5 @@ STORAGES = {
     "mooncake": "asyncflow.transfer_queue.storage.mooncake:MooncakeStorage",
     "redis": "asyncflow.transfer_queue.storage.redis:RedisStorage",
 }
+ASKED_STORAGES = frozenset({"redis"})
+"""Storages that are opened and closed before a run starts, to see whether their server is there. It writes nothing."""

@@ -103,7 +103,7 @@ async def test_an_engine_of_a_package_trains_by_its_name(
     own = await sgd.log_probs(batches[0].prompt_ids, batches[0].response_ids)
     trained = await torch_engine(tmp_path / "model").log_probs(batches[0].prompt_ids, batches[0].response_ids)
     assert own.values == pytest.approx(trained.values, abs=1e-4)
-    with pytest.raises(UserError, match="does not take these options"):
+    with pytest.raises(UserError, match="has no option 'speed'"):
         engine(speed=1.0)
     with pytest.raises(UserError, match="one device"):
         build("train engine", "sgd", {"model_path": path, "options": train_options(layout=Layout(2, 1, 1))}, TRAIN_ENGINES)

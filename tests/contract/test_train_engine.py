@@ -503,7 +503,7 @@ def test_what_an_engine_does_not_do_is_refused_in_a_sentence(
     ("kind", "own", "changes", "message"),
     [
         ("deepspeed", {"stage": 4}, {}, "train.engine.stage"),
-        ("deepspeed", {"stages": 2}, {}, "does not take these options"),
+        ("deepspeed", {"stages": 2}, {}, "has no option 'stages': did you mean 'stage'"),
         ("deepspeed", {}, {"accumulate": "exact"}, "train.accumulate"),
         ("deepspeed", {}, {"layout": Layout(1, 2, 1)}, "plan.train.tp"),
         ("deepspeed", {"stage": 1}, {"dtype": "bfloat16"}, "stage to 2"),

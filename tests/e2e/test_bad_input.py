@@ -77,7 +77,7 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["train.engine=megatron", "train.accumulate=exact"], ["megatron engine", "train.accumulate to fp32"]),
         (["weight_sync.min_healthy_workers=2"], ["weight_sync.min_healthy_workers=2", "take 1 or less"]),
         (["weight_sync={name: network, options: {keep: 3}}"], ["weight_sync=network has no options of its own", "keep"]),
-        ([f"weight_sync={{path: '{A_SYNC}', options: {{evry: 2}}}}"], [f"{A_SYNC!r} does not take these options", "'evry'"]),
+        ([f"weight_sync={{path: '{A_SYNC}', options: {{evry: 2}}}}"], [f"{A_SYNC!r} has no option 'evry': it has none"]),
         (["rollout.min_healthy_workers=1"], ["unknown key", "did you mean 'weight_sync.min_healthy_workers'"]),
         (["data.limit=3"], ["3 rows", "prompts_per_step = 4"]),
         (["model.path=nowhere"], ["nowhere"]),
@@ -88,11 +88,93 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["model.max_context_tokens=40"], ["model.max_context_tokens is 40"]),
         (["data.chat_template=true"], ["data.chat_template=false"]),
         (["run.steps"], ["key.path=value"]),
+        *(
+            ([f"run.name={name}"], ["run.name", "is no name of a run", "run.dir"])
+            for name in (".", "..", "../../x", "a/b", "a@1", "''")
+        ),
+        (["run.steps=99999999999999999999999"], ["run.steps: must be a smaller number"]),
+        (["run.steps=2000000000"], ["run.steps: must be 1000000000 or less"]),
+        ([CHOOSING, "run.steps=100000000"], ["run.steps=100000000", "groups", "take fewer"]),
+        *(
+            ([f"schedule={{name: bounded, max_staleness: {value}}}"], ["schedule 'bounded': max_staleness must be a whole number"])
+            for value in ("1.5", "true", ".inf", "two")
+        ),
+        (["schedule={name: bounded, stale: 2}"], ["has no option 'stale': did you mean 'max_staleness'?"]),
+        (["schedule={name: sub_step, max_installing: 1.5}"], ["max_installing must be a whole number or null, not 1.5"]),
+        *(
+            ([f"algorithm={{name: dapo, {key}: {value}}}"], [f"algorithm 'dapo': {key} must be"])
+            for key, value in (
+                ("dynamic_sampling", "maybe"),
+                ("overlong_filter", "7"),
+                ("clip_low", "abc"),
+                ("clip_high", "true"),
+                ("kl_coefficient", "'0.1'"),
+                ("kl_coefficient", ".nan"),
+                ("overlong_length", "abc"),
+            )
+        ),
+        (["rollout.engine={name: slots, foo: 1}"], ["rollout engine 'slots' has no option 'foo': it has "]),
+        (["train.engine={name: torch, foo: 1}"], ["train engine 'torch' has no option 'foo'"]),
+        (["train.engine={path: 'missing.py:Engine'}"], ["train engine 'missing.py:Engine' cannot be imported: there is no file"]),
+        (["rollout.engine={name: vllm, python: /no/python}"], ["rollout.engine.python is '/no/python', which cannot be started"]),
+        (["queue.storage={path: 'missing.py:Storage'}"], ["queue storage 'missing.py:Storage' cannot be imported"]),
+        (["queue.storage={name: redis, ulr: x}"], ["queue storage 'redis' has no option 'ulr': did you mean 'url'?"]),
+        (["queue.storage={name: redis, url: 'redis://127.0.0.1:1'}"], ["queue.storage: the redis server at redis://127.0.0.1:1"]),
+        (["model.lora={targets: [nolayer]}"], ["model.lora.targets", "no linear layer 'nolayer'", "q_proj"]),
+        (["telemetry.trackers=[wandb]"], ["telemetry.trackers has wandb, which is not installed"]),
+        (["model.push_to_hub=foo"], ["model.push_to_hub: 'foo' is no repository", "owner/name"]),
+        (["data.prompt_template='no column at all'"], ["names no column", "'{question}'"]),
+        (["data.path=rows.jsonl", "data.split=train2"], ["data.split=train2, but rows.jsonl is one whole"]),
+        (["data.subset=main"], ["data.subset=main, but generated:arithmetic is one whole"]),
+        (["checkpoint.keep=0", "checkpoint.every_steps=1"], ["keep=0 writes no checkpoints, and every_steps=1"]),
+        (["eval.correct_from=.nan"], ["eval.correct_from: must be a finite number"]),
+        (["algorithm={name: grpo, path: 'x.py:Y'}"], ["has both the name 'grpo' and the path 'x.py:Y'"]),
     ],
 )
 def test_a_wrong_value(small: Small, tmp_path: Path, overrides: list[str], words: list[str]) -> None:
     message = refusal(write_config(tmp_path, small()), *overrides)
     assert not [word for word in words if word not in message], message
+
+
+BROKEN = {
+    "raises": ("raise RuntimeError('boom')", "cannot be imported: RuntimeError: boom", 1),
+    "ends": ("import sys\nsys.exit(0)", "cannot be imported: it ends the program", 2),
+    "unfinished": ("\n\ndef f(:", "cannot be imported: invalid syntax", 3),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize(
+    "key",
+    ["algorithm", "schedule", "weight_sync", "cluster", "train.engine", "rollout.engine", "queue.storage", "queue.samplers.train",
+     "reward.scorer", "environment", "episodes.format"],
+)  # fmt: skip
+def test_a_file_of_ones_own_that_cannot_be_imported(small: Small, tmp_path: Path, key: str, broken: str) -> None:
+    source, words, line = BROKEN[broken]
+    (file := tmp_path / f"{broken}.py").write_text(source)
+    own = [f"{key}={{path: '{file}:Own'}}", *(["environment=gymnasium"] if key == "episodes.format" else [])]
+    message = refusal(write_config(tmp_path, small()), *own)
+    assert words in message and f"{file}:{line})" in message, message
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("schedule", "the schedule {file}:Own has no 'max_staleness': asyncflow/control/schedule.py says what is needed"),
+        ("algorithm", "the algorithm {file}:Own has no 'normaliser': asyncflow/algorithms/base.py says"),
+    ],
+)
+def test_a_class_of_ones_own_that_lacks_the_contract(small: Small, tmp_path: Path, key: str, words: str) -> None:
+    (file := tmp_path / "own.py").write_text("class Own: ...\n")
+    assert words.format(file=file) in refusal(write_config(tmp_path, small()), f"{key}={{path: '{file}:Own'}}")
+
+
+def test_a_schedule_of_ones_own_whose_staleness_is_no_number(small: Small, tmp_path: Path) -> None:
+    (file := tmp_path / "own.py").write_text(
+        "from asyncflow.control.modes import Periodic\n\nclass Own(Periodic):\n    max_staleness = 1.5\n"
+    )
+    message = refusal(write_config(tmp_path, small()), f"schedule={{path: '{file}:Own'}}")
+    assert f"the schedule {file}:Own: max_staleness must be a whole number, not 1.5; asyncflow/control/schedule.py" in message
 
 
 def test_a_model_that_is_not_causal(small: Small, tmp_path: Path) -> None:

@@ -65,14 +65,51 @@ def test_what_cannot_be_loaded_says_why(target: str, sentence: str) -> None:
         load("thing", target)
 
 
-def test_a_file_with_a_mistake_in_it_says_so(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("class :\n")
-    with pytest.raises(UserError, match=r"cannot be imported: invalid syntax"):
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("class :\n", r"invalid syntax \(.*broken.py:1\)"),
+        ("\nraise RuntimeError('two\\nlines')", r"RuntimeError: two lines \(.*broken.py:2\)"),
+        (
+            "import sys\nsys.exit(0)",
+            r"it ends the program \(.*broken.py:2\): what is to run only as a script goes below if __name__",
+        ),
+        ("import no_such_package", r"No module named 'no_such_package' \(.*broken.py:1\)"),
+        ("class Other: pass", "has no 'Name'"),
+    ],
+)
+def test_whatever_a_file_does_is_one_sentence(tmp_path: Path, source: str, words: str) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(UserError, match=f"^thing '.*broken.py:Name' cannot be imported: .*{words}") as caught:
         load("thing", f"{tmp_path}/broken.py:Name")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "class Name:\n    def __init__(self):\n        raise KeyError('key')",
+            r"cannot be built: KeyError: 'key' \(.*mistaken.py:3\)",
+        ),
+        ("import sys\ndef Name():\n    sys.exit(0)", r"cannot be built: SystemExit: 0 \(.*mistaken.py:3\)"),
+        ("class Name:\n    def __init__(self, *, rate: float): pass", "needs the option 'rate', a number"),
+        ("Name = 3", "is a int: it must be a class"),
+    ],
+)
+def test_a_class_that_cannot_be_built_is_one_sentence(tmp_path: Path, source: str, words: str) -> None:
+    (tmp_path / "mistaken.py").write_text(source)
+    with pytest.raises(UserError, match=f"^thing '.*mistaken.py:Name' {words}"):
+        build("thing", f"{tmp_path}/mistaken.py:Name", {}, KNOWN)
+
+
+def test_a_mistake_of_our_own_is_no_mistake_of_the_users() -> None:
+    with pytest.raises(ZeroDivisionError):
+        build("thing", "fraction", {"numerator": 1, "denominator": 0}, KNOWN)
 
 
 def test_an_option_that_the_choice_does_not_take_is_refused(user_file: Path) -> None:
-    with pytest.raises(UserError, match=r"does not take these options.*unexpected keyword argument 'limits'"):
+    with pytest.raises(UserError, match=r"thing '.*mine.py:Mine' has no option 'limits': did you mean 'limit'\?"):
         build("thing", f"{user_file}:Mine", {"limits": 5}, KNOWN)
 
 

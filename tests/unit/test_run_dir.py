@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow import run_dir as run_dir_file
-from asyncflow.run_dir import CRITIC_DIR, MODEL_DIR, RunDir
+from asyncflow.run_dir import CRITIC_DIR, EVAL_FILE, METRICS_FILE, MODEL_DIR, RunDir
+from asyncflow.types import UserError
 from tests.killing import in_a_process, killed_at
 
 WRITES = [(Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]
@@ -48,6 +49,42 @@ def test_a_critic_is_saved_as_the_model_is_and_says_at_once_of_how_many_steps(tm
     (tmp_path / "critic.partial").mkdir()
     folder.forget_partial_models()
     assert [path.name for path in tmp_path.iterdir()] == ["critic"]
+
+
+def started(path: Path) -> RunDir:
+    """Folder of a run that has failed before its first step."""
+    folder = RunDir(path)
+    folder.claim("run: {}")
+    (path / "logs").mkdir()
+    for name in (METRICS_FILE, EVAL_FILE):  # opened, and nothing written
+        (path / name).touch()
+    return folder
+
+
+def test_a_run_that_made_no_step_makes_room_for_the_next_one(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run")
+    folder.check(may_overwrite=False)
+    folder.claim("run: {}")
+    assert not (folder.path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    "left", ["metrics.jsonl", "checkpoints/step-000004/done", "model/weights", "critic/weights", "set-aside-1/x"]
+)
+def test_what_a_run_has_made_is_not_removed_unasked(tmp_path: Path, left: str) -> None:
+    folder = started(tmp_path / "run")
+    (folder.path / left).parent.mkdir(parents=True, exist_ok=True)
+    (folder.path / left).write_text("{}")
+    with pytest.raises(UserError, match="holds an earlier run: go on with it by --resume"):
+        folder.check(may_overwrite=False)
+    folder.check(may_overwrite=True)
+
+
+def test_a_folder_of_somebody_elses_is_not_called_a_run(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    for may_overwrite in (True, False):
+        with pytest.raises(UserError, match=r"is not empty, and no run wrote it, so it is not overwritten: give another run\.name"):
+            RunDir(tmp_path).check(may_overwrite=may_overwrite)
 
 
 def test_a_block_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:

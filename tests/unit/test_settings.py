@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field, PositiveInt
 
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, refuse_overrides, to_yaml
 from asyncflow.types import UserError
@@ -13,6 +14,10 @@ from asyncflow.types import UserError
 class Wheel(Section):
     spokes: int = 32
     tyre: Chosen = Choice(name="slick")
+    width: PositiveInt | Literal["auto"] | None = "auto"
+    sizes: tuple[float, float] = (1.0, 2.0)
+    made_of: str | list[str] | None = None
+    holes: Annotated[int, Field(ge=1, le=1 << 20)] = 1
 
 
 class Cart(Section):
@@ -26,9 +31,24 @@ class Cart(Section):
         ({"front": {"spoke": 3}}, "unknown key 'front.spoke': did you mean 'spokes'?"),
         ({"spokes": 3}, "unknown key 'spokes': did you mean 'front.spokes'?"),
         ({"colour": 3}, "unknown key 'colour': known here are front, load"),
+        ({"load": float("nan")}, "load: must be a finite number, not .nan"),
+        ({"load": float("inf")}, "load: must be a finite number, not .inf"),
+        ({"front": {"spokes": 10**23}}, f"front.spokes: must be a smaller number, not {10**23}"),
+        ({"front": {"holes": 1 << 21}}, "front.holes: must be 1048576 or less, not 2097152"),
+        ({"front": {"width": "wide"}}, "front.width: must be a whole number or 'auto', not wide"),
+        ({"front": {"width": 0}}, "front.width: must be more than 0 or 'auto', not 0"),
+        ({"front": {"sizes": [1.0]}}, "front.sizes: must be a list of 2, not [1.0]"),
+        ({"front": {"sizes": [1.0, "big"]}}, "front.sizes.1: must be a number, not big"),
+        ({"front": {"made_of": 3}}, "front.made_of: must be text or a list, not 3"),
+        ({"front": {"tyre": 5}}, "front.tyre: must be a name, or a mapping with a name and its options, not 5"),
+        ({"front": {"tyre": None}}, "front.tyre: must be a name, or a mapping with a name and its options, not null"),
+        ({1: 2}, "the key 1 is no text: known are front, load"),
         ({"front": {"spokes": "many"}}, "front.spokes: must be a whole number, not many"),
         ({"front": {"spokes": True}}, "front.spokes: true is neither a number nor a name here"),
-        ({"front": {"tyre": {"name": "a", "path": "b"}}}, "front.tyre: needs exactly one of 'name' and 'path'"),
+        (
+            {"front": {"tyre": {"name": "a", "path": "b"}}},
+            "front.tyre: has both the name 'a' and the path 'b': leave one of them out",
+        ),
     ],
 )
 def test_a_mistake_is_said_in_the_words_of_the_section_that_was_asked_for(tree: dict[str, Any], sentence: str) -> None:
@@ -44,6 +64,17 @@ def test_an_override_makes_what_it_needs() -> None:
     cart = checked(Cart, tree)
     assert (cart.front.spokes, cart.load) == (36, 0.001)
     assert cart.front.tyre == Choice(name="winter", options={"studs": 100.0})
+
+
+def test_a_path_that_an_override_gives_replaces_the_name() -> None:
+    for before in ("slick", {"name": "slick"}, {}, None):
+        tree: dict[str, Any] = {"front": {"tyre": before}}
+        apply_override(tree, "front.tyre.path=my.py:Tyre")
+        assert checked(Cart, tree).front.tyre == Choice(name="my.py:Tyre")
+    tree = {"front": {"tyre": {"name": "slick", "studs": 3}}}
+    apply_override(tree, "front.tyre.path=my.py:Tyre")
+    with pytest.raises(UserError, match=r"has both the name 'slick' and the path 'my.py:Tyre': leave one of them out"):
+        checked(Cart, tree)  # whose options are they?
 
 
 def test_yaml_comes_back_as_what_it_was() -> None:

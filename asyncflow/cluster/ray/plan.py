@@ -20,6 +20,7 @@ from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.remote_node import host_of, is_loopback
 from asyncflow.config import Config
 from asyncflow.devices import COUNTED_AS, VISIBLE
+from asyncflow.options import checked_options
 from asyncflow.types import UserError
 
 FORWARDED: Final = (
@@ -140,10 +141,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def options_of(given: Mapping[str, Any]) -> RayOptions:
     """Raises `UserError` for options that are none, and for amounts that nobody can be given."""
     try:
-        options = msgspec.convert(given, RayOptions)
-    except msgspec.ValidationError as error:
+        options = msgspec.convert(checked_options("cluster 'ray'", RayOptions, given), RayOptions)
+    except msgspec.ValidationError as error:  # of what is inside resources
         raise UserError(f"cluster ray does not take these options: {error}") from error
-    if not 0 < options.start_seconds < math.inf:
+    if options.start_seconds <= 0:
         raise UserError(f"cluster.start_seconds={options.start_seconds:g} is no time to wait: take a number above 0")
     for pool, amounts in options.resources.items():
         for kind, amount in amounts.items():

@@ -15,6 +15,8 @@ ROLLOUT_ENGINE_CHECKS = {
     "vllm": "asyncflow.engines.rollout.vllm.options:check",
 }
 """What the options of a run's engines are asked before it starts, and before workers join it."""
+ROLLOUT_ENGINE_ENVIRONMENTS = {"vllm": "asyncflow.engines.rollout.vllm.options:check_environment"}
+"""What the options of a run's engines are asked before it starts on this machine: whether what they start is installed."""
 ROLLOUT_ENGINE_WHYS = {
     "transformers": "asyncflow.engines.rollout.checks:why_transformers_is_not_deterministic",
     "vllm": "asyncflow.engines.rollout.vllm.options:why_not_deterministic",

@@ -366,15 +366,40 @@ async def test_workers_import_no_torch(open_pool: Open) -> None:
     assert subprocess.run([sys.executable, "-c", heavy], timeout=patience(60), check=False).returncode == 0
 
 
+WRONG = """
+def of_two(a, b): return 1.0
+
+def of_verl(solution_str, ground_truth, style): return 1.0
+
+class Raises:
+    def __init__(self):
+        {}["key"]
+
+def of_trl(completions, solution): return [1.0]
+"""
+
+
+async def test_a_column_that_is_not_there_is_said_and_not_pythons_words(open_pool: Open, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    pool = await open_pool(path=f"{tmp_path / 'wrong.py'}:of_trl")
+    with pytest.raises(RewardFailure, match="it takes 'solution', and the row has no such column: it has answer"):
+        await pool.score(sample("9"))
+
+
 @pytest.mark.parametrize(
     ("path", "options", "words"),
     [
-        ("no.such.module:Name", {}, "cannot be imported: ModuleNotFoundError"),
-        ("/no/such/file.py:Name", {}, "cannot be imported: ImportError: there is no file"),
+        ("no.such.module:Name", {}, "cannot be imported: No module named"),
+        ("/no/such/file.py:Name", {}, "cannot be imported: there is no file"),
         ("{file}:Nobody", {}, "has no 'Nobody'"),
-        ("{file}:Score", {"scael": 2}, "cannot be built with the options.*scael"),
+        ("{file}:Score", {"scael": 2}, "cannot be built: it has no option 'scael': did you mean 'scale'"),
         ("{file}:not_callable", {}, "cannot be called"),
-        ("{exits}:f", {}, "exited with status 5 before the scorer was built"),
+        ("{wrong}:of_two", {}, r"takes \(a, b\), and is called with a sample alone: write it as f\(sample\)"),
+        ("{wrong}:of_verl", {}, "needs 'style', which verl's functions are not given"),
+        ("{wrong}:Raises", {}, r"cannot be built with the options \{\}: KeyError: 'key' \(.*wrong.py:8\)"),
+        (REWARDS["multiple_choice"], {"choices": 4}, "choices must be text, not 4"),
+        ("{syntax}:f", {}, r"cannot be imported: invalid syntax \(.*syntax.py:2\)"),
+        ("{exits}:f", {}, r"cannot be imported: it ends the program \(.*exits.py:2\)"),
         ("{hangs}:f", {}, "not imported and built within 0.3 s"),
     ],
 )
@@ -382,8 +407,10 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
     scorer_file: Path, tmp_path: Path, path: str, options: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(5)")
+    (tmp_path / "syntax.py").write_text("\ndef f(:\n")
+    (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "hangs.py").write_text("while True: pass")
-    path = path.format(file=scorer_file, exits=tmp_path / "exits.py", hangs=tmp_path / "hangs.py")
+    path = path.format(file=scorer_file, **{name: tmp_path / f"{name}.py" for name in ("exits", "hangs", "syntax", "wrong")})
     seconds = 0.3 if "hangs" in path else 20.0
     parts = [RewardPart("test", path, options)]
     pool = RewardPool(parts, ProcessLimits(1, MEMORY_BYTES, start_seconds=seconds), num_workers=2, name="test")

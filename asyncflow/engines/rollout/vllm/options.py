@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from asyncflow.devices import CPU, CUDA, kind_of
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
 
 _SOCKET: Final = "a server listens on a socket of AsyncFlow's own"
 _SAMPLING: Final = "the run says how it samples, and training needs the log-probs of what was sampled from"
@@ -155,6 +157,28 @@ def check(
         raise UserError(
             "rollout.engine.pause_mode=wait ends all responses before weights are installed, and this schedule is there to install "
             "them in the middle of responses: take pause_mode=keep, or schedule=delayed"
+        )
+
+
+def check_environment(*, python: str | None = None, addresses: Sequence[str] = (), **_others: object) -> None:
+    """Check that the interpreter which is to start servers has vLLM. The arguments are `VllmEngine`'s. Raises `UserError`, and
+    `RunError` where the interpreter does not answer."""
+    if addresses:
+        return
+    python = python or sys.executable
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, timeout=60, check=False)
+    except OSError as error:
+        raise UserError(f"rollout.engine.python is {python!r}, which cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise RunError(
+            f"rollout.engine.python is {python!r}, which did not start within 60 s: is the machine overloaded?"
+        ) from error
+    if found.returncode:
+        raise UserError(
+            f"vLLM is not installed for {python}: install it there, or set rollout.engine.python to the interpreter of an "
+            f"environment that has it"
         )
 
 

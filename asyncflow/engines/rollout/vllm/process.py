@@ -34,7 +34,7 @@ import httpx2
 
 from asyncflow.devices import SHOWN_BY, kind_of
 from asyncflow.engines.families import head_dim
-from asyncflow.engines.rollout.vllm.options import by_option, is_cpu
+from asyncflow.engines.rollout.vllm.options import by_option, check_environment, is_cpu
 from asyncflow.types import RunError, UserError
 
 IN_VLLM = Path(__file__).parent.parent / "in_vllm"
@@ -177,7 +177,7 @@ class ServerProcess:
 
     def spawn(self) -> None:
         """Start the process. Raises `UserError` when there is no such interpreter, or vLLM is not in its environment."""
-        self._check_environment()
+        check_environment(python=self._options.python)
         command = [sys.executable, "-I", "-S", str(IN_VLLM / "guard.py"), self._folder, *self._options.command(self.socket)]
         self._guard = subprocess.Popen(
             command,
@@ -236,23 +236,6 @@ class ServerProcess:
             if guard.stdin is not None:
                 guard.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _check_environment(self) -> None:
-        python = self._options.python
-        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-        try:
-            found = subprocess.run([python, "-c", code], capture_output=True, timeout=60, check=False)
-        except OSError as error:
-            raise UserError(f"rollout.engine.python is {python!r}, which cannot be started: {error.strerror}") from error
-        except subprocess.TimeoutExpired as error:
-            raise RunError(
-                f"rollout.engine.python is {python!r}, which did not start within 60 s: is the machine overloaded?"
-            ) from error
-        if found.returncode:
-            raise UserError(
-                f"vLLM is not installed for {python}: install it there, or set rollout.engine.python to the interpreter of an "
-                f"environment that has it"
-            )
 
     def _print(self) -> None:
         assert self._guard is not None and self._guard.stdout is not None

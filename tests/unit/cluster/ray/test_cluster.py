@@ -110,15 +110,18 @@ def spec(run_dir: Path, function: str, name: str = "w", **changes: Any) -> Worke
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"adress": "auto"}, "unknown field `adress`"),
-        ({"address": 3}, r"Expected `str \| null`, got `int` - at `\$.address`"),
-        ({"placement": {"rollout": "FAR"}}, r"Invalid enum value 'FAR' - at `\$.placement\[...\]`"),
-        ({"placement": {"rolout": "PACK"}}, "Invalid enum value 'rolout'"),
-        ({"resources": {"rollout": {"GPU": "two"}}}, "Expected `float`, got `str`"),
+        ({"adress": "auto"}, "'ray' has no option 'adress': did you mean 'address'"),
+        ({"address": 3}, "'ray': address must be text or null, not 3"),
+        (
+            {"placement": {"rollout": "FAR"}},
+            r"ray does not take these options: Invalid enum value 'FAR' - at `\$.placement\[...\]`",
+        ),
+        ({"placement": {"rolout": "PACK"}}, "ray does not take these options: Invalid enum value 'rolout'"),
+        ({"resources": {"rollout": {"GPU": "two"}}}, "ray does not take these options: Expected `float`, got `str`"),
     ],
 )
 def test_options_that_are_none_are_one_sentence(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=f"^cluster ray does not take these options: .*{sentence}"):
+    with pytest.raises(UserError, match=f"^cluster {sentence}"):
         RayCluster(tmp_path, **options)
 
 

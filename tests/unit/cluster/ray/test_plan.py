@@ -88,7 +88,7 @@ def test_nobody_is_sent_where_a_door_on_loopback_is_not_reached(host: str, addre
         ({"resources": {"rollout": {"NPU": 2.5}}}, "rollout.NPU=2.5 is neither a part .*: take 2 or 3"),
         ({"start_seconds": -1}, "cluster.start_seconds=-1 is no time to wait"),
         ({"start_seconds": 0}, "cluster.start_seconds=0 is no time to wait"),
-        ({"start_seconds": math.inf}, "cluster.start_seconds=inf is no time to wait"),
+        ({"start_seconds": math.inf}, "cluster 'ray': start_seconds must be a number, not .inf"),
     ],
 )
 def test_amounts_that_nobody_can_be_given_are_refused(given: dict[str, Any], sentence: str) -> None:

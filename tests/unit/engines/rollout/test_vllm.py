@@ -701,7 +701,7 @@ def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
         ({"engine": {"tensor_parallel": 0}}, {}, "tensor_parallel=0 .*do not go together"),
         ({"engine": {"devices": [[0]], "instances": 2}}, {}, r"devices=\[\[0\]\] do not go together"),
         ({"engine": {"devices": [[0], [1]], "instances": 2, "tensor_parallel": 2}}, {}, "a list of 2 for each instance"),
-        ({"engine": {"instances": "two"}}, {}, "does not take these options"),
+        ({"engine": {"instances": "two"}}, {}, 'instances must be a whole number, not "two"'),
         ({"engine": {"arguments": {"logprobs_mode": "raw_logprobs"}}}, {}, "arguments: logprobs_mode is not to be given there"),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}, "pause_mode=wait ends all"),
         ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:0"}}, {}, r"is a device of the servers' \(\[0"),
