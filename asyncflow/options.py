@@ -49,7 +49,9 @@ def checked_options(
     except (TypeError, ValueError):  # a callable of C code that does not say
         return dict(options)
     known, is_open = _options_of(target, signature)
-    for name in [*options, *given]:
+    if alien := [name for name in given if name not in known and not is_open]:
+        raise UserError(f"{what} does not take {alien[0]!r}, which a run gives it: add it to its parameters")
+    for name in options:
         if name not in known and not is_open:
             of_user = [each for each, option in known.items() if each not in given and (option.kind is Any or words(option.kind))]
             raise UserError(f"{what} has no option {name!r}: {_hint(name, of_user)}")

@@ -38,11 +38,15 @@ def load(kind: str, target: str) -> Any:
         raise UserError(f"{kind} {target!r} cannot be imported: {error}") from error
 
 
-def build(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str]) -> Any:
-    """Build a chosen class with its options. Raises `UserError` when an option is not one of its parameters or of another kind, or
-    when the user's own class raises."""
-    made = _loaded(kind, choice, known)
-    arguments = checked_options(f"{kind} {choice!r}", made, options)
+def build(
+    kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str], given: Mapping[str, Any] | None = None
+) -> Any:
+    """Build a chosen class with its options. `given`: arguments of the run's, which an option may replace.
+
+    Raises `UserError` when an option is not one of its parameters or of another kind, or when the user's own class raises.
+    """
+    made, given = _loaded(kind, choice, known), given or {}
+    arguments = {**given, **checked_options(f"{kind} {choice!r}", made, options, given)}
     try:
         return made(**arguments)
     except (UserError, RunError):

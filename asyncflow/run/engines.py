@@ -48,7 +48,7 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
         **({} if config.lora is None else {"lora": config.lora}),
     }
     try:
-        return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
+        return cast(RolloutEngine, build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINES, options))
     except ValueError as error:  # a model that it does not compute: starting it again would not help
         way_out = "; rollout.engine=transformers generates with any" if chosen.name == "slots" else ""
         raise UserError(f"the rollout engine cannot generate with the model {model}: {error}{way_out}") from error
@@ -65,7 +65,7 @@ def train_engine(run: RunConnection) -> TrainEngine:
     }
     if chosen.name == OUTSIDE:
         arguments["desk"] = run.desk
-    engine = cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
+    engine = cast(TrainEngine, build("train engine", chosen.name, chosen.options, TRAIN_ENGINES, arguments))
     if remark := getattr(engine, "remark", ""):
         print(remark, flush=True)  # into the worker's log
     return engine
@@ -131,7 +131,7 @@ def _weight_sync(config: Config, **options: Any) -> WeightSync:
     chosen = config.weight_sync
     key = config.run_dir / KEY_FILE if weights_need_key(config) else None
     of_run = WeightSyncOptions(deadline_seconds=chosen.deadline_seconds, key=key, **options)
-    return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": of_run}, WEIGHT_SYNCS))
+    return cast(WeightSync, build("weight sync", chosen.name, chosen.options, WEIGHT_SYNCS, {"options": of_run}))
 
 
 def first_tensors(config: Config, model: Path) -> Mapping[str, Tensor]:

@@ -322,17 +322,17 @@ def _check_objective(what: str, trained: Any, contract: type, needed: Sequence[s
         if not hasattr(trained, name) and hasattr(contract, name):
             setattr(trained, name, getattr(contract, name))
     if trained.waits_for_batch:
-        _check_contract(f"{what}, which waits for the batch,", trained, contract, ("statistics", "normalised"))
+        _check_contract(what, trained, contract, ("statistics", "normalised"), ", which waits_for_batch needs")
 
 
-def _check_contract(what: str, made: Any, contract: type, needed: Sequence[str]) -> None:
-    """Check that a user's object has these parts of a contract, and that its values are of the contract's kinds. Raises
-    `UserError`."""
+def _check_contract(what: str, made: Any, contract: type, needed: Sequence[str], why: str = "") -> None:
+    """Check that a user's object has these parts of a contract, and that its values are of the contract's kinds. `why` follows what
+    is not there. Raises `UserError`."""
     where = f"{contract.__module__.replace('.', '/')}.py says what is needed"
     for name in needed:
         promised, own = getattr(contract, name, None), getattr(made, name, None)
         if not hasattr(made, name) or (callable(promised) and getattr(own, "__func__", own) is promised):
-            raise UserError(f"{what} has no {name!r}: {where}")
+            raise UserError(f"{what} has no {name!r}{why}: {where}")
         if callable(promised) and not callable(own):
             raise UserError(f"{what} has {name!r}, which is no function: {where}")
     for name, kind in get_type_hints(contract).items():
@@ -389,7 +389,7 @@ def tasks_before_training(config: Config) -> tuple[str, ...]:
 def make_storage(config: Config, number: int) -> Storage:
     """Storage in which a unit of the run's queue keeps rows."""
     chosen = config.queue.storage
-    storage: Storage = build("queue storage", chosen.name, {**chosen.options, "unit": number}, STORAGES)
+    storage: Storage = build("queue storage", chosen.name, chosen.options, STORAGES, {"unit": number})
     return storage
 
 

@@ -377,7 +377,7 @@ class Job:
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         """Server of the workers, and the cluster that runs them."""
         chosen = self.config.cluster
-        cluster = build("cluster", chosen.name, {**chosen.options, "run_dir": self.config.run_dir}, CLUSTERS)
+        cluster = build("cluster", chosen.name, chosen.options, CLUSTERS, {"run_dir": self.config.run_dir})
         return driver.server(weights_dir / "queue"), cluster
 
     async def _say_why(self) -> None:

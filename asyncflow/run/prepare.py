@@ -98,7 +98,7 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     for kind, choice, known in chosen:
         resolve(kind, choice.name, known)
     if is_here:
-        build("cluster", config.cluster.name, {**config.cluster.options, "run_dir": config.run_dir}, CLUSTERS)
+        build("cluster", config.cluster.name, config.cluster.options, CLUSTERS, {"run_dir": config.run_dir})
     for key, listen in (("queue.listen", config.queue.listen), ("weight_sync.listen", config.weight_sync.listen)):
         if listen is not None and is_any(host_of(listen)):
             raise UserError(f"{key}={listen} names no machine, and others are told to come there: take this machine's own address")
@@ -155,7 +155,7 @@ def _check_weight_sync(config: Config) -> None:
     """Raises `UserError` where the chosen weight sync cannot do what this run needs."""
     chosen, facts, evaluators = config.weight_sync, weight_sync_facts(config), config.eval.num_workers
     if chosen.name not in WEIGHT_SYNC_FACTS:
-        check_options("weight sync", chosen.name, {**chosen.options, "options": None}, WEIGHT_SYNCS)
+        check_options("weight sync", chosen.name, chosen.options, WEIGHT_SYNCS, ["options"])
     elif chosen.options:
         raise UserError(f"weight_sync={chosen.name} has no options of its own: leave out {', '.join(chosen.options)}")
     if chosen.listen is not None and not facts.has_door:
@@ -251,7 +251,7 @@ def check_rollout_engine(config: Config, num_workers: int) -> None:
         "installs_in_flight": schedule.installs_in_flight,
         "has_lora": config.lora is not None,
     }
-    build("rollout engine", chosen.name, {**asked, **chosen.options}, ROLLOUT_ENGINE_CHECKS)
+    build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_CHECKS, asked)
 
 
 def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
@@ -261,8 +261,8 @@ def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
     """
     chosen = config.train.engine
     if chosen.name in TRAIN_ENGINE_CHECKS:
-        arguments = {**chosen.options, "options": train_engine_options(config, fields), "fields": fields}
-        build("train engine", chosen.name, arguments, TRAIN_ENGINE_CHECKS)
+        given = {"options": train_engine_options(config, fields), "fields": fields}
+        build("train engine", chosen.name, chosen.options, TRAIN_ENGINE_CHECKS, given)
     else:
         check_layout(fields, config.layout)
 

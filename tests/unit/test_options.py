@@ -115,7 +115,7 @@ def test_what_is_missing_or_cannot_be_given_is_said() -> None:
     with pytest.raises(UserError, match=r"^thing needs the option 'run_dir'"):
         checked_options("thing", Closed, {})
     assert checked_options("thing", Closed, {}, needs_all=False) == {}
-    with pytest.raises(UserError, match=r"^thing has no option 'device'"):
+    with pytest.raises(UserError, match=r"^thing does not take 'device', which a run gives it"):
         checked_options("thing", Closed, {}, ["run_dir", "device"])
 
 
