@@ -236,7 +236,7 @@ def main() -> None:
     except CannotImport as error:
         return send(token, Broken(setup.path, f"cannot be imported: {error}"))
     except UserError as error:
-        return send(token, Broken(setup.path, f"cannot be built: {error}"))
+        return send(token, Broken(setup.path, f"cannot be built: {str(error).removeprefix('it: ')}"))
     except (Exception, SystemExit) as error:  # the user's class may raise anything; it is told to the user by the owner
         return send(token, Broken(setup.path, f"cannot be built with the options {dict(setup.options)!r:.200}: {words_of(error)}"))
     if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:

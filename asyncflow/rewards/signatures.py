@@ -28,6 +28,10 @@ _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
+class MissingColumn(Exception):
+    """A row has no column that a function takes."""
+
+
 class Adapted(NamedTuple):
     """A reward function: what to call with a sample, and where the reward is in what it returns, or what comes of awaiting that."""
 
@@ -138,7 +142,7 @@ def _as_trl(
     }
     given = getattr(function, "keywords", {})
     if lacking := [name for name in _needed(parameters) if name not in {*columns, *batch, *given}]:
-        raise LookupError(f"it takes {lacking[0]!r}, and the row has no such column: it has {', '.join(columns) or 'none'}")
+        raise MissingColumn(f"takes {lacking[0]!r}, and the row has no such column: it has {', '.join(columns) or 'none'}")
     return function(**_takes(parameters, {**columns, **batch}))
 
 

@@ -28,7 +28,7 @@ from asyncflow.options import checked_options
 from asyncflow.own_metrics import collecting
 from asyncflow.rewards.base import RewardPart, Sample, weighted
 from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
-from asyncflow.rewards.signatures import Adapted, adapted
+from asyncflow.rewards.signatures import Adapted, MissingColumn, adapted
 from asyncflow.sandbox.child import private_pipes, receive, trace_of
 from asyncflow.sandbox.forked import in_child
 from asyncflow.sandbox.frames import Broken, Failed, frame
@@ -59,7 +59,7 @@ def build_scorer(
         if is_class:
             target, options = target(**options), {}
     except UserError as error:
-        raise NoScorer(f"cannot be built: {error}") from error
+        raise NoScorer(f"cannot be built: {str(error).removeprefix('it: ')}") from error
     except (Exception, SystemExit) as error:  # the user's class may raise anything; it is told to the user by the parent
         raise NoScorer(f"cannot be built with the options {options!r:.200}: {words_of(error)}") from error
     if not callable(target):
@@ -84,6 +84,8 @@ def _answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sam
             value = scorer.reward_in(_awaited(scorer.call(sample)))
         except MemoryError:
             value = MemoryError  # the traceback holds what ate the memory: leave this block before saying anything
+        except MissingColumn as error:
+            return Failed("raised", f"scorer {part.scorer} {error}")
         except Exception as error:  # the contract: any exception fails the sample, and the sample's owner is told
             return Failed("raised", f"scorer {part.scorer} raised {words_of(error)}", trace_of(error))
         if value is MemoryError:

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncflow.config import Config
 from asyncflow.engines.rollout import ROLLOUT_ENGINE_ENVIRONMENTS, ROLLOUT_ENGINES
-from asyncflow.engines.train import OUTSIDE, TRAIN_ENGINES
+from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.registry import build, check_options
 from asyncflow.run.factories import make_storage, queue_schema
 from asyncflow.transfer_queue import ASKED_STORAGES
@@ -20,7 +20,6 @@ from asyncflow.types import RunError, UserError
 HERE: Final = ("local", "inline")
 """Clusters whose workers are on the driver's machine."""
 _OF_ROLLOUT = ("model_path", "num_slots", "max_context", "dtype", "device", "num_threads", "kv_on_install")
-_OF_TRAINING = ("model_path", "options")
 
 
 class AskedEngine(msgspec.Struct):
@@ -36,11 +35,14 @@ class AskedEngine(msgspec.Struct):
 async def check_engines(config: Config, *, is_training: bool = True) -> None:
     """Import their classes in a process of its own, since this one imports no torch, and check their options. Raises `UserError`.
 
-    Nothing is asked of a built-in engine without options, or where the workers are placed on other machines.
+    Nothing is asked of a built-in engine without options or with a check of its own (`TRAIN_ENGINE_CHECKS`), or where the workers
+    are placed on other machines.
     """
     if config.cluster.name not in HERE:
         return
     chosen = config.rollout.engine
+    if chosen.name in ROLLOUT_ENGINE_ENVIRONMENTS and config.rollout.num_workers:
+        await asyncio.to_thread(build, "rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_ENVIRONMENTS)
     if asked := [each for each in _asked(config) if is_training or each.kind == "rollout engine"]:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "asyncflow.run.parts_there",
@@ -50,8 +52,6 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
         if process.returncode:
             names = " and ".join(f"{each.kind} {each.name!r}" for each in asked)
             raise UserError((errors.decode(errors="replace").strip().splitlines() or [f"{names} cannot be imported"])[-1])
-    if chosen.name in ROLLOUT_ENGINE_ENVIRONMENTS and config.rollout.num_workers:
-        await asyncio.to_thread(build, "rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_ENVIRONMENTS)
 
 
 async def check_storage(config: Config) -> None:
@@ -73,9 +73,8 @@ def _asked(config: Config) -> Iterator[AskedEngine]:
         parked = [] if config.environment is None else ["num_parked"]
         given = [*_OF_ROLLOUT, *parked, *([] if config.lora is None else ["lora"])]
         yield AskedEngine("rollout engine", rollout.name, rollout.options, dict(ROLLOUT_ENGINES), given)
-    if train.options or train.name not in TRAIN_ENGINES:
-        desk = ["desk"] if train.name == OUTSIDE else []
-        yield AskedEngine("train engine", train.name, train.options, dict(TRAIN_ENGINES), [*_OF_TRAINING, *desk])
+    if train.name not in TRAIN_ENGINE_CHECKS:
+        yield AskedEngine("train engine", train.name, train.options, dict(TRAIN_ENGINES), ["model_path", "options"])
 
 
 def main() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from asyncflow.cli import plan as verb
 from asyncflow.cli.plan import load_planned
 from asyncflow.cli.verbs import app
-from asyncflow.config import load
+from asyncflow.config import Config, load
 from asyncflow.planner.plan import described, find_plan, request, settings, tree, why
 from asyncflow.planner.search import Found
 from asyncflow.settings import from_yaml, to_yaml
@@ -60,6 +61,22 @@ def test_the_verb_writes_a_plan_a_page_and_the_report_of_a_simulated_run(tmp_pat
     assert "Pareto front" in page and 'href="predicted/report.html"' in page
     assert (folder / "predicted" / "report.html").is_file()
     assert load_planned(RECIPE, [*given, f"plan={folder / 'plan.yaml'}"]).layout.size < 4
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_a_plan_that_is_tried_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tried: bool) -> None:
+    async def planned(config: Config, *asked: object) -> tuple[None, None]:
+        folder = asked[-1]
+        assert isinstance(folder, Path)
+        folder.mkdir(exist_ok=True)
+        (folder / "plan.yaml").write_text("settings: {rollout: {num_slots: 7}}")
+        return None, None
+
+    monkeypatch.setattr(verb, "_plan", planned)
+    monkeypatch.setattr(verb, "_print", lambda *shown: None)
+    config = load_planned(RECIPE, ["plan=auto", f"run.dir={tmp_path}"], is_tried=is_tried)
+    assert config.rollout.num_slots == 7
+    assert [path.name for path in tmp_path.iterdir()] == ([] if is_tried else ["qwen2.5-7b-gsm8k-plan"])
 
 
 def test_a_plan_without_settings_is_refused(tmp_path: Path) -> None:

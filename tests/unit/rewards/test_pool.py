@@ -382,7 +382,7 @@ def of_trl(completions, solution): return [1.0]
 async def test_a_column_that_is_not_there_is_said_and_not_pythons_words(open_pool: Open, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     pool = await open_pool(path=f"{tmp_path / 'wrong.py'}:of_trl")
-    with pytest.raises(RewardFailure, match="it takes 'solution', and the row has no such column: it has answer"):
+    with pytest.raises(RewardFailure, match=r"wrong.py:of_trl takes 'solution', and the row has no such column: it has answer"):
         await pool.score(sample("9"))
 
 
