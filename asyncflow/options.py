@@ -12,6 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, Unpack, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -44,11 +45,7 @@ def checked_options(
     `what` begins a message. `given`: names of arguments that are not the user's. Without `needs_all` a parameter may be missing:
     `target` is called with more later. Raises `UserError`.
     """
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # a callable of C code that does not say
-        return dict(options)
-    known, is_open = _options_of(target, signature)
+    known, is_open = _of_class(target) if isinstance(target, type) else _options_of(target)
     if alien := [name for name in given if name not in known and not is_open]:
         raise UserError(f"{what} does not take {alien[0]!r}, which a run gives it: add it to its parameters")
     for name in options:
@@ -100,8 +97,12 @@ def hints_of(annotated: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _options_of(target: Callable[..., Any], signature: inspect.Signature) -> tuple[dict[str, _Option], bool]:
+def _options_of(target: Callable[..., Any]) -> tuple[Mapping[str, _Option], bool]:
     """Options by name, and whether there may be others."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # a callable of C code that does not say
+        return {}, True
     annotated = {each.name: each.annotation for each in signature.parameters.values() if each.annotation is not each.empty}
     hints, is_open = hints_of(annotated, _globals_of(target)), False
     known: dict[str, _Option] = {}
@@ -119,12 +120,16 @@ def _options_of(target: Callable[..., Any], signature: inspect.Signature) -> tup
     return known, is_open
 
 
+_of_class = lru_cache(64)(_options_of)
+"""The planner asks about the same classes thousands of times."""
+
+
 def _passed_on(target: Callable[..., Any]) -> dict[str, _Option]:
     """Optional parameters of the classes above, to which a constructor with **options passes them on, as a rule."""
     above = target.__mro__[1:] if isinstance(target, type) else ()
     for base in above:
         if "__init__" in vars(base) and base is not object:
-            known, _ = _options_of(base, inspect.signature(base))
+            known, _ = _options_of(base)
             return {name: each for name, each in known.items() if each.default is not inspect.Parameter.empty}
     return {}
 

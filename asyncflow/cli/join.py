@@ -67,8 +67,8 @@ async def _join(
             worker = await client.join_generators(num_slots)
             name, own = chosen.pop("name"), {"model_path": model, "num_slots": num_slots, "max_context": worker.facts.max_context}
             alive = asyncio.create_task(_stay_alive(worker))  # an engine may take minutes to start
-            built = {**own, **options, **chosen}
-            engine: RolloutEngine = await asyncio.to_thread(build, "rollout engine", name, built, ROLLOUT_ENGINES)
+            given = {**own, **options}
+            engine: RolloutEngine = await asyncio.to_thread(build, "rollout engine", name, chosen, ROLLOUT_ENGINES, given)
             print(f"generating for the run at {address} as {worker.name}", flush=True)
             try:
                 await JoinedGenerator(worker, engine, model).run(stopped)

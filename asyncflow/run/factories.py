@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
@@ -335,9 +336,14 @@ def _check_contract(what: str, made: Any, contract: type, needed: Sequence[str],
             raise UserError(f"{what} has no {name!r}{why}: {where}")
         if callable(promised) and not callable(own):
             raise UserError(f"{what} has {name!r}, which is no function: {where}")
-    for name, kind in get_type_hints(contract).items():
+    for name, kind in _kinds_of(contract).items():
         if hasattr(made, name) and (wrong := misfit(getattr(made, name), kind)):
             raise UserError(f"{what}: {name} {wrong}; {where}")
+
+
+@lru_cache
+def _kinds_of(contract: type) -> Mapping[str, Any]:
+    return get_type_hints(contract)
 
 
 def num_devices(config: Config) -> int:
