@@ -152,7 +152,7 @@ async def time_weights(
         key=run_dir / KEY_FILE if weights_need_key(config) else None,
     )
     chosen = config.weight_sync
-    sync = cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
+    sync = cast(WeightSync, build("weight sync", chosen.name, chosen.options, WEIGHT_SYNCS, {"options": options}))
     sender, receiver = sync.sender(uuid.uuid4().hex), sync.receiver("rollout/0")
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     for version in range(repeats + 2):  # the first two make files
