@@ -547,9 +547,10 @@ SCALING: Final = _wait(
 )
 TRIAL: Final = _wait(
     "trial",
-    "a process that looks at the machine, or at a layer's costs",
+    "a process that looks at the machine, at the user's own engines, or at a layer's costs",
     "its own deadline",
-    "run/devices_there.py:check_devices run/profile.py:_until_ended run/profile.py:profile cli/verify.py:_Run.group",
+    "run/devices_there.py:check_devices run/parts_there.py:check_engines run/profile.py:_until_ended run/profile.py:profile "
+    "cli/verify.py:_Run.group",
 )
 HTTP: Final = _wait(
     "HTTP",

@@ -19,6 +19,7 @@ from asyncflow.types import RunError, UserError
 
 HERE: Final = ("local", "inline")
 """Clusters whose workers are on the driver's machine."""
+IMPORT_SECONDS: Final = 300.0
 _OF_ROLLOUT = ("model_path", "num_slots", "max_context", "dtype", "device", "num_threads", "kv_on_install")
 
 
@@ -48,9 +49,13 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
             sys.executable, "-m", "asyncflow.run.parts_there",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        _, errors = await process.communicate(msgspec.msgpack.encode(asked))
+        names = " and ".join(f"{each.kind} {each.name!r}" for each in asked)
+        try:
+            _, errors = await asyncio.wait_for(process.communicate(msgspec.msgpack.encode(asked)), IMPORT_SECONDS)
+        except TimeoutError:
+            process.kill()
+            raise UserError(f"{names} was not imported within {IMPORT_SECONDS:g} s: does the file wait for something?") from None
         if process.returncode:
-            names = " and ".join(f"{each.kind} {each.name!r}" for each in asked)
             raise UserError((errors.decode(errors="replace").strip().splitlines() or [f"{names} cannot be imported"])[-1])
 
 
