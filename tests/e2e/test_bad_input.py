@@ -143,12 +143,16 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN)
+OWN = [
+    "algorithm", "schedule", "weight_sync", "cluster", "train.engine", "rollout.engine", "queue.storage", "queue.samplers.train",
+    "reward.scorer", "environment", "episodes.format",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "key",
-    ["algorithm", "schedule", "weight_sync", "cluster", "train.engine", "rollout.engine", "queue.storage", "queue.samplers.train",
-     "reward.scorer", "environment", "episodes.format"],
-)  # fmt: skip
+    ("key", "broken"),
+    [*((key, "raises") for key in OWN), *((key, how) for key in ("algorithm", "reward.scorer", "environment") for how in BROKEN)],
+)
 def test_a_file_of_ones_own_that_cannot_be_imported(small: Small, tmp_path: Path, key: str, broken: str) -> None:
     source, words, line = BROKEN[broken]
     (file := tmp_path / f"{broken}.py").write_text(source)
