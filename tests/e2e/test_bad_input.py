@@ -159,7 +159,7 @@ OWN = [
 def test_a_file_of_ones_own_that_cannot_be_imported(small: Small, tmp_path: Path, key: str, broken: str) -> None:
     source, words, line = BROKEN[broken]
     (file := tmp_path / f"{broken}.py").write_text(source)
-    own = [f"{key}={{path: '{file}:Own'}}", *(["environment=tools"] if key == "episodes.format" else [])]
+    own = [f"{key}={{path: '{file}:Own'}}", *(["environment={name: tools, tools: [python]}"] if key == "episodes.format" else [])]
     message = refusal(write_config(tmp_path, small()), *own)
     assert words in message and f"{file}:{line})" in message, message
 
