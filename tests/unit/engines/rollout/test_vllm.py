@@ -768,7 +768,7 @@ def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[st
         ({"enable_prefix_caching": "--logprobs-mode=raw_logprobs"}, "would take for another option"),
         ({"max_num_seqs": 7, "max-num-seqs": 8}, "one option in two spellings: max_num_seqs, max-num-seqs"),
         ({"no_enforce_eager": True, "enforce_eager": True}, "one option in two spellings"),
-        ("max_num_seqs", "takes vLLM's options by name"),
+        ("max_num_seqs", "takes vLLM's options by name|arguments must be a mapping or null"),
     ],
 )
 def test_what_asyncflow_relies_on_is_not_set_by_name(model: Path, python: str, given: Any, words: str) -> None:
