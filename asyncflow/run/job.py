@@ -228,15 +228,16 @@ class Job:
         return may_restart and not would_fail_again
 
     async def _restart_after(self, death: WorkerDied) -> None:
-        """End this attempt at once, and make the next one, after a pause."""
-        pause = restart_pause(self._num_restarts)
+        """End this attempt at once, and make the next one, after a pause that begins with the death."""
+        clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_restarts)
+        over = clock() + pause
         self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
         assert self.driver is not None, "a worker has died"
         await self._stop(self.driver, goes_on=True)
         self.driver = None
         self._attempt.remove_weights()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._interrupted.wait(), pause)
+            await asyncio.wait_for(self._interrupted.wait(), max(0.0, over - clock()))
         self._num_restarts += 1
         self._resume = True
         self._attempt = Attempt(self.config, self.listener.log, resume=True)
