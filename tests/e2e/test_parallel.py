@@ -80,10 +80,11 @@ def test_tensor_and_pipeline_parallel_training_is_that_of_one_process(small: Sma
 
 
 @deep
-def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tmp_path: Path) -> None:
-    """Saved by two data-parallel ranks, each with its part of every parameter; loaded by two that cut the matrices."""
-    whole = trained(small, tmp_path, "whole", plan={"train": {"dp": 2}})
-    tree = merged(merged(SECTIONS, {"run": {"name": "cut"}}), {"plan": {"train": {"dp": 2}}})
+@pytest.mark.parametrize(("before", "after"), [("dp", "tp"), ("pp", "dp"), ("dp", "pp")])
+def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tmp_path: Path, before: str, after: str) -> None:
+    """Saved by two ranks, each with its part of every parameter, or of the layers; loaded by two that cut in another way."""
+    whole = trained(small, tmp_path, "whole", plan={"train": {before: 2}})
+    tree = merged(merged(SECTIONS, {"run": {"name": "cut"}}), {"plan": {"train": {before: 2}}})
     config, run_dir = write_config(tmp_path, small(**tree)), tmp_path / "runs" / "cut"
     process = Command("train", config)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").read_text(), process, 300)
@@ -92,7 +93,7 @@ def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tm
     assert process.returncode == 143, errors
     saved = [folder.name for folder in (run_dir / "checkpoints").iterdir()]
     assert saved and saved[0] < f"step-{STEPS:06}"  # or nothing would have been shown
-    command = run_command("train", config, "plan.train.dp=1", "plan.train.tp=2", "--resume")
+    command = run_command("train", config, f"plan.train.{before}=1", f"plan.train.{after}=2", "--resume")
     assert command.returncode == 0, command.stdout + command.stderr
     assert of_metric(run_dir, "reward/mean") == of_metric(whole, "reward/mean")
     for name in ("policy/loss", "policy/grad_norm"):
