@@ -25,7 +25,7 @@ SmolLM2-135M's shape and random weights.
 Tail: whole batches with `speculation: auto` and without, in turn; the tail is the time from the moment in which nine tenths of the
 responses are there until all are. The same tokens and log-probs to the bit, or it stops. The quickstart's model on the quickstart's
 prompts (`quickstart`), and, with `--model` (the folder of recipes/models/make_smollm2.py), SmolLM2-135M: on the recipe's sums at
-temperature 1 (`sums`), on word problems at 0.7 (`words`), and on the sums greedily, as an evaluation samples (`greedy`). It would
+temperature 1 (`sums`), on word problems at 0.7 (`words`), and, one response each, greedily, as an evaluation (`greedy`). It would
 talk on until it is cut off, so each of its responses has a limit of its own: lognormal, 48 tokens in the median, 192 at most.
 
 Gap: eight responses are under way when a prompt of 512 tokens comes; the longest time between two of their tokens, with the prompt
@@ -235,13 +235,13 @@ def texts(name: str, num_prompts: int) -> list[str]:
 TAIL = "tail, with drafts / without"
 
 
-def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, repeats: int) -> dict[str, float]:
+def compare_tails(model: Path, prompts: list[np.ndarray], group: int, sampling: Sampling, repeats: int) -> dict[str, float]:
     """Tail and whole batch with drafts / without, and the share of right drafts. With `sampling.max_new_tokens` above 64 each
     response has a limit of its own, drawn by seed."""
     context = max(map(len, prompts)) + sampling.max_new_tokens
-    drawn = np.random.default_rng(0).lognormal(np.log(48), 0.7, (len(prompts), 8)).clip(8, sampling.max_new_tokens).astype(int)
+    drawn = np.random.default_rng(0).lognormal(np.log(48), 0.7, (len(prompts), group)).clip(8, sampling.max_new_tokens).astype(int)
     limits = drawn if sampling.max_new_tokens > 64 else np.full_like(drawn, sampling.max_new_tokens)
-    arguments: dict[str, Any] = {"num_slots": 8 * len(prompts), "max_context": context, "num_threads": 1}
+    arguments: dict[str, Any] = {"num_slots": group * len(prompts), "max_context": context, "num_threads": 1}
     engines = [SlotEngine(model, **arguments, speculation=speculation) for speculation in ("auto", 0)]
 
     async def batch(engine: SlotEngine, num_prompts: int) -> tuple[dict[tuple[int, int], bytes], np.ndarray]:
@@ -253,7 +253,7 @@ def compare_tails(model: Path, prompts: list[np.ndarray], sampling: Sampling, re
                 made[index, sample] = r.token_ids.tobytes() + r.logprobs.tobytes()
                 seconds.append(time.perf_counter() - began)
 
-        await asyncio.gather(*(one(index, sample) for index in range(num_prompts) for sample in range(8)))
+        await asyncio.gather(*(one(index, sample) for index in range(num_prompts) for sample in range(group)))
         return made, np.sort(seconds)
 
     tails, wholes, steps = [], [], list[Timing]()
@@ -282,14 +282,14 @@ def tails(model: Path | None, repeats: int, chosen: list[str]) -> list[Figure]:
     tiny = ROOT / "recipes" / "models" / "tiny-arithmetic"
     encode = CheckpointTokenizer(tiny).encode
     prompts = [encode(f"{text}\n") for text in texts("arithmetic", 32)]
-    cases = {"quickstart": (tiny, prompts, Sampling(1.0, 64), max(repeats, 9))}
+    cases = {"quickstart": (tiny, prompts, 8, Sampling(1.0, 64), max(repeats, 9))}
     if model is not None:
         chat = CheckpointTokenizer(model).encode_chat
-        by_name = {name: [chat(text) for text in texts(name, 4)] for name in ("sums", "arithmetic")}
+        by_name = {name: [chat(text) for text in texts(name, 32)] for name in ("sums", "arithmetic")}
         cases |= {
-            "sums": (model, by_name["sums"], Sampling(1.0, 192), repeats),
-            "words": (model, by_name["arithmetic"], Sampling(0.7, 192), repeats),
-            "greedy": (model, by_name["sums"], Sampling(0.0, 192), repeats),
+            "sums": (model, by_name["sums"][:4], 8, Sampling(1.0, 192), repeats),
+            "words": (model, by_name["arithmetic"][:4], 8, Sampling(0.7, 192), repeats),
+            "greedy": (model, by_name["arithmetic"], 1, Sampling(0.0, 192), repeats),
         }
     figures = []
     for name, case in cases.items():

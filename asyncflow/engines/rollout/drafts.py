@@ -36,8 +36,10 @@ ACCEPTANCE: Final = np.array([0.2, 0.3, 0.4, 0.5])
 """Share of drafts that are taken to be right before any are seen, by tokens in common; counts as much as one draft."""
 FORGETTING: Final = (0.999, 0.99)
 """What is left of the acceptance seen, after a step without drafts, and with some."""
-DOUBT: Final = 0.995
-"""What a pass of another number of rows is thought to take, a step later: one that was slow once is tried again."""
+REMEMBERED: Final = 0.99
+"""What the seconds of a pass count a step later."""
+OUTLIER: Final = 2.0
+"""Times what it was expected to take that a pass counts as at most: what else the machine did is no property of the pass."""
 
 
 class Draft(NamedTuple):
@@ -97,6 +99,33 @@ class FinishedTexts:
         return self._texts.get(prompt, ())
 
 
+class PassSeconds:
+    """Seconds of a pass by its rows: a line through those so far, of which recent ones count most."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of weights w, and of w x, w y, w x x, w x y: x rows, filled up as a product's are, y seconds
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        """A pass of so many rows took so long."""
+        x, y = float(padded(num_rows)), seconds
+        if self._sums[0] > 8:
+            y = min(y, OUTLIER * float(self.of(np.array([num_rows]))[0]))
+        self._sums = REMEMBERED * self._sums + np.array([1.0, x, y, x * x, x * y])
+
+    def of(self, num_rows: Array) -> Array:
+        """Seconds of passes of so many rows (int64 [n]), float64 [n]: all alike, until passes of several sizes were seen."""
+        total, x, y, xx, xy = self._sums
+        if not total:
+            return np.ones(len(num_rows))
+        mean_x, mean_y = x / total, y / total
+        variance, slope = xx / total - mean_x**2, 0.0
+        if variance > 0.01:
+            slope = min(max(0.0, (xy / total - mean_x * mean_y) / variance), mean_y / mean_x)  # no time below no rows
+        sizes = np.array([padded(rows) for rows in num_rows.tolist()])
+        seconds: Array = mean_y + slope * (sizes - mean_x)
+        return seconds
+
+
 class Drafting:
     """How many drafts the slots of a step get. It knows what has become of those before, and no text."""
 
@@ -104,7 +133,7 @@ class Drafting:
         """`num_slots`: rows that a pass has at most, drafts included: as many as the engine has rows that generate."""
         self._speculation, self._num_slots = speculation, num_slots
         self._hits, self._tries = ACCEPTANCE.copy(), np.ones(LONGEST)  # by tokens in common, less one
-        self._seconds = np.full(num_slots + 1, np.inf)  # of a pass, by its rows; inf: not seen
+        self._seconds = PassSeconds()
         self._search_seconds = 0.0  # of the search for one slot's drafts
         self.most = MOST_DRAFTS if speculation == "auto" else speculation
         """Drafts of a slot, at most."""
@@ -148,26 +177,15 @@ class Drafting:
         """A step without prompts, of so many rows, has taken so long."""
         left = FORGETTING[has_drafts]
         self._hits, self._tries = ACCEPTANCE + left * (self._hits - ACCEPTANCE), 1.0 + left * (self._tries - 1.0)
-        size = min(padded(num_rows), self._num_slots)
-        known = self._seconds[size]
-        self._seconds *= DOUBT
-        self._search_seconds *= DOUBT
-        # Whatever else the machine does makes a pass slower, never quicker: so down at once, and up slowly.
-        self._seconds[size] = seconds if seconds < known else known + 0.1 * (seconds - known)
+        self._seconds.add(num_rows, seconds)
+        self._search_seconds *= REMEMBERED  # one that took long once is made again
 
     def _best(self, num_active: int, gains: Array, extra_seconds: float = 0.0) -> int:
         """How many drafts give the most tokens a second, of drafts that add `gains` tokens each (falling); none at equal rates.
         With any, a step takes `extra_seconds` more."""
-        more = np.minimum.accumulate(self._seconds[::-1])[::-1]
-        seconds = np.where(np.isfinite(self._seconds), self._seconds, more)  # a number that was not seen: as one above it
-        known = seconds[np.isfinite(seconds)]
-        if not len(known):
-            return len(gains)
-        # A few rows more than were ever seen are tried, to know what they take.
-        seconds[len(known) : padded(len(known)) + 1] = known[-1]
         counts = np.arange(len(gains) + 1)
         tokens = num_active + np.append(0.0, np.cumsum(gains))
-        return int(np.argmax(tokens / (seconds[num_active + counts] + extra_seconds * (counts > 0))))
+        return int(np.argmax(tokens / (self._seconds.of(num_active + counts) + extra_seconds * (counts > 0))))
 
 
 def _places(draft: Draft) -> Array:
