@@ -205,6 +205,25 @@ def test_a_model_is_evaluated_saved_and_kept_when_one_asks(
             trainer.checkpoint()
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    in_gate(
+        "sub_step", of=["synchronous", "periodic", "sub_step", {"name": "bounded", "max_staleness": 2, "membership": "first_come"}]
+    ),
+    ids=str,
+)
+def test_every_step_may_be_evaluated_and_saved(small: Callable[..., dict[str, Any]], tmp_path: Path, schedule: Any) -> None:
+    evaluated = {"path": "generated:arithmetic", "num_prompts": 4, "every_steps": 2}
+    tree = small(run={"steps": 3}, cluster="inline", schedule=schedule, rollout={"num_workers": 2}, eval=evaluated)
+    with Trainer.from_config(tree) as trainer:
+        versions = [trainer.evaluate()["step"]]
+        while trainer.step() is not None:
+            versions.append(trainer.evaluate()["step"])
+            assert trainer.save(tmp_path / f"saved-{versions[-1]}") == versions[-1]
+    assert versions == [0, 1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path / "runs" / "test" / "eval.jsonl")] == versions
+
+
 def test_the_run_of_the_python_page(
     small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
