@@ -57,9 +57,10 @@ def _goes_on(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("mode", "seed"), in_gate(("periodic", 1), of=[(mode, seed) for mode in MODES for seed in range(1, 4)]))
+@pytest.mark.parametrize(("mode", "seed"), in_gate(("synchronous", 1), of=[(mode, seed) for mode in MODES for seed in range(1, 4)]))
 def test_helpers_leave_no_trace_whoever_is_killed_or_stands_still(mode: str, seed: int, tmp_path: Path) -> None:
-    schedule = {"schedule": mode, **({"train": {"old": "previous"}} if mode == "delayed" else {})}
+    train = {"responses_per_micro_batch": 2, **({"old": "previous"} if mode == "delayed" else {})}
+    schedule = {"schedule": mode, "train": train}  # a group is two passes, so that helpers can take part in every round
     alone = Disturber(tree(tmp_path / "alone", schedule, {"train": {"helpers": 0}}), None)
     assert alone.run(), alone.said
     helped = Disturber(tree(tmp_path / "helped", schedule, HELPED), seed)
@@ -70,8 +71,9 @@ def test_helpers_leave_no_trace_whoever_is_killed_or_stands_still(mode: str, see
     assert not any(span.task == "helper_pass" for span in spans["alone"])
     passes = [span for span in spans["helped"] if span.task == "helper_pass"]
     assert len(helped.steps) == STEPS
-    if num_cores() > 1:  # an evaluation, or a slow start, keeps rollout busy in some steps
-        assert passes and {span.worker for span in passes} == {"trainer/0"} and not any(span.is_lane for span in passes)
+    assert all(span.worker == "trainer/0" and not span.is_lane for span in passes)
+    if mode == "synchronous" and num_cores() > 1:  # nothing is generated while a step is trained
+        assert passes
 
 
 def test_a_rollout_worker_computes_with_what_nobody_else_does(tmp_path: Path) -> None:
