@@ -24,7 +24,7 @@ HELPED: dict[str, Any] = {
     "rollout": {"num_workers": 2, "max_restarts": 100},
     "queue": {"lease_seconds": 5},
 }
-MODES = ("periodic", "delayed")
+MODES = ("synchronous", "periodic", "delayed")
 
 
 class Disturber(Killer):
