@@ -28,10 +28,10 @@ def _device(text: str) -> str:
 
 
 def _run_name(text: str) -> str:
-    if not re.fullmatch(r"\w[\w.-]{0,99}", text):
+    if not re.fullmatch(r"\w[\w.-]*", text) or len(text) > MOST_CHARACTERS:
         raise ValueError(
-            f"{text!r} is no name of a run: take letters, digits, _, - and ., 100 at most, beginning with a letter or digit; its "
-            f"place is run.dir"
+            f"{text!r} is no name of a run: take letters, digits, _, - and ., {MOST_CHARACTERS} at most, beginning with a letter "
+            f"or digit; its place is run.dir"
         )
     return text
 
@@ -57,6 +57,8 @@ Weight = Annotated[float, Field(gt=-math.inf, lt=math.inf)]
 """Of a reward; below 0 it is a penalty."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 MOST_STEPS = 1_000_000_000
+MOST_CHARACTERS = 100
+"""Of a run's name."""
 PartName = Annotated[str, AfterValidator(_part_name)]
 TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
 """Of metrics, `reward/mean` and so on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from safetensors import safe_open
 
-from asyncflow.config import Config, parse
+from asyncflow.config import MOST_CHARACTERS, Config, parse
 from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.lora import merged_lora
 from asyncflow.engines.lora_files import CONFIG_FILE, spec_in
@@ -48,7 +49,7 @@ def config_of_model(folder: str, overrides: Sequence[str]) -> Config:
     Raises `UserError`.
     """
     tree: dict[str, Any] = {
-        "run": {"name": Path(folder).name},
+        "run": {"name": re.sub(r"[^\w.-]|^[.-]", "_", Path(folder).resolve().name)[:MOST_CHARACTERS] or "model"},
         "model": {"path": folder},
         "data": {"path": "generated:arithmetic", "prompt_template": "{question}\n"},
         "reward": {"scorer": "final_answer"},

@@ -29,6 +29,11 @@ async def tensors_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() async for name, tensor in source.tensors()}
 
 
+@pytest.mark.parametrize(("folder", "name"), [("My model (v2)", "My_model__v2_"), (".hidden", "_hidden"), ("a" * 120, "a" * 100)])
+def test_the_run_of_a_models_folder_has_a_name_of_a_run(tmp_path: Path, folder: str, name: str) -> None:
+    assert config_of_model(str(tmp_path / folder), []).run.name == name
+
+
 def test_an_adapter_of_a_part_has_the_linear_layers_of_that_part() -> None:
     assert targets_of(MODEL, NewAdapter(rank=4)) == ()
     attention = targets_of(MODEL, NewAdapter(rank=4, has_mlp=False))
