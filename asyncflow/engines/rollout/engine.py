@@ -63,7 +63,7 @@ class SlotEngine(ThreadedEngine):
         kv_on_install: Literal["keep", "recompute"] = "keep",
         num_parked: int = 0,
         lora: LoraSpec | None = None,
-        speculation: Speculation = "auto",
+        speculation: Speculation = 0,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
         """Load a Hugging Face checkpoint as policy `version`.

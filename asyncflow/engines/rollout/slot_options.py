@@ -12,7 +12,7 @@ PREFILL_CHUNK = 256
 """Tokens of prompts and observations that a step computes: enough for full speed, few enough to stay in the processor's cache."""
 
 
-def check(*, speculation: object = "auto", prefill_chunk: object = PREFILL_CHUNK, **_others: object) -> None:
+def check(*, speculation: object = 0, prefill_chunk: object = PREFILL_CHUNK, **_others: object) -> None:
     """Raises `UserError` for a value that means nothing."""
     if speculation != "auto" and (not isinstance(speculation, int) or isinstance(speculation, bool) or speculation < 0):
         raise UserError(f"rollout.engine.speculation is {speculation!r}: take auto, or a number of draft tokens; 0 is none")
