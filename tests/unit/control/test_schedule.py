@@ -243,7 +243,7 @@ def test_at_least_the_share_is_kept_and_never_all(share: float, groups: int, cou
         ("sub_step", {"newest_share": 1.0}, "schedule.newest_share must be 0 or more and less than 1"),
         ("sub_step", {"newest_share": -0.1}, "schedule.newest_share must be 0 or more and less than 1"),
         ("bounded", {"max_staleness": 0}, "without any it is schedule=periodic"),
-        ("bounded", {"membership": "fair"}, "must be strict or first_come, but is 'fair'"),
+        ("bounded", {"membership": "fair"}, 'must be strict or first_come, not "fair"'),
     ],
 )
 def test_impossible_options_are_refused_in_a_sentence(name: str, options: dict[str, Any], words: str) -> None:
