@@ -93,7 +93,7 @@ def of_asyncflow(folder: Path, seed: int, steps: int, way: Sequence[str]) -> See
 
 
 def settings_of(seed: int, steps: int) -> dict[str, Any]:
-    """What the recipe says, for trl_run.py."""
+    """Settings of the recipe, for trl_run.py."""
     config = load(RECIPE, [f"run.seed={seed}"])
     train, algorithm, template = config.train, config.algorithm.options, config.data.prompt_template
     assert config.data.path is not None and template is not None

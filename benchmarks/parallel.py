@@ -131,7 +131,7 @@ def serve(rank: int, size: int, store: str, jobs: list[tuple[Path, Layout, dict[
 
 
 def on_ranks(size: int, store: str, jobs: list[tuple[Path, Layout, dict[str, Any]]]) -> list[tuple[int, int, int]]:
-    """Of each measurement the largest of any rank."""
+    """Largest values of any rank, by measurement."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [context.Process(target=serve, args=(rank, size, store, jobs, answers)) for rank in range(size)]

@@ -222,7 +222,7 @@ def network(folder: Path, name: str) -> NetworkReceiver:
 
 
 async def compare_differences(model: Path, folder: Path, steps: int) -> list[Figure]:
-    """Of each step's version: what came to a receiver that has the one before, over what came to one that has none."""
+    """Bytes of each step's version to a receiver that has the one before, over those to a receiver that has none."""
     figures, before = list[Figure](), dict[str, torch.Tensor]()
     sender = sync("network, bfloat16", folder).sender("benchmark")
     follows = network(folder, "follows")

@@ -163,7 +163,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _other_than_text(path: Path) -> str:
-    """What a file is that is not UTF-8 text, and what to do."""
+    """Kind of a file that is not UTF-8 text, and what to do about it."""
     with path.open("rb") as file:
         head = file.read(4)
         for begins, what in _NO_TEXT.items():

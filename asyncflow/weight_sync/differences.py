@@ -30,7 +30,7 @@ class DamagedDifference(ValueError):
 
 
 def difference(new: Array, old: Array) -> Array | None:
-    """What makes `old` (uint8 [n]) into `new` (uint8 [n]): uint8 [m]; None where it is not worth it, or n is odd."""
+    """Bytes (uint8 [m]) that make `old` (uint8 [n]) into `new` (uint8 [n]); None where they are not worth it, or n is odd."""
     if len(new) % 2:
         return None
     changed = new.view(np.uint16) ^ old.view(np.uint16)

@@ -479,7 +479,7 @@ class Decoder:
         return logits_TV.float()
 
     def _hidden(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
-        """What the output layer is given ([T, E]), as in `_forward`."""
+        """Inputs of the output layer ([T, E]), as in `_forward`."""
         c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
         positions_T = self._on_device(positions)

@@ -59,7 +59,7 @@ def joined(texts: Sequence[Array]) -> Array:
 
 
 def continuation(text: Array, most: int) -> Draft:
-    """What followed the latest earlier occurrence of the last tokens of `text` (int64, from `joined`): `most` tokens at most.
+    """Tokens that followed the latest earlier occurrence of the last ones of `text` (int64, from `joined`), `most` of them at most.
 
     The occurrence is the latest of those that have most tokens in common. A text that repeats itself is drafted as going on so.
     """
@@ -147,7 +147,7 @@ class Drafting:
         return self._best(num_active, np.full(room, best), num_active * self._search_seconds) > 0
 
     def chosen(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Those to verify of each slot's drafts: the first ones, or none."""
+        """Drafts to verify, by slot: the first ones of each slot's, or none."""
         room = self._num_slots - len(drafts)
         if self._speculation != "auto":
             lengths = np.array([len(draft.tokens) for draft in drafts])
@@ -164,7 +164,7 @@ class Drafting:
         return [Draft(draft.tokens[:length], draft.matched) for draft, length in zip(drafts, taken, strict=True)]
 
     def learn(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
-        """Of a slot's drafts so many were compared with what was drawn, and so many were right: the first ones, or all."""
+        """Count the drafts of a slot that were compared with what was drawn, and those that were right: the first ones, or all."""
         places = _places(draft)[:num_tried]
         np.add.at(self._tries, places, 1.0)
         np.add.at(self._hits, places[:num_accepted], 1.0)

@@ -54,7 +54,7 @@ class UnfilledPrompt:
 
 @dataclass(slots=True)
 class PassWork:
-    """What one pass computes: pieces of prompts, and tokens (int64) behind prompts, of claims."""
+    """Work of one pass: pieces of prompts, and tokens (int64) behind prompts, of claims."""
 
     pieces: list[tuple[UnfilledPrompt, PromptPiece]] = field(default_factory=list)
     fed: list[tuple[Claim, Array]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class MissingKeys:
             joined.claims.append(claim)
 
     def next(self, num_tokens: int) -> PassWork:
-        """What the next pass computes: some `num_tokens` at most. A prompt is cut at multiples of `CHUNK` alone, and one piece is
+        """Work of the next pass: some `num_tokens` at most. A prompt is cut at multiples of `CHUNK` alone, and one piece is
         always taken."""
         work = PassWork()
         for claim in self._turns:

@@ -221,7 +221,7 @@ class Slots:
         return np.concatenate([self._requests[row].prompt_ids[-LONGEST:], self._tokens[row, : self._counts[row]]])
 
     def _decode(self, drafts: Sequence[Draft]) -> tuple[int, int, int, int, int]:
-        """One more token for every active row, and each of its drafts that is right.
+        """Draw one more token for every active row, and each of its drafts that is right.
 
         Returns the last fields of its `Timing`: rows of the pass, tokens attended to, 1 call, drafts, and right ones.
         """
@@ -280,7 +280,7 @@ class Slots:
             self._append(np.arange(first, self._num_active), torch.stack(logits))
 
     def _fill(self, work: PassWork) -> None:
-        """One pass: a token of every active row, and `work`. Rows whose slots have all keys then get their first tokens."""
+        """Compute a pass: a token of every active row, and `work`. Rows whose slots have all keys then get their first tokens."""
         active, fed = np.arange(self._num_active), work.fed
         lengths = [1] * len(active) + [len(tokens) for _, tokens in fed]
         lasts = (self._prompt_lengths + self._counts)[active] - 1

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from asyncflow.engines.train.passes import Passes
+from asyncflow.threads import end_at_exit
 
 T = TypeVar("T")
 
@@ -42,7 +43,9 @@ class Helpers:
         self._error: BaseException | None = None
         for number, own in enumerate(passes):
             arguments = (number, own, num_threads)
-            threading.Thread(target=self._serve, args=arguments, name=f"train-helper-{number}", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=arguments, name=f"train-helper-{number}", daemon=True)
+            end_at_exit(thread, self.close)
+            thread.start()
 
     @property
     def allowed(self) -> int:

@@ -41,15 +41,22 @@ class Passes:
         `first`: compute with its weights, whatever becomes of them, and as it has found to be right on this machine.
         """
         how, lora = PassOptions.of(options), options.lora
-        of_model: dict[str, Any] = {"device": options.device, "way": None if first is None else first.policy.way}
+        of_model: dict[str, Any] = {"device": options.device}
+        if first is not None:
+            of_model |= {"way": first.policy.way, "first": first.policy}
         if lora is not None:
             of_model |= {"weights_dtype": how.dtype, "lora": lora, "seed": options.seed}
         self.policy: CausalModel = CausalModel(model_path, how, **of_model)
         self.remark = probe(self.policy) if first is None and self.policy.way != "packed" else ""
         self.models: TriModel[Frozen]
         if lora is None:
-            way, of_frozen = self.policy.way, PassOptions.of_frozen(options)
-            frozen = partial(FrozenModel, model_path, of_frozen, device=options.device, offload=options.offload, way=way)
+            of_frozen: dict[str, Any] = {"device": options.device, "offload": options.offload, "way": self.policy.way}
+            made = [] if first is None else first.models.frozen  # in the order in which they were made
+            firsts = iter([each for each in made if isinstance(each, FrozenModel)])
+
+            def frozen() -> Frozen:
+                return FrozenModel(model_path, PassOptions.of_frozen(options), first=next(firsts, None), **of_frozen)
+
             self.models = TriModel(self.policy, options, frozen)
         else:
             shared = partial(SharedBaseModel, self.policy)
@@ -59,7 +66,9 @@ class Passes:
         self._chunk_tokens, self._is_to_check = options.log_prob_chunk_tokens, options.check_shared_prompt and first is None
         self._gradients: PassGradients | None = None
         if first is not None:
-            self._share(first)
+            self.most_tokens = first.most_tokens
+            if first._gradients is not None and isinstance(self.sums, ExactAccumulator):
+                self._gradients = PassGradients(self.policy, self.sums)
         elif self.most_tokens is not None:
             self._prepare()
 
@@ -104,12 +113,3 @@ class Passes:
             self.remark = f"{self.remark}\n" * bool(self.remark) + (
                 f"micro-batches are computed one by one, since train.accumulate=exact promises bits: {why}"
             )
-
-    def _share(self, first: Passes) -> None:
-        self.policy.share(first.policy)
-        for own, its in zip(self.models.frozen, first.models.frozen, strict=True):
-            if isinstance(own, FrozenModel) and isinstance(its, FrozenModel):
-                own.share(its)
-        if first._gradients is not None and isinstance(self.sums, ExactAccumulator):
-            self._gradients = PassGradients(self.policy, self.sums)
-        self.most_tokens = first.most_tokens

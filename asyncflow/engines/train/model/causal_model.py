@@ -82,6 +82,7 @@ class CausalModel:
         lora: LoraSpec | None = None,
         seed: int = 0,
         way: Way | None = None,
+        first: CausalModel | None = None,
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
@@ -92,15 +93,16 @@ class CausalModel:
         `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`. Models with
         adapters over the same files have the memory of their bases in common.
         `way`: how micro-batches go through the model; None: packed where that is known to be right, else as `own_rows.probe` finds.
+        `first`: load nothing, and compute with the weights of that one, whatever becomes of them. Gradients stay apart.
 
         Raises `UserError` if there is no such model, or it cannot be trained here.
         """
-        weights_device = weights_device or device
-        if lora is None:
-            self.module = load_module(path, weights_dtype, weights_device).eval()
-        else:
-            self._base = base_of(path, weights_dtype, weights_device)  # which stays as long as an adapter of it is here
-            self.module = copy.deepcopy(self._base, {id(weight): weight for weight in self._base.parameters()})
+        # As it was loaded, to make others of the same memory; an adapter's base stays as long as an adapter of it is here.
+        self._loaded: Any = (
+            first._loaded if first else (base_of if lora else load_module)(path, weights_dtype, weights_device or device)
+        )
+        own = {id(w): w if lora else nn.Parameter(w.data, w.requires_grad) for w in self._loaded.parameters()}
+        self.module = copy.deepcopy(self._loaded, own).eval()
         self.chunk_tokens = passes.chunk_tokens
         self.device, self.dtype, self.temperature = torch.device(device), passes.dtype, passes.temperature
         self._divisor = passes.temperature / logit_scale(self.module.config)
@@ -111,7 +113,10 @@ class CausalModel:
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.parameters = self._weights if lora is None else {name: w for name, w in self._weights.items() if w.requires_grad}
-        if lora is not None:
+        if first is not None:
+            for name, parameter in self.parameters.items():
+                parameter.data = first.parameters[name].data
+        elif lora is not None:
             fill_lora(self.parameters, lora, seed)
         head_VH = self.module.get_output_embeddings().weight
         self._head_name = next(name for name, parameter in self._weights.items() if parameter is head_VH)
@@ -122,11 +127,6 @@ class CausalModel:
         self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
         for layer in layers:
             recompute_activations(layer, partial(_cast_parameters, layer, self.device, passes.dtype))
-
-    def share(self, first: CausalModel) -> None:
-        """Compute with the weights of another one from now on, whatever becomes of them. Gradients stay apart."""
-        for name, weight in self._weights.items():
-            weight.data = first._weights[name].data
 
     def pack(self, prompt_ids: Array, responses: Ragged, targets: Ragged | None = None) -> Packed:
         """Pack a prompt and its responses for this model, see `pack_thrifty`; without sharing where it does not take the layout."""
@@ -184,14 +184,22 @@ class FrozenModel(CausalModel):
     """Model that is not trained: an old policy, or the reference."""
 
     def __init__(
-        self, path: Path | str, passes: PassOptions, *, device: str, offload: bool = False, way: Way | None = None
+        self,
+        path: Path | str,
+        passes: PassOptions,
+        *,
+        device: str,
+        offload: bool = False,
+        way: Way | None = None,
+        first: FrozenModel | None = None,
     ) -> None:
         """Load the model as `CausalModel` does. Weights are kept in `passes.dtype`.
 
         `offload`: keep them in host memory; each pass then copies them to the device.
         """
         weights_device = "cpu" if offload else device
-        super().__init__(path, passes, device=device, weights_dtype=passes.dtype, weights_device=weights_device, way=way)
+        of_weights: dict[str, Any] = {"weights_dtype": passes.dtype, "weights_device": weights_device}
+        super().__init__(path, passes, device=device, way=way, first=first, **of_weights)
         self.module.requires_grad_(False)
 
     @torch.no_grad()

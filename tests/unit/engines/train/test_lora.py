@@ -283,9 +283,9 @@ async def test_a_base_goes_with_its_last_adapter_and_is_read_again_when_its_file
 ) -> None:
     shutil.copytree(model_path("qwen2-tiny"), tmp_path / "base")
     engine = torch_engine(tmp_path / "base", lora=SPEC)
-    base = weakref.ref(one_rank(engine).policy._base)
+    base = weakref.ref(one_rank(engine).policy._loaded)
     os.utime(tmp_path / "base" / "model.safetensors", ns=(1, 1))
-    assert one_rank(torch_engine(tmp_path / "base", lora=SPEC)).policy._base is not base()
+    assert one_rank(torch_engine(tmp_path / "base", lora=SPEC)).policy._loaded is not base()
     await engine.close()
     del engine
     deadline = time.monotonic() + patience(20)  # its thread ends by itself
