@@ -159,38 +159,39 @@ def test_a_run_on_ray_ends_in_order_when_it_is_told_to(small: Small, tmp_path: P
     assert not alive(everyone)
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_a_run_whose_ray_dies_says_so_and_saves_its_model(
-    small: Small, tmp_path: Path, background: Callable[..., Command], name: str
-) -> None:
+RayDies = Callable[..., tuple[Command, str, str]]
+
+
+@pytest.fixture(params=["gcs_server", "raylet"])
+def ray_dies(request: pytest.FixtureRequest, small: Small, tmp_path: Path, background: Callable[..., Command]) -> RayDies:
+    """A run whose Ray dies after some steps: its command, and what it said. No process is left of it."""
+
+    def run(steps: int, after: int, *overrides: str) -> tuple[Command, str, str]:
+        config = write_config(tmp_path, recipe(small, run={"steps": steps}))
+        command = background("train", config, "cluster=ray", *overrides)
+        wait_for(lambda: num_steps(tmp_path / "runs" / "test") >= after, command)
+        everyone = leaves_of(command)
+        next(process for process in everyone if name_of(process) == request.param).kill()
+        output, errors = command.communicate(timeout=SECONDS)
+        wait_for(lambda: not alive(everyone), seconds=20.0)
+        return command, output, errors
+
+    return run
+
+
+def test_a_run_whose_ray_dies_says_so_and_saves_its_model(ray_dies: RayDies, tmp_path: Path) -> None:
     """Ray by itself would end the driver's process a minute later, as it stands."""
+    command, _, errors = ray_dies(5000, 1, "train.max_restarts=0")
     run_dir = tmp_path / "runs" / "test"
-    config = write_config(tmp_path, recipe(small, run={"steps": 5000}))
-    command = background("train", config, "cluster=ray", "train.max_restarts=0")
-    wait_for(lambda: num_steps(run_dir) >= 1, command)
-    everyone = leaves_of(command)
-    next(process for process in everyone if name_of(process) == name).kill()
-    _, errors = command.communicate(timeout=SECONDS)
     assert command.returncode == 1 and "its host is gone" in errors and "worker trainer/0" in errors, errors
     assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
-    wait_for(lambda: not alive(everyone), seconds=20.0)
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_a_run_whose_ray_dies_goes_on_with_another_one(
-    small: Small, tmp_path: Path, background: Callable[..., Command], name: str
-) -> None:
+def test_a_run_whose_ray_dies_goes_on_with_another_one(ray_dies: RayDies, tmp_path: Path) -> None:
     """Where it was the run's own: the death of a trainer is what the run sees of it."""
-    run_dir = tmp_path / "runs" / "test"
-    config = write_config(tmp_path, recipe(small, run={"steps": 60}))
-    command = background("train", config, "cluster=ray", "checkpoint.every_steps=2")
-    wait_for(lambda: num_steps(run_dir) >= 4, command)
-    everyone = leaves_of(command)
-    next(process for process in everyone if name_of(process) == name).kill()
-    output, errors = command.communicate(timeout=SECONDS)
+    command, output, errors = ray_dies(60, 4, "checkpoint.every_steps=2")
     assert command.returncode == 0 and "the run is resumed from its newest checkpoint" in output + errors, output + errors
-    assert [row["step"] for row in rows(run_dir / "metrics.jsonl")] == [*range(60)]
-    wait_for(lambda: not alive(everyone), seconds=20.0)
+    assert [row["step"] for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl")] == [*range(60)]
 
 
 NODE = """

@@ -53,21 +53,23 @@ def test_no_block_of_any_page_is_left_out() -> None:
             assert block(page, part) and Path(page).name in source and word in source, test
 
 
+def stepped(kind: type, maker: str, page: str, start: str, rewards: float, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a page's block with a stand-in for this class, made by its method `maker`, which makes one step with these rewards."""
+    made = create_autospec(kind, instance=True)
+    made.__enter__.return_value = made
+    made.step.side_effect = [{"reward/mean": rewards}, None]
+    monkeypatch.setattr(kind, maker, create_autospec(getattr(kind, maker), return_value=made))
+    exec(block(page, start), {})
+    return made
+
+
 def test_the_trainer_of_the_readme_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = create_autospec(Trainer, instance=True)
-    trainer.__enter__.return_value = trainer
-    trainer.step.side_effect = [{"reward/mean": 0.25}, None]
-    monkeypatch.setattr(Trainer, "from_config", create_autospec(Trainer.from_config, return_value=trainer))
-    exec(block("README.md", "Trainer"), {})
+    stepped(Trainer, "from_config", "README.md", "Trainer", 0.25, monkeypatch)
     assert capsys.readouterr().out == "0.25\n"
 
 
 def test_the_client_of_the_service_s_page_drives_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    client = create_autospec(Client, instance=True)
-    client.__enter__.return_value = client
-    client.step.side_effect = [{"reward/mean": 0.5}, None]
-    monkeypatch.setattr(Client, "connect", create_autospec(Client.connect, return_value=client))
-    exec(block("docs/service.md", "Client.connect"), {})
+    client = stepped(Client, "connect", "docs/service.md", "Client.connect", 0.5, monkeypatch)
     assert capsys.readouterr().out == "0.5\n" and client.init_engines.called and client.stop.called
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncflow.engines.base import NO_TOKENS, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import CHUNK, Decoder
@@ -17,6 +16,7 @@ from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
 from asyncflow.engines.rollout.requests import SlotRequest
 from tests.depth import few
+from tests.unit.engines.rollout.models import llama
 
 MAX_CONTEXT = 460
 
@@ -96,15 +96,7 @@ def test_a_request_that_is_cancelled_gives_its_slots_back_and_others_go_on_in_th
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 512}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return llama(tmp_path_factory.mktemp("llama"), hidden_size=40)
 
 
 Turn = tuple[int, int, np.ndarray, np.ndarray]  # number of the prompt, sample, prompt, what stands behind it

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling
 from asyncflow.engines.rollout.engine import SlotEngine
+from tests.unit.engines.rollout.models import llama
 
 KEY = SampleKey(seed=3, prompt_index=8)
 PROMPT = np.arange(5, 42)
@@ -22,15 +23,7 @@ OBSERVED = [np.arange(9, 9 + length) for length in (3, 40, 1)]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 512}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return llama(tmp_path_factory.mktemp("llama"), hidden_size=32)
 
 
 def engine(path: Path, num_slots: int = 4, num_parked: int = 4, speculation: int = 0, chunk: int = 256) -> SlotEngine:
