@@ -61,8 +61,9 @@ from asyncflow.data import arithmetic, sums
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.rollout.decoder import Decoder, padded
+from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.linears import padded
 from asyncflow.engines.rollout.slots import PREFILL_TOKENS
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,6 @@ L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,82 +34,16 @@ from torch.nn import functional as F
 from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.checks import check_tensors
-from asyncflow.engines.rollout.low_rank import LoraLayers, LowRank
+from asyncflow.engines.rollout.linears import AnyLinear, Linear, PackedLinear, can_pack, padded
+from asyncflow.engines.rollout.low_rank import LoraLayers
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache, capped
 from asyncflow.model_folder import weight_files
 from asyncflow.types import Array, LoraSpec
 
-MIN_ROWS = 4
 CHUNK = 128  # tokens of a prompt whose queries attend in one call of the kernel, which rounds by the number of queries, too
 SCORED_ROWS = 256  # tokens whose logits are made together where a sequence is scored
-PACKED_ROWS = 64  # the number of rows for which oneDNN chooses the order of a packed weight; any number may come
 
 
-class Linear:
-    """`x @ weight.T + bias`. weight [outputs, inputs] is a buffer that installs write."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        self.lora: LowRank | None = None  # before an adapter is installed
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
-        output = F.linear(x, self.weight, self.bias)
-        return output if self.lora is None else self.lora.add_to(output, x)
-
-
-class PackedLinear:
-    """Linear layer on an x86 CPU, with the weight in the order that oneDNN's kernels read ("packed"), and in no other.
-
-    MKL reorders a plain weight in every call, which makes it 1.1 times slower at 512 rows, 1.4 at 36 and 2 at 4. Packing costs ten
-    times a memcpy, so it can be done ahead of an install (`pack`).
-    """
-
-    def __init__(self, names: Sequence[str], dtype: torch.dtype, bias: Tensor | None) -> None:
-        """`names`: the checkpoint's tensors that the weight's rows are, in order."""
-        self.names, self.bias = names, bias
-        self.weight: Tensor | None = None  # before the first install
-        self.lora: LowRank | None = None
-        self._dtype = dtype
-
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The packed weight of a version that may be installed."""
-        pieces = [tensors[name].to(self._dtype) for name in self.names]
-        fused = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(fused, PACKED_ROWS)
-        return packed
-
-    def install(self, packed: Tensor) -> None:
-        """Copy what `pack` made into the weight, in place."""
-        if self.weight is None:
-            self.weight = packed
-        else:
-            self.weight.copy_(packed)
-
-    def unpacked(self) -> Tensor:
-        """The weight [outputs, inputs] in plain order, to the bit what was packed."""
-        assert self.weight is not None, "`install` first"
-        return self.weight.to_dense()
-
-    def bits(self) -> Tensor:
-        """The packed memory, in an order of its own, and with zeros where it is filled up: a view [elements]."""
-        address, num_bytes = torch.ops.mkldnn.data_ptr(self.weight), torch.ops.mkldnn._nbytes(self.weight)
-        return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=self._dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return output if self.lora is None else self.lora.add_to(output, x)
-
-
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build and device have oneDNN's packed product for `dtype` (what torch.compile's inference mode uses)."""
-    if device.type != "cpu" or not torch._C._has_mkldnn or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-AnyLinear = Linear | PackedLinear
 NORMS: Final[Mapping[str, tuple[tuple[str, str] | None, tuple[str, str] | None]]] = {
     "before": (("input_layernorm", "post_attention_layernorm"), None),
     "behind": (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -526,15 +459,6 @@ class Decoder:
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device)
-
-
-def padded(rows: int) -> int:
-    """The rows of a pass over `rows` tokens or prompts: a multiple of `MIN_ROWS` up to 64, then one of 4 between powers of 2.
-
-    oneDNN keeps 0.6 MB of code for every product and number of rows that it has seen, so they must be few.
-    """
-    step = MIN_ROWS if rows <= 64 else 1 << (rows - 1).bit_length() >> 3
-    return rows + -rows % step
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_rounded_late: bool = False, offset: float = 0.0) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from asyncflow.engines.base import NO_TOKENS
-from asyncflow.engines.rollout.decoder import padded
+from asyncflow.engines.rollout.linears import padded
 from asyncflow.engines.rollout.slot_options import Speculation
 from asyncflow.types import Array
 

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.decoder import AnyLinear, Linear, PackedLinear, can_pack
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.linears import AnyLinear, Linear, PackedLinear, can_pack
 from asyncflow.engines.rollout.slot_cache import SlotCache
 from tests.depth import few, in_gate
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, PackedLinear, can_pack, load_tensors
+from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.linears import MIN_ROWS, Linear, PackedLinear, can_pack
 from tests.conftest import ROOT
 from tests.depth import deep, few
 from tests.patience import patience

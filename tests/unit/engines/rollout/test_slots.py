@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.decoder import can_pack
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.linears import can_pack
 from tests.patience import patience
 
 PROMPT = np.arange(7, 27)
