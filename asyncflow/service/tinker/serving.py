@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -49,7 +50,7 @@ def config_of_model(folder: str, overrides: Sequence[str]) -> Config:
     Raises `UserError`.
     """
     tree: dict[str, Any] = {
-        "run": {"name": re.sub(r"[^\w.-]|^[.-]", "_", Path(folder).resolve().name)[:MOST_CHARACTERS] or "model"},
+        "run": {"name": re.sub(r"[^\w.-]|^[.-]", "_", os.path.basename(os.path.abspath(folder)))[:MOST_CHARACTERS] or "model"},
         "model": {"path": folder},
         "data": {"path": "generated:arithmetic", "prompt_template": "{question}\n"},
         "reward": {"scorer": "final_answer"},

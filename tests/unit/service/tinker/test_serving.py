@@ -34,6 +34,12 @@ def test_the_run_of_a_models_folder_has_a_name_of_a_run(tmp_path: Path, folder: 
     assert config_of_model(str(tmp_path / folder), []).run.name == name
 
 
+def test_the_run_of_a_link_to_a_model_has_the_links_name(tmp_path: Path) -> None:
+    """Caches of models have folders named by hashes: a user names them by links."""
+    (tmp_path / "tiny").symlink_to(MODEL)
+    assert config_of_model(str(tmp_path / "tiny"), []).run.name == "tiny"
+
+
 def test_an_adapter_of_a_part_has_the_linear_layers_of_that_part() -> None:
     assert targets_of(MODEL, NewAdapter(rank=4)) == ()
     attention = targets_of(MODEL, NewAdapter(rank=4, has_mlp=False))
