@@ -18,13 +18,13 @@ import ssl
 import tempfile
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-import httpx2
+import aiohttp
 import msgspec
 import numpy as np
 import xxhash
@@ -36,6 +36,8 @@ Place = Literal["own", "outside"]
 Scope = Literal["read", "drive", "admin"]
 PAUSE_SECONDS = 0.2
 CHUNK_BYTES = 1 << 20
+MAX_CONNECTIONS = 256
+CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 3700.0
 """Longest time that the service takes to answer a request; how long it waits for something is said in the request."""
 
@@ -128,12 +130,24 @@ class ExperienceData:
         return self.normaliser is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whole answer of a service."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
 class AsyncClient:
     """Client of one service, for an event loop. A context; `connect` makes it."""
 
-    def __init__(self, http: httpx2.AsyncClient, patience_seconds: float) -> None:
-        """`patience_seconds`: how long a request is repeated while the service cannot be reached, or has no room."""
-        self._http, self._patience_seconds = http, patience_seconds
+    def __init__(self, address: str, key: str, *, trusted: ssl.SSLContext | None = None, patience_seconds: float = 30.0) -> None:
+        """See `connect`. `trusted`: what a server with TLS is trusted by; None: by the system's authorities."""
+        self.address, self._trusted, self._patience_seconds = address, trusted, patience_seconds
+        self._path = address.removeprefix("unix:") if address.startswith("unix:") else None
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._http: aiohttp.ClientSession | None = None
 
     @classmethod
     def connect(
@@ -148,26 +162,21 @@ class AsyncClient:
         """Client of the service at an address (`http://HOST:PORT`, `https://HOST:PORT`, `unix:PATH`), with a key, or the first one
         of a key file. `certificate`: what a server with TLS is trusted by, if not by the system's authorities.
 
-        Raises `UserError` for a key file that has none.
+        Raises `UserError` for a key file that has none, and for an address of another kind.
         """
+        if not address.startswith(("http://", "https://", "unix:")):
+            raise UserError(f"{address!r} is no address of a service: take http://HOST:PORT, https://HOST:PORT or unix:PATH")
         if key is None:
             if key_file is None:
                 raise UserError("the service asks for a key: give key, or key_file, which the server names when it starts")
             key = read_key(Path(key_file))
-        path = address.removeprefix("unix:") if address.startswith("unix:") else None
+        trusted = None
         try:
-            trusted = ssl.create_default_context(cafile=str(certificate)) if certificate is not None else True
+            if certificate is not None:
+                trusted = ssl.create_default_context(cafile=str(certificate))
         except OSError as error:  # ssl.SSLError is one
             raise UserError(f"the certificate {certificate} cannot be used: name the server's tls.crt, or a copy") from error
-        limits = httpx2.Limits(max_connections=256, max_keepalive_connections=256)
-        transport = httpx2.AsyncHTTPTransport(uds=path, verify=trusted, limits=limits)
-        http = httpx2.AsyncClient(
-            base_url="http://run" if path is not None else address,
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=httpx2.Timeout(10.0, read=ANSWER_SECONDS),
-            transport=transport,
-        )
-        return cls(http, patience_seconds)
+        return cls(address, key, trusted=trusted, patience_seconds=patience_seconds)
 
     async def __aenter__(self) -> Self:
         return self
@@ -177,7 +186,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Hang up. The run goes on."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
 
     # -- the run ------------------------------------------------------------------------------------------------------------
 
@@ -226,7 +237,7 @@ class AsyncClient:
 
     async def metrics(self) -> str:
         """The queue's metrics in Prometheus' text form."""
-        return (await self._request("GET", "/v1/metrics")).text
+        return (await self._request("GET", "/v1/metrics")).content.decode()
 
     async def make_key(self, name: str, scope: Scope, expires_seconds: float | None = None) -> str:
         """Make a key for another client, perhaps with an end; returns its secret. Needs a key of scope `admin`."""
@@ -270,9 +281,26 @@ class AsyncClient:
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return msgspec.json.decode((await self._request("POST", path, body)).content)
 
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, file: Path | None = None
-    ) -> httpx2.Response:
+    def _session(self) -> aiohttp.ClientSession:
+        """Connections to the service, made with the first request: they are of the event loop that runs then."""
+        if self._http is None:
+            made = (
+                aiohttp.TCPConnector(limit=MAX_CONNECTIONS, ssl=self._trusted or True)
+                if self._path is None
+                else aiohttp.UnixConnector(self._path, limit=MAX_CONNECTIONS)
+            )
+            self._http = aiohttp.ClientSession(
+                connector=made,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._http
+
+    def _url(self, path: str) -> str:
+        return f"{'http://run' if self._path is not None else self.address.rstrip('/')}{path}"
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, file: Path | None = None) -> Answer:
         """Answer of the service to a request with this body, or the bytes of a file. A request whose answer was lost, or for which
         there was no room, is repeated under its id.
 
@@ -284,19 +312,20 @@ class AsyncClient:
             headers["Idempotency-Key"] = uuid.uuid4().hex
         if body is not None:
             headers["Content-Type"], content = "application/json", msgspec.json.encode(body)
-        if file is not None:
-            headers["Content-Length"] = str(file.stat().st_size)
         while True:
             pause = PAUSE_SECONDS
             try:
-                sent = content if file is None else _parts(file)
-                answer = await self._http.request(method, path, content=sent, headers=headers)
-            except httpx2.TransportError as error:
+                with contextlib.ExitStack() as opened:
+                    sent = content if file is None else opened.enter_context(file.open("rb"))
+                    async with self._session().request(
+                        method, self._url(path), data=sent, headers=headers, allow_redirects=False
+                    ) as got:
+                        answer = Answer(got.status, got.headers, await got.read())
+            except (aiohttp.ClientError, TimeoutError) as error:
                 if loop.time() + pause > deadline:
-                    why = error or type(error).__name__
-                    raise RunError(f"the service at {self._http.base_url} cannot be reached: {why}") from error
+                    raise RunError(f"the service at {self.address} cannot be reached: {_why(error)}") from error
             else:
-                if answer.status_code != 429:
+                if answer.status != 429:
                     return _checked(answer)
                 pause = float(answer.headers.get("Retry-After", pause))
                 if loop.time() + pause > deadline:
@@ -307,17 +336,16 @@ class AsyncClient:
         """A file, in pieces; one whose hash the service says is checked. Raises `RunError` where it is not whole."""
         digest, partial = xxhash.xxh3_128(), target.with_name(f"{target.name}.partial")
         try:
-            async with self._http.stream("GET", path) as answer:
-                if answer.status_code >= 400:
-                    await answer.aread()
-                    _checked(answer)
+            async with self._session().get(self._url(path), allow_redirects=False) as got:
+                if got.status >= 400:
+                    _checked(Answer(got.status, got.headers, await got.read()))
                 with partial.open("wb") as file:
-                    async for part in answer.aiter_bytes(CHUNK_BYTES):
+                    async for part in got.content.iter_chunked(CHUNK_BYTES):
                         file.write(part)
                         digest.update(part)
-        except httpx2.TransportError as error:
-            raise RunError(f"{path} could not be fetched: {error or type(error).__name__}") from error
-        if answer.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RunError(f"{path} could not be fetched: {_why(error)}") from error
+        if got.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
             raise RunError(f"{path} came as something else: its version was replaced meanwhile")
         partial.replace(target)
 
@@ -588,13 +616,6 @@ def read_key(path: Path) -> str:
     return secret
 
 
-async def _parts(file: Path) -> AsyncIterator[bytes]:
-    """Bytes of a file, in pieces."""
-    with file.open("rb") as opened:
-        while part := await asyncio.to_thread(opened.read, CHUNK_BYTES):
-            yield part
-
-
 def _groups(columns: Mapping[str, Array]) -> list[GroupData]:
     """Groups from the columns of all of them, end to end (asyncflow/service/experience.py says which)."""
     found, row, token, prompt = [], 0, 0, 0
@@ -628,15 +649,19 @@ def _save(weights: Mapping[str, Any], file: Path) -> None:
     importlib.import_module(f"safetensors.{kind}").save_file(dict(weights), file)
 
 
-def _message(answer: httpx2.Response) -> str:
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _message(answer: Answer) -> str:
     with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError):
         return str(msgspec.json.decode(answer.content)["error"]["message"])
-    return answer.text[:500] or f"status {answer.status_code}"
+    return answer.content.decode(errors="replace")[:500] or f"status {answer.status}"
 
 
-def _checked(answer: httpx2.Response) -> httpx2.Response:
-    if answer.status_code < 400:
+def _checked(answer: Answer) -> Answer:
+    if answer.status < 400:
         return answer
-    if answer.status_code in (400, 401, 403, 404, 413, 422):
+    if answer.status in (400, 401, 403, 404, 413, 422):
         raise UserError(_message(answer))
     raise RunError(_message(answer))

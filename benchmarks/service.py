@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
+import aiohttp
 import numpy as np
 import yaml
 from figures import Figure, finish, parser, runs_folder
@@ -153,11 +153,13 @@ def requests(folder: Path) -> list[Figure]:
     async def measure(address: str, key_file: Path, bare: str, what: Measure) -> list[tuple[float, float]]:
         async with (
             AsyncClient.connect(address, key_file=key_file) as client,
-            httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=bare), base_url="http://echo") as plain,
+            aiohttp.ClientSession("http://echo", connector=aiohttp.UnixConnector(bare)) as plain,
         ):
 
             async def ask_echo() -> None:
-                (await plain.post("/echo", json={"rows": [ROW]})).raise_for_status()
+                async with plain.post("/echo", json={"rows": [ROW]}) as answer:
+                    answer.raise_for_status()
+                    await answer.read()
 
             await client.init_engines()
             await client.allow(100_000)

@@ -33,7 +33,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "maths": (("math-verify",), "rewards of mathematical expressions (reward.scorer=maths)"),
     "mooncake": (("mooncake-transfer-engine",), "samples kept in Mooncake Store (queue.storage=mooncake)"),
     "data": (("datasets",), "Parquet files, saved data sets and the Hugging Face Hub (data.path)"),
-    "service": (("fastapi", "uvicorn", "httptools", "httpx2", "protobuf"), "a run, or Tinker's API, over HTTP (asyncflow serve)"),
+    "service": (("fastapi", "uvicorn", "httptools", "aiohttp", "protobuf"), "a run, or Tinker's API, over HTTP (asyncflow serve)"),
     "gguf": (("gguf", "accelerate"), "models in GGUF files (model.path)"),
     "wandb": (("wandb",), "metrics on Weights & Biases (telemetry.trackers)"),
     "mcp": (("mcp",), "tools of MCP servers (environment.tools)"),

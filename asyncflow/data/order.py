@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -19,7 +20,7 @@ class SeededOrder(Generic[T]):
 
     def __init__(self, items: Sequence[T], seed: int, position: int = 0) -> None:
         self.position, self.items = position, items
-        self.pushed: list[T] = []
+        self.pushed: deque[T] = deque()
         self.num_pushed = 0  # ever
         self._seed = seed
         self._epoch = -1
@@ -27,12 +28,12 @@ class SeededOrder(Generic[T]):
 
     def push(self, items: Sequence[T]) -> None:
         """Take these before going on with the order."""
-        self.pushed = [*self.pushed, *items]
+        self.pushed.extend(items)
         self.num_pushed += len(items)
 
     def put_back(self, items: Sequence[T]) -> None:
         """Take these again, before anything else."""
-        self.pushed = [*items, *self.pushed]
+        self.pushed.extendleft(reversed(items))
 
     def has(self, count: int) -> bool:
         """Whether there are so many items at the moment."""
@@ -40,7 +41,7 @@ class SeededOrder(Generic[T]):
 
     def take(self, count: int) -> list[T]:
         """The next `count` items, which there are (`has`)."""
-        taken, self.pushed = self.pushed[:count], self.pushed[count:]
+        taken = [self.pushed.popleft() for _ in range(min(count, len(self.pushed)))]
         while len(taken) < count:
             epoch, offset = divmod(self.position, len(self.items))
             if epoch != self._epoch:

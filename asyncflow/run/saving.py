@@ -99,13 +99,16 @@ class CheckpointCoordinator:
         self._steps = self._admitted()
         self._version, self._order = committed, self._order_now()
         self._state: RecordState = self._record.state()
-        self._has_more = False  # than the checkpoint of this version
+        self._has_more = self._is_behind = False  # than the checkpoint of this version; the order that is remembered
 
     def pushed(self) -> None:
-        """Remember prompts that were pushed since the last commit. What was admitted until now stays before them."""
-        self._steps = self._admitted()
-        self._order = self._order_now()
-        self._has_more = True
+        """Remember prompts that were pushed since the last commit."""
+        self._has_more = self._is_behind = True
+
+    def _catch_up(self) -> None:
+        """Take prompts that were pushed since the last commit into what is remembered. What is admitted by now stays before them."""
+        if self._is_behind:
+            self._steps, self._order, self._is_behind = self._admitted(), self._order_now(), False
 
     async def close(self) -> None:
         """The run stops: prompts that were pushed when its last checkpoint was begun already are kept beside that, and, where it
@@ -201,7 +204,7 @@ class CheckpointCoordinator:
         self.on_settled()
 
     async def _write_own(self, version: int) -> None:
-        steps, state = self._steps, self._driver_state()
+        state, steps = self._driver_state(), self._steps
         if not self._data:
             self._data = await asyncio.to_thread(data_hash, self._source.items)
         state = msgspec.structs.replace(state, data=self._data)
@@ -223,10 +226,11 @@ class CheckpointCoordinator:
         return {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
 
     def _order_now(self) -> tuple[int, list[Prompt], int]:
-        return self._source.position, self._source.pushed, self._source.num_pushed
+        return self._source.position, list(self._source.pushed), self._source.num_pushed
 
     def _driver_state(self) -> DriverState:
-        """State that was remembered at the last commit."""
+        """State that was remembered at the last commit, with the prompts that were pushed since."""
+        self._catch_up()
         position, pushed, num_pushed = self._order
         return DriverState(
             version=self._version,

@@ -110,7 +110,7 @@ class Gate:
         try:
             if scope["type"] != "http":
                 raise Denied(426, "this service speaks HTTP alone")
-            await self._request(scope, receive, self._timed(scope, send))
+            await self._request(scope, receive, send)
         except Busy as busy:
             await _answer(scope, send, 429, str(busy), busy.headers)
         except Denied as refused:
@@ -290,19 +290,6 @@ class Gate:
             return message
 
         return paced
-
-    def _timed(self, scope: Any, send: Send) -> Send:
-        """The answer under a deadline: a client that does not read is hung up on."""
-
-        async def timed(message: Any) -> None:
-            try:
-                async with asyncio.timeout(self._limits.body_seconds(len(message.get("body", b"")))):
-                    await send(message)
-            except TimeoutError:
-                if (connection := scope["state"].get("connection")) is not None:
-                    connection.transport.abort()
-
-        return timed
 
     def _note(self, scope: Any, key: Key, headers: Mapping[bytes, bytes], status: int, seconds: float) -> None:
         client = scope.get("client")

@@ -250,10 +250,10 @@ class PublishFolder(Body):
 def routes(hosted: HostedRun, keys: KeyRing) -> APIRouter:
     """The routes of this run, and of the service's keys."""
     router = APIRouter(prefix="/v1")
-    _add_keys(router, keys)
     _add_run(router, hosted)
     _add_generators(router, hosted)
     _add_trainers(router, hosted)
+    _add_keys(router, keys)
     return router
 
 

@@ -3,70 +3,120 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx2
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from asyncflow.client import AsyncClient, AsyncTrainerWorker, Client, read_key
 from asyncflow.service.experience import columns_of
 from asyncflow.types import RunError, UserError
 
-Handler = Callable[[httpx2.Request], httpx2.Response]
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-def client_of(handler: Handler, patience_seconds: float = 5.0) -> AsyncClient:
-    return AsyncClient(httpx2.AsyncClient(transport=httpx2.MockTransport(handler), base_url="http://run"), patience_seconds)
+@asynccontextmanager
+async def client_of(handler: Handler, patience_seconds: float = 5.0) -> AsyncIterator[AsyncClient]:
+    """Client of a service that answers so, on loopback."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    async with (
+        TestServer(app) as server,
+        AsyncClient(str(server.make_url("")), "af-1", patience_seconds=patience_seconds) as client,
+    ):
+        yield client
+
+
+def lost(request: web.Request) -> web.Response:
+    """No answer: the connection is gone."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def error(status: int, why: str, **headers: str) -> web.Response:
+    """Refusal, as the service words it."""
+    return web.json_response(
+        {"error": {"message": why}}, status=status, headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )
 
 
 async def test_a_request_whose_answer_was_lost_is_repeated_under_its_id() -> None:
     seen: list[str] = []
 
-    def handler(request: httpx2.Request) -> httpx2.Response:
+    async def handler(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer af-1" and request.method == "POST"
         seen.append(request.headers["Idempotency-Key"])
         if len(seen) == 1:
-            raise httpx2.ReadError("gone")
-        if len(seen) == 2:
-            return httpx2.Response(429, headers={"Retry-After": "0"}, json={"error": {"message": "busy"}})
-        return httpx2.Response(200, json={"version": 7})
+            return lost(request)
+        return error(429, "busy", Retry_After="0") if len(seen) == 2 else web.json_response({"version": 7})
 
-    assert await client_of(handler).checkpoint() == 7 and len(seen) == 3 and len(set(seen)) == 1
+    async with client_of(handler) as client:
+        assert await client.checkpoint() == 7 and len(seen) == 3 and len(set(seen)) == 1
 
 
 async def test_patience_has_an_end() -> None:
-    def gone(request: httpx2.Request) -> httpx2.Response:
-        raise httpx2.ConnectError("nobody")
+    async def gone(request: web.Request) -> web.Response:
+        return lost(request)
 
-    with pytest.raises(RunError, match=r"the service at http://run.* cannot be reached: nobody"):
-        await client_of(gone, 0.1).status()
-    with pytest.raises(RunError, match="no room"):
-        busy = httpx2.Response(429, headers={"Retry-After": "9"}, json={"error": {"message": "no room"}})
-        await client_of(lambda request: busy, 0.1).status()
+    async def busy(request: web.Request) -> web.Response:
+        return error(429, "no room", Retry_After="9")
+
+    async with client_of(gone, 0.1) as client:
+        with pytest.raises(RunError, match=r"the service at http://127.* cannot be reached: Server disconnected"):
+            await client.status()
+        address = client.address
+    async with AsyncClient(address, "af-1", patience_seconds=0.1) as client:  # nobody listens any more
+        with pytest.raises(RunError, match=r"the service at http://127.* cannot be reached: Cannot connect"):
+            await client.status()
+    async with client_of(busy, 0.1) as client:
+        with pytest.raises(RunError, match="no room"):
+            await client.status()
 
 
 @pytest.mark.parametrize(
-    ("status", "error"), [(400, UserError), (401, UserError), (422, UserError), (409, RunError), (500, RunError)]
+    ("status", "kind"), [(400, UserError), (401, UserError), (422, UserError), (409, RunError), (500, RunError)]
 )
-async def test_the_services_sentence_is_the_errors(status: int, error: type[Exception]) -> None:
-    with pytest.raises(error, match="do this"):
-        await client_of(lambda request: httpx2.Response(status, json={"error": {"message": "do this"}})).status()
+async def test_the_services_sentence_is_the_errors(status: int, kind: type[Exception]) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return error(status, "do this")
+
+    async with client_of(refuse) as client:
+        with pytest.raises(kind, match="do this"):
+            await client.status()
 
 
 async def test_weights_are_uploaded_with_their_length_and_again_if_the_connection_was_lost(tmp_path: Path) -> None:
     bodies: list[bytes] = []
 
-    async def handler(request: httpx2.Request) -> httpx2.Response:
-        bodies.append(await request.aread())
-        assert request.headers["Content-Length"] == str(len(bodies[-1])) and request.url.path == "/v1/weights/t/3"
-        if len(bodies) == 1:
-            raise httpx2.WriteError("gone")
-        return httpx2.Response(200, json={"version": 4})
+    async def handler(request: web.Request) -> web.Response:
+        bodies.append(await request.read())
+        assert request.headers["Content-Length"] == str(len(bodies[-1])) and request.path == "/v1/weights/t/3"
+        return lost(request) if len(bodies) == 1 else web.json_response({"version": 4})
 
-    worker = AsyncTrainerWorker(client_of(handler), "t")  # type: ignore[arg-type]
-    assert await worker.publish(3, {"a": np.arange(3.0)}) == 4
+    async with client_of(handler) as client:
+        assert await AsyncTrainerWorker(client, "t").publish(3, {"a": np.arange(3.0)}) == 4
     assert len(bodies) == 2 and bodies[0] == bodies[1] and b'"a"' in bodies[0]
+
+
+async def test_a_file_that_is_not_whole_leaves_nothing(tmp_path: Path) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=b"abc", headers={"X-Hash": "another"})
+
+    async def none(request: web.Request) -> web.Response:
+        return error(404, "no such version")
+
+    async with client_of(handler) as client:
+        with pytest.raises(RunError, match="came as something else"):
+            await client._download("/v1/model/a", tmp_path / "a")
+    async with client_of(none) as client:
+        with pytest.raises(UserError, match="no such version"):
+            await client._download("/v1/model/a", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_key_file_without_a_key_is_one_sentence(tmp_path: Path) -> None:
@@ -77,6 +127,8 @@ def test_a_key_file_without_a_key_is_one_sentence(tmp_path: Path) -> None:
     assert read_key(path) == "af-1"
     with pytest.raises(UserError, match="asks for a key"):
         Client.connect("http://127.0.0.1:1")
+    with pytest.raises(UserError, match="no address of a service"):
+        Client.connect("127.0.0.1:1", key="af-1")
 
 
 async def test_groups_come_as_they_were_taken() -> None:
@@ -98,7 +150,12 @@ async def test_groups_come_as_they_were_taken() -> None:
         )  # fmt: skip
         groups.append(DeskGroup(number, one))
     body = as_msgpack(TakenGroups(5, groups, 64), has_bulk=True)
-    found = await AsyncTrainerWorker(client_of(lambda request: httpx2.Response(200, content=body)), "t").get_experience_data()
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    async with client_of(handler) as client:
+        found = await AsyncTrainerWorker(client, "t").get_experience_data()
     assert (found.step, found.normaliser, found.is_complete) == (5, 64, True)
     for sent, got in zip(groups, found.groups, strict=True):
         assert got.number == sent.number and got.prompt_ids.tolist() == sent.experience.prompt_ids.tolist()
