@@ -121,12 +121,16 @@ class RunDir:
         for model in (self.model, self.critic):
             shutil.rmtree(_partial(model), ignore_errors=True)
 
-    def check(self, *, may_overwrite: bool) -> None:
-        """Check that a new run may begin in this folder. Raises `UserError`."""
+    def check_place(self) -> None:
+        """Check that the folder is there or can be made. Raises `UserError`."""
         there = next(each for each in (self.path, *self.path.parents) if each.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "may not be written into by you" if there.is_dir() else "is a file"
             raise UserError(f"the run's folder {self.path} cannot be made, since {there} {why}: give another run.dir")
+
+    def check(self, *, may_overwrite: bool) -> None:
+        """Check that a new run may begin in this folder. Raises `UserError`."""
+        self.check_place()
         if not self.path.exists() or not any(self.path.iterdir()):
             return
         if self.is_run() and not (self.path / CONFIG_FILE).exists():  # a process was killed while it claimed the empty folder

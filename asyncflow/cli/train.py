@@ -17,7 +17,7 @@ from asyncflow.cli.display import Display
 from asyncflow.cli.plan import load_planned
 from asyncflow.cluster.torchrun import is_rank, run_rank
 from asyncflow.config import Config, dump
-from asyncflow.run_dir import JOB_FILE
+from asyncflow.run_dir import JOB_FILE, RunDir
 from asyncflow.types import UserError
 
 DRIVER_SECONDS = 120.0
@@ -53,6 +53,10 @@ def train(
     elif is_rank():
         raise typer.Exit(_run_rank(resolved, ["train", str(config), *(overrides or []), *(["--resume"] if resume else [])]))
     elif dry_run:
+        if fork_from is not None:
+            _fork(resolved, fork_from, fork_keep, is_tried=True)
+        else:
+            RunDir(resolved.run_dir).check_place()
         asyncio.run(_dry_run(resolved))
     else:
         if fork_from is not None:
@@ -60,12 +64,14 @@ def train(
         raise typer.Exit(asyncio.run(_train(resolved, resume or fork_from is not None)))
 
 
-def _fork(config: Config, source: str, keep: str | None) -> None:
-    """Make the folder of a run that begins with another one's checkpoint, and say what it takes and what differs."""
-    from asyncflow.run.fork import KEPT, fork
+def _fork(config: Config, source: str, keep: str | None, *, is_tried: bool = False) -> None:
+    """Make the folder of a run that begins with another one's checkpoint, and say what it takes and what differs; where it is only
+    tried, say that alone."""
+    from asyncflow.run.fork import KEPT, fork, fork_record
 
-    record = fork(config, source, KEPT if keep is None else {name for name in keep.split(",") if name}, print)
-    print(f"forked from {record.origin} after {record.step} steps, with its {' and '.join(['weights', *record.kept])}")
+    kept = KEPT if keep is None else {name for name in keep.split(",") if name}
+    record = (fork_record if is_tried else fork)(config, source, kept, print)
+    print(f"{'would be forked' if is_tried else 'forked'} from {record.origin} after {record.step} steps, with its {' and '.join(['weights', *record.kept])}")
     for key, (before, now) in record.differences.items():
         print(f"  {key}: {before!r} there, {now!r} here")
 

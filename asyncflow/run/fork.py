@@ -48,8 +48,8 @@ class ForkRecord(msgspec.Struct, frozen=True):
     differences: dict[str, tuple[Any, Any]]
 
 
-def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str], None]) -> ForkRecord:
-    """Make the run's folder with the checkpoint `RUN` or `RUN@STEP` in it, from which `--resume` goes on.
+def fork_record(config: Config, source: str, keep: Collection[str], log: Callable[[str], None]) -> ForkRecord:
+    """Record of the fork that `config` would be of the checkpoint `RUN` or `RUN@STEP`. Nothing is made.
 
     Raises `UserError` where there is no such checkpoint, or the run's folder holds a run that may not be overwritten.
     """
@@ -68,8 +68,16 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
     if began.model.path != config.model.path and not Path(config.model.path).is_dir():
         raise UserError(f"model.path is {config.model.path!r}: a fork has that of {place}, {began.model.path!r}, or a folder")
     own.check(may_overwrite=config.run.overwrite)
-    record = ForkRecord(str(origin.path.resolve()), version, sorted(keep), differences(began, config))
-    own.claim(dump(config), fork=msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    return ForkRecord(str(origin.path.resolve()), version, sorted(keep), differences(began, config))
+
+
+def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str], None]) -> ForkRecord:
+    """Make the run's folder with the checkpoint `RUN` or `RUN@STEP` in it, from which `--resume` goes on.
+
+    Raises `UserError` as `fork_record` does.
+    """
+    record = fork_record(config, source, keep, log)
+    RunDir(config.run_dir).claim(dump(config), fork=msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
     copy_origin(config, record, log)
     return record
 

@@ -303,6 +303,7 @@ def refused(*arguments: object) -> str:
             ["train", "config.yaml", "run.dir=file"],
             "the run's folder file/test cannot be made, since file is a file: give another run.dir",
         ),
+        (["train", "config.yaml", "run.dir=file", "--dry-run"], "file is a file: give another run.dir"),
         (["train", "config.yaml", "run.dir=/proc/x"], "the run's folder /proc/x/test cannot be made (No such file or directory)"),
         (
             ["plan", "config.yaml", "--devices", "2", "--hardware", "config.yaml"],

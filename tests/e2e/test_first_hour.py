@@ -131,6 +131,9 @@ def test_a_fork_begins_with_another_run_s_checkpoint(small: Callable[..., dict[s
     ):
         refused = run_command("train", tmp_path / "config.yaml", *overrides, "--fork-from", source)
         assert refused.returncode == 2 and words in refused.stderr and not (tmp_path / "runs" / "fork").exists()
+    tried = run_command("train", tmp_path / "config.yaml", *overrides, "--dry-run", "--fork-from", f"{tmp_path}/runs/origin@2")
+    assert tried.returncode == 0 and "would be forked from" in tried.stdout and "1e-05 here" in tried.stdout
+    assert not (tmp_path / "runs" / "fork").exists()
     forked = run_command("train", tmp_path / "config.yaml", *overrides, "--fork-from", f"{tmp_path}/runs/origin@2")
     assert forked.returncode == 0, forked.stderr
     assert "after 2 steps, with its weights and data and optimizer" in forked.stdout
