@@ -71,7 +71,8 @@ def _fork(config: Config, source: str, keep: str | None, *, is_tried: bool = Fal
 
     kept = KEPT if keep is None else {name for name in keep.split(",") if name}
     record = (fork_record if is_tried else fork)(config, source, kept, print)
-    print(f"{'would be forked' if is_tried else 'forked'} from {record.origin} after {record.step} steps, with its {' and '.join(['weights', *record.kept])}")
+    verb = "would be forked" if is_tried else "forked"
+    print(f"{verb} from {record.origin} after {record.step} steps, with its {' and '.join(['weights', *record.kept])}")
     for key, (before, now) in record.differences.items():
         print(f"  {key}: {before!r} there, {now!r} here")
 

@@ -106,7 +106,7 @@ class CheckpointCoordinator:
         self._has_more = self._is_behind = True
 
     def _catch_up(self) -> None:
-        """Take prompts that were pushed since the last commit into what is remembered. What is admitted by now stays before them."""
+        """Remember the order with prompts pushed since the last commit. What is admitted by now stays before them."""
         if self._is_behind:
             self._steps, self._order, self._is_behind = self._admitted(), self._order_now(), False
 
