@@ -102,7 +102,8 @@ class RunRecord:
         self._metrics: dict[int, StepMetrics] = {}
         self._critic_metrics: dict[int, StepMetrics] = {}
         self._committed: dict[int, tuple[StepMetrics, StepTimes]] = {}  # by the policy, and perhaps not by the critic
-        self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
+        self._opened: dict[int, float] = {}  # by step, when it was first, until it is committed
+        self._installed: dict[int, float] = {}  # by version, of those that may still generate a step
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
         self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
         self._first = self._num_finished = self._ledger.committed
@@ -181,11 +182,13 @@ class RunRecord:
 
     def opened(self, step: int) -> None:
         """A step's groups are admitted."""
-        self._note("opened", step)
+        self._note(self._opened, step)
+        if self._started is None:
+            self._started = self._opened[step]
 
     def installed(self, version: int) -> None:
         """A rollout worker serves a version."""
-        self._note("installed", version)
+        self._note(self._installed, version)
 
     async def evaluated(self, row: Row) -> None:
         """An evaluation's figures, once every worker has sent its samples: a resumed run makes neither again."""
@@ -341,14 +344,13 @@ class RunRecord:
             del self._trackers[name]
             self._observer.log(f"the tracker {name} failed at step {step + 1} and gets nothing more: {error}")
 
-    def _note(self, what: str, number: int) -> None:
+    def _note(self, moments: dict[int, float], number: int) -> None:
         self._progress()
-        moment = self._moments.setdefault((what, number), self._now())
-        if self._started is None and what == "opened":
-            self._started = moment
+        moments.setdefault(number, self._now())
 
     def _could_generate(self, step: int) -> float | None:
-        """Moment from which the step could be generated: its first group was admitted, and a worker had weights for it."""
-        interval, opened = self._schedule.interval(step), self._moments.get(("opened", step))
-        installed = [moment for (what, v), moment in self._moments.items() if what == "installed" and v in interval]
+        """Moment from which the committed step could be generated: a group was admitted, and a worker had weights for it."""
+        interval, opened = self._schedule.interval(step), self._opened.pop(step, None)
+        self._installed = {version: moment for version, moment in self._installed.items() if version >= interval.low}
+        installed = [moment for version, moment in self._installed.items() if version <= interval.high]
         return max(opened, min(installed)) if opened is not None and installed else None

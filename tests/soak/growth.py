@@ -183,11 +183,16 @@ def sit(mode: str, folder: Path, steps: int, until: float) -> None:
         raise SystemExit(f"{mode} has failed: {(folder / 'said.log').read_text()[-800:]}")
 
 
-class Sampler(Listener):
+class OfSimulation(Listener):
+    """Observer of a simulated run. `job`: the run."""
+
+    job: SimulatedJob | None = None
+
+
+class Sampler(OfSimulation):
     """Samples of a simulated run, every `EVERY` steps, until the time has come."""
 
     def __init__(self, log: IO[bytes], sitting: int, until: float) -> None:
-        self.job: SimulatedJob | None = None
         self._log, self._sitting, self._until = log, sitting, until
         self._last: tuple[int, float] | None = None
 
@@ -215,20 +220,25 @@ class Unaudited(Audit):
         """See `Audit`."""
 
 
-def simulate(folder: Path, steps: int, until: float) -> None:
+def simulate(folder: Path, steps: int, observer: OfSimulation) -> None:
     """One sitting of a simulated run."""
     folder.mkdir(parents=True, exist_ok=True)
     small = {"rollout": {"num_workers": 1, "num_slots": 1, "group_size": 2, "max_new_tokens": 2}, "train": {"prompts_per_step": 1}}
     config = parse(merged(tree("delayed", folder, steps), merged(small, {"checkpoint": {"every_steps": 1_000, "keep": 1}})))
-    loop, log = VirtualLoop(), folder / "taken.jsonl"
+    loop, audit = VirtualLoop(), Unaudited(make_schedule(config), shape_of(config))
+    observer.job = SimulatedJob(config, Costs(), NO_FAULTS, loop, observer, keeps_report=False, audit=audit)
+    try:
+        loop.run_until_complete(loop.create_task(observer.job.run(), name="run"))
+    finally:
+        loop.finish()
+
+
+def sit_simulated(folder: Path, steps: int, until: float) -> None:
+    """One sitting of a simulated run, whose samples go to `taken.jsonl`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "taken.jsonl"
     with log.open("ab") as file:
-        sampler = Sampler(file, 1 + max((each.sitting for each in read(log)), default=-1), until)
-        audit = Unaudited(make_schedule(config), shape_of(config))
-        sampler.job = SimulatedJob(config, Costs(), NO_FAULTS, loop, sampler, keeps_report=False, audit=audit)
-        try:
-            loop.run_until_complete(loop.create_task(sampler.job.run(), name="run"))
-        finally:
-            loop.finish()
+        simulate(folder, steps, Sampler(file, 1 + max((each.sitting for each in read(log)), default=-1), until))
 
 
 def processes(driver: psutil.Process) -> dict[str, tuple[int, int, int]]:
@@ -318,7 +328,7 @@ def main() -> int:
     end = time.monotonic() + 60 * options.minutes
     if options.virtual:
         if num_steps(options.folder / VIRTUAL / "run") < options.steps:
-            simulate(options.folder / VIRTUAL, options.steps, end)
+            sit_simulated(options.folder / VIRTUAL, options.steps, end)
         return int(bool(report(VIRTUAL, options.folder / VIRTUAL)))
     modes = options.mode or list(MODES)
     while time.monotonic() < end:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.soak.growth import Taken, all_grown, grown, slopes, windows
+from tests.soak.growth import OfSimulation, Taken, all_grown, grown, simulate, slopes, windows
 
 STEPS = 2_000
 Change = Callable[[int, dict[str, Any]], None]
@@ -93,3 +95,29 @@ def test_a_process_that_was_not_there_at_first_is_not_compared() -> None:
             taken["processes"]["rollout/7"] = (1 << 40, 1, 1)
 
     assert grown(samples(joins), seconds(), windows(0, STEPS)) == []
+
+
+class Sizes(OfSimulation):
+    """Observer that notes how much the driver's parts hold after some steps."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[str, int]] = {}
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        if step in (60, 180):
+            assert self.job is not None and self.job.driver is not None
+            driver = self.job.driver
+            parts = (driver.record, driver.ledger, driver.ledger.ledger, driver.versions, driver.evaluating, driver._admissions)
+            self.seen[step] = {
+                f"{type(part).__name__}.{name}": len(value)
+                for part in parts
+                for name, value in vars(part).items()
+                if isinstance(value, dict | list | set | deque)
+            }
+
+
+def test_what_the_driver_remembers_does_not_grow(tmp_path: Path) -> None:
+    sizes = Sizes()
+    simulate(tmp_path, 200, sizes)
+    early, late = sizes.seen[60], sizes.seen[180]
+    assert len(early) > 20 and {name: (early[name], size) for name, size in late.items() if size > early[name] + 4} == {}
