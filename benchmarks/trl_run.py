@@ -2,9 +2,10 @@
 
     python trl_run.py SETTINGS.json RESULT.json
 
-SETTINGS: model, rows (prompt, answer; in the order of training), prompts_per_step, group_size, max_new_tokens, learning_rate,
-warmup_steps, betas, max_grad_norm, clip_low, clip_high, seed, steps, num_threads, micro_batch (rows), generates_by, target (a
-folder for the model). RESULT: `seconds` (of each step, from commit to commit) and `rewards` (mean of each step's responses).
+SETTINGS: model, scorer (`final_answer`, or FILE:NAME), rows (prompt, a text or messages, and answer; in the order of training),
+prompts_per_step, group_size, max_new_tokens, learning_rate, warmup_steps, betas, max_grad_norm, clip_low, clip_high, seed, steps,
+num_threads, micro_batch (rows), generates_by, target (a folder for the model). RESULT: `seconds` (of each step, from commit to
+commit) and `rewards` (mean of each step's responses).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.final_answer import FinalAnswer
+from asyncflow.user_file import named
 
 
 class Clock(TrainerCallback):
@@ -43,22 +45,29 @@ class Clock(TrainerCallback):
             self.rewards.append(logs["reward"])
 
 
+def text_of(given: Any) -> str:
+    """Text of a prompt or completion, which is messages where the prompt is."""
+    return given if isinstance(given, str) else str(given[-1]["content"])
+
+
 def main(settings: dict[str, Any], result: Path) -> None:
     torch.set_num_threads(settings["num_threads"])
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    score = FinalAnswer()
+    score = FinalAnswer() if settings["scorer"] == "final_answer" else named(settings["scorer"])
 
     def accuracy(
-        prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
     ) -> list[float]:
         rows = zip(prompts, completions, completion_ids, answer, strict=True)
-        return [score(Sample(p, text, {"answer": a}, tokenizer.eos_token_id in ids)) for p, text, ids, a in rows]
+        return [score(Sample(text_of(p), text_of(c), {"answer": a}, tokenizer.eos_token_id in ids)) for p, c, ids, a in rows]
 
     rows = settings["prompts_per_step"] * settings["group_size"]
     clock = Clock()
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), settings["learning_rate"], tuple(settings["betas"]), weight_decay=0.0)
-    warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings["warmup_steps"]))  # transformers' own begins with 0
+    warmup = LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / max(1, settings["warmup_steps"]))
+    )  # transformers' own begins with 0
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=accuracy,
