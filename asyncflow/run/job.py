@@ -332,7 +332,7 @@ class Job:
         self.driver.saves.pushed()
         if self.journal is not None:
             self.journal.add_prompts(new)
-        self.driver.ledger.changed()  # the feed may wait for them
+        self.driver.signal.notify()  # the feed may wait for them
 
     def held(self) -> dict[str, int]:
         """Rows in the hands of each rollout worker that has any: what would be lost with it."""

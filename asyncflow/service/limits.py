@@ -15,10 +15,12 @@ import resource
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+WRITTEN_AT_ONCE: Final = 16 << 10
+"""Bytes that are not kept back for what may come behind them."""
 HANDLES_KEPT: Final = 128
 """File handles that connections do not take: files, workers, the queue."""
 
@@ -141,6 +143,35 @@ class Callers:
             raise Busy("too many requests without a valid key", wait)
 
 
+class WholeAnswers:
+    """Transport that sends what is written within one turn of the event loop at once: an answer's head and body are one packet."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: Any) -> None:
+        """See `asyncio.WriteTransport`."""
+        if not self._parts:
+            self._loop.call_soon(self._send)
+        self._parts.append(data)
+        if len(data) > WRITTEN_AT_ONCE:
+            self._send()
+
+    def _send(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+    def close(self) -> None:
+        """See `asyncio.BaseTransport`."""
+        self._send()
+        self._transport.close()
+
+
 def limited(limits: Limits) -> type[HttpToolsProtocol]:
     """uvicorn's connections under these limits."""
     unproven: OrderedDict[LimitedConnection, None] = OrderedDict()  # those that have not shown a key yet, oldest first
@@ -155,7 +186,7 @@ def limited(limits: Limits) -> type[HttpToolsProtocol]:
         _in_head = True
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            super().connection_made(cast(asyncio.Transport, WholeAnswers(transport, self.loop)))
             if len(self.connections) > most:
                 if not unproven:
                     self._refuse(b"429 Too Many Requests", b"too many connections", b"retry-after: 1\r\n")

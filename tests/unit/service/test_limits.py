@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from asyncflow.service.limits import Bucket, Busy, Callers, Limits, Room
+from asyncflow.service.limits import WRITTEN_AT_ONCE, Bucket, Busy, Callers, Limits, Room, WholeAnswers
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
@@ -62,3 +64,31 @@ def test_addresses_that_guess_keys_are_told_to_wait_and_are_forgotten_in_turn() 
 def test_a_body_may_take_as_long_as_the_slowest_rate_allows() -> None:
     limits = Limits(head_seconds=10.0, slowest_bytes_per_second=1000)
     assert limits.body_seconds(5000) == 15.0
+
+
+async def test_head_and_body_of_an_answer_are_written_at_once() -> None:
+    class Transport:
+        def __init__(self) -> None:
+            self.written: list[bytes] = []
+            self.is_closed = False
+
+        def write(self, data: bytes) -> None:
+            self.written.append(data)
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    inner = Transport()
+    transport = WholeAnswers(inner, asyncio.get_running_loop())
+    transport.write(b"head ")
+    transport.write(b"body")
+    assert inner.written == []
+    await asyncio.sleep(0)
+    assert inner.written == [b"head body"]
+    transport.write(b"head ")
+    transport.write(large := b"x" * (WRITTEN_AT_ONCE + 1))
+    assert inner.written[1:] == [b"head " + large]  # what is large is not kept back
+    transport.write(b"last words")
+    transport.close()
+    await asyncio.sleep(0)
+    assert inner.written[2:] == [b"last words"] and inner.is_closed
