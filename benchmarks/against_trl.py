@@ -140,7 +140,7 @@ def settings_of(world: World, seed: int, steps: int) -> dict[str, Any]:
 
 def fastest(world: World, python: Path, folder: Path, steps: int) -> dict[str, Any]:
     """How TRL is fastest here."""
-    settings = settings_of(world, 0, min(TRIAL_STEPS, steps))
+    settings = settings_of(world, 0, min(TRIAL_STEPS, max(2, steps // 3)))
     trials: list[tuple[float, dict[str, Any]]] = []
     for generates_by in GENERATES_BY:
         for share in MICRO_BATCHES:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -61,8 +62,8 @@ def runs_folder(kept: Path | None) -> Iterator[Path]:
 
 
 def run_name(*words: str) -> str:
-    """A folder's name: `run_name("few, wide", "delayed")` is `few-wide-delayed`."""
-    return "-".join(words).replace(", ", "-").replace(" ", "-")
+    """A run's name: `run_name("few, wide", "slots=4")` is `few-wide-slots-4`."""
+    return re.sub(r"[^\w.-]+", "-", "-".join(words))
 
 
 def finish(figures: list[Figure], file: Path | None) -> int:
