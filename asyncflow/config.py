@@ -555,7 +555,11 @@ class CheckpointConfig(Section):
     """How often a checkpoint is written by the clock, after the step that is under way then: less often where writing one takes
     more than a hundredth of this time. None: never."""
     keep: Annotated[int, Field(ge=0)] = 2
-    """How many checkpoints stay, the newest ones. 0: none are written."""
+    """How many checkpoints stay on the disk, the newest ones. 0: none are written there."""
+    in_memory: bool | Literal["auto"] = "auto"
+    """Checkpoints in shared memory of this machine as well, between those on the disk, for trainers that die: after every step
+    (true), after so many that the trainer waits for them a hundredth of its time at most (auto), or never (false). Only where all
+    workers are on one machine, and while there is room."""
     stop_grace_seconds: PositiveFloat = 30.0
     """How long a run that is ended by SIGTERM may take to write one, if that is more than `run.stop_grace_seconds`."""
 

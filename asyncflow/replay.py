@@ -146,7 +146,7 @@ def replay_config(run_dir: Path, plan: ReplayPlan, scratch: Path, overrides: Seq
         "telemetry": {"trackers": [], "samples_per_step": 0, "fingerprints": True, "keep_batches": 0},
         "eval": {"path": None, "num_workers": 0},
     }
-    others = {"queue": {}, "weight_sync": {}, "checkpoint": {"keep": 0}, "cluster": "local"}
+    others = {"queue": {}, "weight_sync": {}, "checkpoint": {"keep": 0, "in_memory": False}, "cluster": "local"}
     given = [f"{section}.{key}" for section, keys in settings.items() for key in keys]
     refuse_overrides(overrides, [*given, *others], "replay sets {key} itself")
     tree = load(run_dir / CONFIG_FILE).model_dump(mode="json")

@@ -206,11 +206,10 @@ class RunDir:
     def make_weights_dir(self) -> Path:
         """Make the folder of the weights that travel: in shared memory where there is any, and named after this process, so that a
         later run can remove what a killed one left."""
-        if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
-            folder = _SHARED_MEMORY / f"{_WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        else:
-            folder = self.path / "weights"
-            shutil.rmtree(folder, ignore_errors=True)
+        if (shared := make_shared_dir()) is not None:
+            return shared
+        folder = self.path / "weights"
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         return folder
 
@@ -245,6 +244,15 @@ def _version_in(model: Path) -> int | None:
         return int((model / _VERSION_FILE).read_text())
     except (OSError, ValueError):
         return None
+
+
+def make_shared_dir() -> Path | None:
+    """Make a folder in shared memory, named after this process; None where there is no shared memory."""
+    if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
+        return None
+    folder = _SHARED_MEMORY / f"{_WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def sweep_shared_memory() -> None:

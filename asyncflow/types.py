@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = np.ndarray
+CheckpointPlace = Literal["disk", "memory"]
+"""Where a checkpoint lies: in the run's folder, or in shared memory of the driver's machine."""
 E = TypeVar("E", bound=Exception)
 
 

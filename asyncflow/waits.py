@@ -235,7 +235,12 @@ CRITIC_PART: Final = _wait(
     _STALL,
     "run/saving.py:CheckpointCoordinator._part_of_critic run/saving.py:CheckpointCoordinator.begin",
 )
-METRICS: Final = _wait("metrics", "the metrics of step {version}", _STALL, "run/record.py:RunRecord.finished")
+METRICS: Final = _wait(
+    "metrics",
+    "the metrics of step {version}",
+    _STALL,
+    "run/record.py:RunRecord.finished run/saving.py:CheckpointCoordinator.settle",
+)
 REPORTS: Final = _wait(
     "reports",
     "the workers' reports up to a commit",
@@ -411,7 +416,8 @@ CHECKPOINT: Final = _wait(
     "checkpoint",
     "checkpoint {version} to be on the disk",
     "WRITE_SECONDS (600 s)",
-    "run/saving.py:CheckpointWriter._written run/saving.py:CheckpointWriter.written run/record.py:RunRecord.__init__",
+    "run/saving.py:CheckpointWriter._written_files run/saving.py:CheckpointWriter._written"
+    " run/saving.py:CheckpointWriter.written run/record.py:RunRecord.__init__",
 )
 WORK_AT_ONCE: Final = _wait(
     "room for work", "work of its own to end, so that there is room for more", _STALL, "loops/tasks.py:serve"
@@ -574,7 +580,7 @@ SIMULATION: Final = _wait(
     "engines/sleeping.py:SleepingRolloutEngine._decode engines/sleeping.py:SleepingRolloutEngine._generate"
     " engines/sleeping.py:SleepingRolloutEngine._hand_in engines/sleeping.py:SleepingRolloutEngine._run"
     " engines/sleeping.py:SleepingTrainEngine.__init__ engines/sleeping.py:SleepingTrainEngine.forward_backward"
-    " simulation/run.py:SimulatedJob.__init__ simulation/run.py:_Scorer.__init__ simulation/run.py:_Scorer.score"
+    " simulation/run.py:SimulatedJob._place simulation/run.py:_Scorer.__init__ simulation/run.py:_Scorer.score"
     " simulation/run.py:_run environments/sleeping.py:SleepingEpisode.step"
     " simulation/seeds.py:Simulators.outcomes simulation/seeds.py:_end simulation/seeds.py:outcomes",
 )

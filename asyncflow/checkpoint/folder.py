@@ -110,9 +110,10 @@ class Checkpoints:
             if entry.name.endswith((_PARTIAL, _OVER)):
                 shutil.rmtree(entry, ignore_errors=True)
 
-    def newest(self, log: Callable[[str], None]) -> int | None:
-        """The newest version whose checkpoint is whole; `log` why newer ones are passed over. None: there is none."""
-        for version in reversed(self.versions()):
+    def newest(self, log: Callable[[str], None], *, after: int = -1) -> int | None:
+        """The newest version, of those after `after`, whose checkpoint is whole; `log` why newer ones are passed over. None: there
+        is none."""
+        for version in reversed([version for version in self.versions() if version > after]):
             try:
                 self.check(version)
             except RunError as error:

@@ -65,8 +65,9 @@ class SimulatedCluster:
             self._begin(spec)
         if not is_first:
             return
-        self._timers += [loop.call_at(when, self._kill, worker) for when, worker in self._faults.deaths]
-        self._timers += [loop.call_at(when, self._pause, worker, seconds) for when, worker, seconds in self._faults.stalls]
+        begun = loop.time()  # later than the plan's first faults, where the run is resumed
+        self._timers += [loop.call_at(when, self._kill, worker) for when, worker in self._faults.deaths if when > begun]
+        self._timers += [loop.call_at(t, self._pause, worker, seconds) for t, worker, seconds in self._faults.stalls if t > begun]
 
     async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
         """See `Cluster`."""

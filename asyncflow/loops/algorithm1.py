@@ -53,7 +53,7 @@ from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import WeightSource, row_index
+from asyncflow.types import CheckpointPlace, WeightSource, row_index
 from asyncflow.waits import PROMPTS, PUBLISHING, waiting
 from asyncflow.weight_sync.base import WeightSender
 
@@ -83,12 +83,11 @@ class Updated(Protocol):
 class Keeper(Protocol):
     """Keeps the files that a run can be resumed from."""
 
-    def is_due(self, version: int) -> bool:
-        """Whether `committed` keeps this version: it is published by then."""
-        ...
-
-    async def committed(self, version: int, *, is_asked: bool = False) -> None:
-        """Take note that `version` steps are committed; the engine is between two steps. `is_asked`: keep it in any case."""
+    async def committed(
+        self, version: int, asked: CheckpointPlace | None, published: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Take note that `version` steps are committed; the engine is between two steps. `asked`: where to keep it in any case.
+        `published` is waited for before it is kept: `PolicyVersions` knows then which older versions are needed."""
         ...
 
 
@@ -256,10 +255,7 @@ async def train(
             if sender is not None:
                 await ledger.commit(step, updates, "train")
             await publishing.begin(step, await engine.export_weights())  # 3: the weights of the next step
-            is_asked = await ledger.released(step)
-            if is_asked or keeper.is_due(step + 1):  # once it is published, `PolicyVersions` knows which older ones are needed
-                await publishing.ended()
-            await keeper.committed(step + 1, is_asked=is_asked)
+            await keeper.committed(step + 1, await ledger.released(step), publishing.ended)
     raise AssertionError("steps do not end")
 
 

@@ -113,7 +113,7 @@ async def train_critic(
         if not updates:
             return step
         await fingerprints.step(step, engine)
-        is_asked = await ledger.commit(step, updates, UPDATE_TASK)
+        asked = await ledger.commit(step, updates, UPDATE_TASK)
         await publish(step + 1)
-        await keeper.committed(step + 1, is_asked=is_asked)
+        await keeper.committed(step + 1, asked)
     raise AssertionError("steps do not end")

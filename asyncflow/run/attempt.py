@@ -22,12 +22,13 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
 from asyncflow.engines.lora_files import write_published_lora
 from asyncflow.run.connection import JobFile
 from asyncflow.run.factories import make_algorithm, queue_schema
-from asyncflow.run.fork import copy_origin, unfinished_fork
+from asyncflow.run.fork import copy_origin, forked_at, unfinished_fork
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.resume import (
@@ -41,7 +42,7 @@ from asyncflow.run.resume import (
     usable,
     write_added,
 )
-from asyncflow.run.saving import checkpoints_of
+from asyncflow.run.saving import checkpoints_of, places_of
 from asyncflow.run.step_rows import StepRows
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
 from asyncflow.telemetry.certificate import Certificate, read_certificate
@@ -75,7 +76,9 @@ class Attempt:
     """Attempt of a run. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read. `certificate`: of a
     finished run."""
 
-    def __init__(self, config: Config, log: Callable[[str], None], *, resume: bool) -> None:
+    def __init__(self, config: Config, log: Callable[[str], None], *, resume: bool, memory: Path | None = None) -> None:
+        """`memory`: folder of the run's checkpoints in shared memory, which the attempts of one process have in common."""
+        self.memory = memory
         self.rows = StepRows(config.run_dir)
         self.certificate: Certificate | None = None
         self.weights_dir: Path | None = None
@@ -170,10 +173,14 @@ class Attempt:
             self._folder.note_model(self._model_version)
 
     def remove_weights(self) -> None:
-        """Remove the run's files from shared memory."""
+        """Remove this attempt's files from shared memory."""
         if self.weights_dir is not None:
             shutil.rmtree(self.weights_dir, ignore_errors=True)
             self.weights_dir = None
+
+    def next(self) -> Attempt:
+        """The attempt that follows in this process: it resumes the run."""
+        return Attempt(self._config, self._log, resume=True, memory=self.memory)
 
     # -- how it begins ------------------------------------------------------------------------------------------------------
 
@@ -192,11 +199,15 @@ class Attempt:
         if (record := unfinished_fork(self._config)) is not None:
             self._log(f"the fork of {record.origin} after {record.step} steps was not made to its end: it is made now")
             await asyncio.to_thread(copy_origin, self._config, record, self._log)
-        checkpoints = checkpoints_of(self._config)
-        version = await asyncio.to_thread(checkpoints.newest, self._log)
-        if version is not None:
+        newest = None
+        for checkpoints in self._places:
+            after = -1 if newest is None else newest[1]
+            if (version := await asyncio.to_thread(checkpoints.newest, self._log, after=after)) is not None:
+                newest = checkpoints, version
+        if newest is not None:
+            checkpoints, version = newest
             return await asyncio.to_thread(read_driver, checkpoints.path(version), checkpoints.added(version))
-        if checkpoints.versions():
+        if checkpoints_of(self._config).versions():
             raise RunError(f"none of the checkpoints in {self._folder.checkpoints} is whole: begin anew by run.overwrite=true")
         return None
 
@@ -223,10 +234,22 @@ class Attempt:
         if goes_on and (aside := self._folder.set_aside()) is not None:
             self._log(f"what an attempt before the first checkpoint has saved is in {aside} now")
         self._folder.claim(dump(self._config), keeps_aside=goes_on)
+        self._forget_after(-1)
         if prepared.model.is_relative_to(scratch):
             model = Path(shutil.move(prepared.model, self._folder.initial_model))
             return dataclasses.replace(prepared, model=model)
         return prepared
+
+    @property
+    def _places(self) -> list[Checkpoints]:
+        """Places of the run's checkpoints, that of the newest ones first."""
+        return [*places_of(self._config, self.memory).values()][::-1]
+
+    def _forget_after(self, version: int) -> None:
+        """Remove all later checkpoints, and all that were never whole."""
+        for checkpoints in self._places:
+            checkpoints.forget_after(version)
+            checkpoints.sweep()
 
     @property
     def _has_critic(self) -> bool:
@@ -263,13 +286,12 @@ class Attempt:
             self._log(
                 f"what was under way is generated again and may come out otherwise, so later steps may have other bits ({why})"
             )
-        checkpoints = checkpoints_of(self._config)
-        await asyncio.to_thread(checkpoints.forget_after, version)
-        await asyncio.to_thread(checkpoints.sweep)
+        await asyncio.to_thread(self._forget_after, version)
         # Not whole after this attempt, unless it says so itself; and resumed once more, whether it leaves a checkpoint or not.
         again = msgspec.structs.replace(resumed.state.record, resumed_at=resumed.record.resumed_at)
         state = msgspec.structs.replace(resumed.state, record=again)
-        await asyncio.to_thread(write_added, checkpoints.added(version), state, is_whole=False)
+        added = Checkpoints(resumed.folder.parent, keep=1).added(version)
+        await asyncio.to_thread(write_added, added, state, is_whole=False)
         now = asyncio.get_running_loop().time()
         rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
         self.rows = StepRows(run_dir, rows)
@@ -283,6 +305,8 @@ class Attempt:
             str(self.weights_dir or ""),
             launch_of(os.environ),
             num_held_out=len(prepared.held_out),
+            memory=str(self.memory or ""),
+            began=forked_at(self._config),
         )
         if resumed is not None:
             job = msgspec.structs.replace(job, first=resumed.state.version, checkpoint=str(resumed.folder.resolve()))

@@ -68,10 +68,17 @@ class JobFile(msgspec.Struct, frozen=True):
     max_context: int
     weights_dir: str
     launch: str = ""  # of torchrun, if it has started the trainers
-    first: int = 0  # the step that the run begins with: committed before, in earlier attempts
+    began: int = 0  # the step that the run's first attempt began with: more than 0 in a fork
+    first: int = 0  # the step that this attempt begins with: committed before, in earlier attempts
     checkpoint: str = ""  # the folder that it goes on from
     door: str = ""  # where workers on other machines find the driver, if there are any
     num_held_out: int = 0  # prompts of each evaluation
+    memory: str = ""  # folder of the checkpoints in shared memory, if there are any
+
+    @property
+    def saved(self) -> int | None:
+        """Version with which the run begins, if that is not in a checkpoint in shared memory alone."""
+        return None if self.memory and Path(self.checkpoint).is_relative_to(self.memory) else self.first
 
 
 def launch_in(job_file: Path) -> str:

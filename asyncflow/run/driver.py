@@ -49,6 +49,8 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.health import Health
 from asyncflow.run.journal import Kept
+from asyncflow.run.memory import Shapes, checkpoint_bytes
+from asyncflow.run.memory_pace import MemoryPace
 from asyncflow.run.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import Observer, RecordState, RunRecord
@@ -61,7 +63,7 @@ from asyncflow.transfer_queue.controller import Handed, TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transport import Arena, Credentials, Server
-from asyncflow.types import RunError
+from asyncflow.types import RunError, UserError
 from asyncflow.waits import BEGUN
 
 UNITS_SECONDS: Final = 60.0
@@ -80,8 +82,10 @@ class Driver:
         observer: Observer,
         resumed: Resumed | None = None,
         kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None = None,
+        memory: Path | None = None,
     ) -> None:
-        """`kept`: reads what the run's journal has beside a checkpoint, and its prompts as tokens; None where it has none."""
+        """`kept`: reads what the run's journal has beside a checkpoint, and its prompts as tokens; None where it has none.
+        `memory`: folder of the checkpoints in shared memory, if there are to be any."""
         self.config, self.log, self._failures = config, observer.log, Counter[str]()
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
@@ -95,10 +99,11 @@ class Driver:
         self.signal = signal = Signal()
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
+        fields = read_json(prepared.model / "config.json")
         ledger = Ledger(
             self.shape.group_bits,
             task_plan(config),
-            update_plan(config, read_json(prepared.model / "config.json")),
+            update_plan(config, fields),
             max_staleness=self.schedule.max_staleness,
             first=first,
             has_evaluators=config.eval.num_workers > 0,
@@ -133,7 +138,8 @@ class Driver:
         self.all_versions = [self.versions, *([evaluators] if evaluators is not None else [])]
         self.health = Health(context, self.all_versions, self.hub)
         self.source, self._admissions = self._make_order(prepared, resumed, kept)
-        self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record)
+        pace = self._memory_pace(memory, fields) if memory is not None else None
+        self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record, pace)
         self.desk = TrainDesk(self.progress)
         self.cores = FreeCores(config, signal, self._generating, self._is_training)
         self._own_services: dict[str, object] = {
@@ -200,11 +206,23 @@ class Driver:
             prompt_hashes=journal.hashes,
         )
 
+    def _memory_pace(self, memory: Path, fields: Mapping[str, Any]) -> MemoryPace | None:
+        """Pace of the checkpoints in shared memory; None for a model whose size is not known, unless there are to be some in any
+        case."""
+        is_unbounded, num_bytes = self.config.checkpoint.in_memory is True, 0
+        try:
+            num_bytes = checkpoint_bytes(self.config, Shapes.of(fields), self.schedule.max_staleness)
+        except UserError as error:
+            if not is_unbounded:
+                self.log(f"no checkpoints in shared memory: {error}")
+                return None
+        return MemoryPace(memory, num_bytes, self._clock, self.log, is_unbounded=is_unbounded)
+
     def _connect(self) -> None:
         """Connect the callbacks of ledger and versions."""
         self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
         self.ledger.on_committed, self.ledger.on_decided = self._committed, self._decided
-        self.ledger.is_checkpoint_due = self.saves.is_due
+        self.ledger.checkpoint_due = self.saves.due
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
         self.versions.on_installed = self.record.installed
 

@@ -84,10 +84,18 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
 
 def unfinished_fork(config: Config) -> ForkRecord | None:
     """Record of the fork that the run's folder was to be when its process was killed; None: it is no fork, or a whole one."""
+    return None if checkpoints_of(config).versions() else _record_of(config)
+
+
+def forked_at(config: Config) -> int:
+    """Step that the run began with, in its first attempt: that of its origin's checkpoint where it is a fork, else 0."""
+    record = _record_of(config)
+    return 0 if record is None else record.step
+
+
+def _record_of(config: Config) -> ForkRecord | None:
     file = config.run_dir / FORK_FILE
-    if not file.exists() or checkpoints_of(config).versions():
-        return None
-    return msgspec.json.decode(file.read_bytes(), type=ForkRecord)
+    return msgspec.json.decode(file.read_bytes(), type=ForkRecord) if file.exists() else None
 
 
 def copy_origin(config: Config, record: ForkRecord, log: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -51,7 +52,7 @@ from asyncflow.run.standstill import Standstill
 from asyncflow.run.status import Watch
 from asyncflow.run.step_rows import StepRows
 from asyncflow.run.worker_start import import_ahead
-from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket
+from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket, make_shared_dir
 from asyncflow.telemetry.accuracy import Responses
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
@@ -133,7 +134,8 @@ class Job:
         observer = Observer(self._on_group, self._on_step, self._on_evaluation, listener.log)
         if self.journal is not None and not self._resume:
             self.journal.clear()
-        driver = Driver(config, begun.prepared, observer, begun.resumed, self._kept if self.journal is not None else None)
+        kept = self._kept if self.journal is not None else None
+        driver = Driver(config, begun.prepared, observer, begun.resumed, kept, attempt.memory)
         driver.saves.on_settled = self._changed.notify
         self._server, self._cluster = self._place(driver, attempt.weights_dir)
         fleet = self._fleet(attempt.weights_dir)
@@ -181,9 +183,10 @@ class Job:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`.
 
         When a worker has died that is not started again by itself, a trainer for example, another attempt resumes the run from its
-        newest checkpoint, as `--resume` does, up to `train.max_restarts` times.
+        newest checkpoint, as `--resume` does, up to `train.max_restarts` times. For this there are checkpoints in shared memory.
         """
         try:
+            self._attempt.memory = self._memory()
             while True:
                 try:
                     await self.start(0 if self._evaluate_only else self.config.run.steps)
@@ -196,7 +199,10 @@ class Job:
                         raise
                     await self._restart_after(death)
         finally:
+            memory = self._attempt.memory
             await self.stop()
+            if memory is not None:
+                shutil.rmtree(memory, ignore_errors=True)
         if is_done and not self._evaluate_only and self.config.model.push_to_hub is not None:
             await push_model(self.config, self.rows.since(0), self.evaluations, self.listener.log)
         return is_done
@@ -240,11 +246,18 @@ class Job:
             await asyncio.wait_for(self._interrupted.wait(), max(0.0, over - clock()))
         self._num_restarts += 1
         self._resume = True
-        self._attempt = Attempt(self.config, self.listener.log, resume=True)
+        self._attempt = self._attempt.next()
+
+    def _memory(self) -> Path | None:
+        """A folder in shared memory for this run's checkpoints, where its workers are on this machine and may be started again."""
+        config = self.config
+        has_trainers = config.cluster.name == "local" and not launch_of(os.environ) and not self._evaluate_only
+        return make_shared_dir() if config.checkpoint.in_memory and config.train.max_restarts and has_trainers else None
 
     async def _stop(self, driver: Driver, *, goes_on: bool = False) -> None:
         """`goes_on`: another attempt follows, so workers are ended at once, and what a run leaves at its end is not written."""
         if goes_on:
+            await driver.saves.settle()
             await self._running.abandon(partial(self._settle, driver, 0.0))
         await driver.stop()
         await self._running.finish_step(self.config.run.stop_grace_seconds)

@@ -242,6 +242,14 @@ def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[Memor
     return [MemoryUse("published weights", b * size * kept, f"{b} B x {size:,} x {kept} versions")]
 
 
+def checkpoint_bytes(config: Config, shapes: Shapes, max_staleness: int) -> int:
+    """Bytes of a checkpoint, at most: of each model that is trained the weights, two moments and an old policy in float32; and
+    published weights of older versions. Rows are left out."""
+    size = shapes.parameters if config.lora is None else shapes.of_adapter(config.lora)
+    of_critic = 16 * shapes.parameters if make_algorithm(config).critic is not None else 0
+    return (16 + 4 * (max_staleness + max_retained(config))) * size + of_critic
+
+
 def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, max_staleness: int) -> list[str]:
     """Lines that `--dry-run` prints: for each kind of device a line for each part, and their sum, in GiB."""
     layout = config.layout

@@ -6,8 +6,11 @@
               +--written----------> hashes, manifest, rename; the oldest one goes
 
 consumes: commits after which a checkpoint is due; the end of the run
-waits for: the one before, which must be whole or left out before the next begins; for the metrics of its last step
+waits for: the one before in the same place, which must be whole or left out before the next begins; the metrics of its last step
 is unblocked by: the disk
+
+A checkpoint lies on the disk or in shared memory of the driver's machine: the same files, by the same code. One in memory is for
+the attempt after a trainer's death, and only the newest one stays.
 
 A checkpoint that cannot be written (a full disk) is left out, and logged; the run goes on, and the earlier ones stay. Once it
 has its name, it counts, whatever fails then.
@@ -17,11 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 from collections.abc import Awaitable, Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -34,6 +38,7 @@ from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.context import RunContext
 from asyncflow.run.evaluating import Evaluating
+from asyncflow.run.memory_pace import MAX_SHARE, MemoryPace
 from asyncflow.run.record import RecordState, RunRecord
 from asyncflow.run.resume import (
     TRAINER_DIR,
@@ -48,19 +53,32 @@ from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import remote
-from asyncflow.types import Array, Batch, Ragged, RunError, Values
+from asyncflow.types import Array, Batch, CheckpointPlace, Ragged, RunError, Values
 from asyncflow.waits import CHECKPOINT, CRITIC_PART, waiting
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import held
 
-MAX_SHARE: Final = 0.01
-"""Share of a run's time that may pass while checkpoints are written that are due by the clock."""
+if TYPE_CHECKING:
+    from asyncflow.run.connection import JobFile
+
 _COPIED_BYTES: Final = 1 << 20  # at once
+_Key = tuple[CheckpointPlace, int]  # of a checkpoint that is under way: its place and version
 
 
 def checkpoints_of(config: Config) -> Checkpoints:
-    """Checkpoints of a run."""
+    """Checkpoints of a run on the disk."""
     return Checkpoints(RunDir(config.run_dir).checkpoints, config.checkpoint.keep)
+
+
+def checkpoints_in(memory: Path) -> Checkpoints:
+    """Checkpoints of a run in a folder of shared memory."""
+    return Checkpoints(memory, keep=1)
+
+
+def places_of(config: Config, memory: Path | None) -> dict[CheckpointPlace, Checkpoints]:
+    """Places of a run's checkpoints; `memory`: folder of those in shared memory, if there are any."""
+    places: dict[CheckpointPlace, Checkpoints] = {"disk": checkpoints_of(config)}
+    return places if memory is None else places | {"memory": checkpoints_in(memory)}
 
 
 class CheckpointCoordinator:
@@ -73,21 +91,27 @@ class CheckpointCoordinator:
         source: SeededOrder[Prompt],
         admissions: Admissions,
         record: RunRecord,
+        pace: MemoryPace | None = None,
     ) -> None:
+        """`pace`: of the checkpoints in shared memory; None: there are none."""
         self._config, self._schedule = context.config, context.schedule
         self._versions, self._queue = context.versions, context.queue
         self._ledger, self._log, self._group_size = context.ledger.ledger, context.log, context.shape.group_size
         self._evaluating, self._source, self._admissions, self._record = evaluating, source, admissions, record
-        self._checkpoints = checkpoints_of(context.config)
+        self._places = places_of(context.config, None if pace is None else pace.folder)
+        self._checkpoints, self._pace = self._places["disk"], pace
         self._data = ""
-        self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
-        self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
-        self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this attempt
+        self._own: dict[_Key, asyncio.Task[None]] = {}  # this end's part
+        self._parts: dict[_Key, str] = {}  # why the critic's part could not be written; "" if it was
+        self._under_way: set[CheckpointPlace] = set()
+        self._finishing: set[asyncio.Task[None]] = set()  # of checkpoints whose files are all there
+        self._kept: set[int] | None = None  # the rows in the newest checkpoint on the disk, if it is of this attempt
         self._has_critic = len(self._ledger.tasks.trained) > 1
         self._clock = context.clock
-        self._begun_at, self._took_seconds = self._clock(), 0.0  # of the newest checkpoint
+        self._begun_at, self._took_seconds = self._clock(), 0.0  # of the newest checkpoint on the disk
         self._came = Signal()
-        self.settled = self._ledger.committed  # the last version of which there is a checkpoint, or will be none
+        # The last version of which there is a checkpoint on the disk, or will be none.
+        self.settled = max(self._checkpoints.versions(), default=0)
         self.on_settled: Callable[[], None] = lambda: None
         self.committed()
 
@@ -123,27 +147,37 @@ class CheckpointCoordinator:
                 what = "prompts that were pushed after the last checkpoint" if self._has_more else "a note that it has all rows"
                 self._log(f"{what} could not be kept: {error.strerror or error}")
 
-    def is_due(self) -> bool:
-        """Whether a checkpoint is due by the clock: `checkpoint.every_minutes` after the last one, later where that took long."""
+    async def settle(self) -> None:
+        """Wait until every checkpoint whose files are all there is one, or has been left out, whoever has died meanwhile."""
+        if self._finishing:
+            await asyncio.wait(self._finishing)
+
+    def due(self) -> CheckpointPlace | None:
+        """Where a checkpoint is due by the clock, if it is. On the disk: `checkpoint.every_minutes` after the last one there, later
+        where that took long. In memory: at its own pace (`MemoryPace`), while no other one is under way."""
         minutes = self._config.checkpoint.every_minutes
-        if minutes is None or not self._config.checkpoint.keep:
-            return False
-        return self._clock() - self._begun_at >= max(60 * minutes, self._took_seconds / MAX_SHARE)
+        seconds = math.inf if minutes is None or not self._config.checkpoint.keep else 60 * minutes
+        if self._clock() - self._begun_at >= max(seconds, self._took_seconds / MAX_SHARE):
+            return "disk"
+        return "memory" if self._pace is not None and not self._under_way and self._pace.is_due() else None
 
     @remote
-    async def begin(self, version: int) -> list[Manifest]:
+    async def begin(self, version: int, place: CheckpointPlace = "disk") -> list[Manifest]:
         """The trainers begin to write the checkpoint of the last committed version. Returns what they are to keep of older weights.
 
         Raises `ValueError` for another version.
         """
         if version != self._version:
             raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
-        self._has_more = False
-        self._begun_at = self._clock()
+        self._under_way.add(place)
+        if place == "disk":
+            self._has_more, self._begun_at = False, self._clock()
+        elif self._pace is not None:
+            self._pace.begun()
         # The critic may have committed the step after the policy, and has by now.
         in_a_row = self._record.critic_skipped_in_a_row
         self._state = msgspec.structs.replace(self._state, critic_skipped_in_a_row=in_a_row)
-        self._own[version] = own = asyncio.ensure_future(self._write_own(version))
+        self._own[place, version] = own = asyncio.ensure_future(self._write_own(version, place))
         own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
         first = self._schedule.interval(version).high
         manifests = {
@@ -152,65 +186,81 @@ class CheckpointCoordinator:
         return [manifests[each] for each in sorted(manifests)]
 
     @remote
-    async def written(self, version: int) -> None:
-        """The trainers' files are there: make them a checkpoint. Returns when it is one, or has been left out."""
+    async def written(self, version: int, place: CheckpointPlace = "disk", held_seconds: float = 0.0) -> None:
+        """The trainers' files are there, for which training was held up so long: make them a checkpoint. Returns when it is one, or
+        has been left out."""
         why = ""
         try:
-            await self._own.pop(version)
-            await self._record.finished(version)
+            await self._own.pop((place, version))
         except OSError as error:
             why = _why(error)
-        of_critic = await self._part_of_critic(version)  # in any case: its files would stay else
-        if not (why := why or of_critic):
-            try:
-                for trouble in await asyncio.to_thread(self._checkpoints.commit, version):
-                    self._log(trouble)
-            except OSError as error:
-                why = _why(error)
+        of_critic = await self._part_of_critic(version, place)  # in any case: its files would stay else
+        finishing = asyncio.ensure_future(self._finish(version, place, why or of_critic, held_seconds))
+        self._finishing.add(finishing)
+        finishing.add_done_callback(self._finishing.discard)
+        await asyncio.shield(finishing)  # should the trainer die now
+
+    async def _finish(self, version: int, place: CheckpointPlace, why: str, held_seconds: float) -> None:
+        """Make the files a checkpoint, or leave it out because of `why`."""
+        try:
+            await self._record.finished(version)
+            for trouble in [] if why else await asyncio.to_thread(self._places[place].commit, version):
+                self._log(trouble)
+        except OSError as error:
+            why = _why(error)
         if why:
-            await self._give_up(version, why)
-        self._settle(version)
+            await self._give_up(version, place, why)
+        self._settle(version, place, held_seconds)
 
     @remote
-    async def critic_written(self, version: int, why: str) -> None:
+    async def critic_written(self, version: int, why: str, place: CheckpointPlace = "disk") -> None:
         """The critic's files are there, or could not be written, and why. Returns at once."""
-        self._parts[version] = why
+        self._parts[place, version] = why
         self._came.notify()
 
-    async def _part_of_critic(self, version: int) -> str:
+    async def _part_of_critic(self, version: int, place: CheckpointPlace) -> str:
         if not self._has_critic:
             return ""
-        await self._came.until(lambda: version in self._parts, CRITIC_PART, version=version)
-        return self._parts.pop(version)
+        await self._came.until(lambda: (place, version) in self._parts, CRITIC_PART, version=version)
+        return self._parts.pop((place, version))
 
     @remote
-    async def failed(self, version: int, why: str) -> None:
+    async def failed(self, version: int, why: str, place: CheckpointPlace = "disk") -> None:
         """The trainers' files could not be written."""
-        own = self._own.pop(version)
+        own = self._own.pop((place, version))
         await asyncio.gather(own, return_exceptions=True)
-        await self._part_of_critic(version)  # whose files would stay else
-        await self._give_up(version, why)
-        self._settle(version)
+        await self._part_of_critic(version, place)  # whose files would stay else
+        await self._give_up(version, place, why)
+        self._settle(version, place, 0.0)
 
-    async def _give_up(self, version: int, why: str) -> None:
-        await asyncio.to_thread(self._checkpoints.discard, version)
-        left = self._checkpoints.versions()
+    async def _give_up(self, version: int, place: CheckpointPlace, why: str) -> None:
+        checkpoints = self._places[place]
+        await asyncio.to_thread(checkpoints.discard, version)
+        if place == "memory" and self._pace is not None:
+            self._pace.end(f"that of step {version} could not be written: {why}")
+            return
+        left = checkpoints.versions()
         stays = f"the one of step {left[-1]} stays" if left else "there is none before it"
         self._log(f"the checkpoint of step {version} could not be written, and {stays}: {why}")
 
-    def _settle(self, version: int) -> None:
+    def _settle(self, version: int, place: CheckpointPlace, held_seconds: float) -> None:
+        self._under_way.discard(place)
+        if place == "memory" and self._pace is not None:
+            self._pace.written(held_seconds)
+            return
         self.settled = version
         self._took_seconds = self._clock() - self._begun_at
         self.on_settled()
 
-    async def _write_own(self, version: int) -> None:
+    async def _write_own(self, version: int, place: CheckpointPlace) -> None:
         state, steps = self._driver_state(), self._steps
         if not self._data:
             self._data = await asyncio.to_thread(data_hash, self._source.items)
         state = msgspec.structs.replace(state, data=self._data)
         rows = [] if self._is_made_again_exactly() else await self._completed(steps)
-        self._kept = {row for batch in rows for row in batch.indices.tolist()}
-        await asyncio.to_thread(write_driver, self._checkpoints.partial(version), state, rows)
+        if place == "disk":
+            self._kept = {row for batch in rows for row in batch.indices.tolist()}
+        await asyncio.to_thread(write_driver, self._places[place].partial(version), state, rows)
 
     def _loses_rows(self) -> bool:
         """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier attempt."""
@@ -268,7 +318,7 @@ class Saveable(Protocol):
 
 
 class CheckpointWriter:
-    """A leading trainer's end, or the critic's. Nothing is done where no checkpoints are kept."""
+    """A leading trainer's end, or the critic's."""
 
     def __init__(
         self,
@@ -276,50 +326,60 @@ class CheckpointWriter:
         saves: CheckpointCoordinator,
         engine: Saveable,
         spans: Recorder,
+        job: JobFile,
         *,
-        first: int,
         is_first: bool,
         part: str = TRAINER_DIR,
     ) -> None:
-        """`first`: step that the run begins with. `is_first`: whether it is the leader that talks with the driver. `part`: folder
-        of the checkpoint that the engine's state goes to."""
+        """`is_first`: whether it is the leader that talks with the driver. `part`: folder of the checkpoint that the engine's state
+        goes to."""
         self._part, self._is_first = part, is_first
         self._saves, self._engine, self._spans = saves, engine, spans
-        self._checkpoints, self._settings, self._last = checkpoints_of(config), config.checkpoint, config.run.steps
-        self._saved = first
-        self._writing: asyncio.Task[None] | None = None
+        self._places = places_of(config, Path(job.memory) if job.memory else None)
+        self._settings, self._last = config.checkpoint, config.run.steps
+        self._saved = job.saved  # on the disk
+        self._files: asyncio.Future[str] | None = None
+        self._writing: dict[CheckpointPlace, asyncio.Task[None]] = {}
 
-    def is_due(self, version: int) -> bool:
+    async def committed(
+        self, version: int, asked: CheckpointPlace | None, published: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """See `Keeper`."""
-        every = self._settings.every_steps
-        return version == self._last or (every is not None and version % every == 0)
-
-    async def committed(self, version: int, *, is_asked: bool = False) -> None:
-        """See `Keeper`."""
-        if is_asked or self.is_due(version):
+        every, began = self._settings.every_steps, self._spans.clock()
+        is_due = self._settings.keep and (version == self._last or (every is not None and version % every == 0))
+        if (place := "disk" if is_due else asked) is not None:
+            if published is not None:
+                await published()
             await self._engine.begin_step()  # what is saved is the state at the beginning of a step
-            await self.save(version)
+            await self.save(version, place, began)
 
-    async def save(self, version: int) -> None:
-        """Stage a checkpoint of this version, unless there is one; it is written while the engine goes on."""
-        if version == self._saved or not self._settings.keep:
+    async def save(self, version: int, place: CheckpointPlace = "disk", began: float | None = None) -> None:
+        """Stage a checkpoint of this version; it is written while the engine goes on. Nothing is done for one on the disk that is
+        there, or where none are kept. `began`: when training was first held up for it."""
+        if place == "disk" and (version == self._saved or not self._settings.keep):
             return
         with self._spans.busy("checkpoint", version=version):
-            await self.written()
-            self._saved = version
-            folder, older = self._checkpoints.partial(version), {}
+            if (before := self._writing.pop(place, None)) is not None:
+                await before
+            if self._files is not None:  # in the other place: an engine writes one state at a time
+                await self._files
+            if place == "disk":
+                self._saved = version
+            folder, older = self._places[place].partial(version), {}
             if self._is_first:
-                older = {manifest.version: held(manifest) for manifest in await self._saves.begin(version)}
+                older = {manifest.version: held(manifest) for manifest in await self._saves.begin(version, place)}
             is_written = await self._engine.save_state(folder / self._part)
-        self._writing = asyncio.ensure_future(self._written(version, folder, is_written, older))
+        self._files = asyncio.ensure_future(self._written_files(version, folder, is_written, older))
+        held_seconds = 0.0 if began is None else self._spans.clock() - began
+        self._writing[place] = asyncio.ensure_future(self._written(version, place, self._files, held_seconds))
 
     async def written(self) -> None:
-        """Wait until what was staged is a checkpoint, or has been left out."""
-        if self._writing is not None:
-            await self._writing
-            self._writing = None
+        """Wait until all that was staged is a checkpoint, or has been left out."""
+        while self._writing:
+            await self._writing.popitem()[1]
 
-    async def _written(self, version: int, folder: Path, is_written: Any, older: dict[int, BinaryIO | None]) -> None:
+    async def _written_files(self, version: int, folder: Path, is_written: Any, older: dict[int, BinaryIO | None]) -> str:
+        """Wait for the files. Returns why they could not be written; "" if they were."""
         whys = []
         for part in (
             asyncio.to_thread(_write_all, folder, older),
@@ -330,13 +390,16 @@ class CheckpointWriter:
                     await part
             except (OSError, RunError) as error:
                 whys.append(error.strerror or str(error) if isinstance(error, OSError) else str(error))
-        why = whys[0] if whys else ""
+        return whys[0] if whys else ""
+
+    async def _written(self, version: int, place: CheckpointPlace, files: asyncio.Future[str], held_seconds: float) -> None:
+        why = await files
         if self._part == CRITIC_DIR:
-            await self._saves.critic_written(version, why)
+            await self._saves.critic_written(version, why, place)
         elif self._is_first and why:
-            await self._saves.failed(version, why)
+            await self._saves.failed(version, why, place)
         elif self._is_first:
-            await self._saves.written(version)
+            await self._saves.written(version, place, held_seconds)
 
 
 def _why(error: OSError) -> str:

@@ -200,7 +200,7 @@ async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSen
     Returns when the last checkpoint is staged; it is yet to be written.
     """
     first, spans = run.job.first, run.reporter.recorder
-    saving = CheckpointWriter(run.config, run.saves, engine, spans, first=first, is_first=sender is not None)
+    saving = CheckpointWriter(run.config, run.saves, engine, spans, run.job, is_first=sender is not None)
     if run.job.checkpoint:
         await _go_on(run, engine, sender)
     rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
@@ -224,9 +224,8 @@ async def _go_on(run: RunConnection, engine: TrainEngine, sender: WeightSender |
         for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
             weights = HeldWeights(tensors_of(path) if (path / "model.safetensors").stat().st_size else {})
             await publish(version_of(path), weights, sender, run.versions)
-        there = {version_of(path) for path in (folder / VERSIONS_DIR).glob("*")}
-        for version in range(make_schedule(run.config).interval(run.job.first).high, run.job.first):
-            if version not in there:  # a fork generates its first step with the weights that it begins with
+        if run.job.first == run.job.began:  # a fork generates its first step with the weights that it begins with
+            for version in range(make_schedule(run.config).interval(run.job.first).high, run.job.first):
                 await publish(version, await engine.export_weights(), sender, run.versions)
         await publish(run.job.first, await engine.export_weights(), sender, run.versions)
 
@@ -271,7 +270,7 @@ async def critic_steps(run: RunConnection, engine: CriticEngine, sender: WeightS
     critic = make_algorithm(run.config).critic
     assert critic is not None, "the run has a critic worker"
     first, lane = run.job.first, SharedLane(run.reporter.recorder)
-    saving = CheckpointWriter(run.config, run.saves, engine, lane, first=first, is_first=False, part=CRITIC_DIR)
+    saving = CheckpointWriter(run.config, run.saves, engine, lane, run.job, is_first=False, part=CRITIC_DIR)
     versions = CriticVersions(Signal(), first) if sender is None else run.critic_versions
     published = partial(publish_critic, engine=engine, sender=sender, versions=versions, spans=lane)
     if run.job.checkpoint:

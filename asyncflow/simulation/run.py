@@ -183,7 +183,7 @@ def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, 
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
     tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # who is healthy
-    return parse(tree | {"checkpoint": dict(checkpoint)})
+    return parse(tree | {"checkpoint": {"in_memory": config.checkpoint.in_memory is True, **checkpoint}})
 
 
 class SimulatedJob(Job):
@@ -205,7 +205,7 @@ class SimulatedJob(Job):
         schedule = make_schedule(config)
         self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
-        self._cores, self._ranks = Cores(costs.contention), asyncio.Barrier(config.layout.dp)
+        self._cores = Cores(costs.contention)
         self._scorers = [part.scorer.name for part in config.reward.parts.values()]
         self._rng = random.Random(f"{config.run.seed}/wire")
         self._hangs_rng = random.Random(
@@ -243,10 +243,13 @@ class SimulatedJob(Job):
 
     # -- in the places of what a machine has --------------------------------------------------------------------------------
 
-    async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
+    async def _inputs(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         if self._resume:
             version, rows = (0, None) if resumed is None else (resumed.state.version, resumed.rows)
             self.audit.go_back(version, set() if rows is None else set(rows.indices.tolist()))
+        return await super()._inputs(scratch, resumed)
+
+    async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         config, length = self.config, self._costs.lengths.prompt
         self.audit.data = prompts = [_prompt(number, length) for number in range(4 * config.train.prompts_per_step)]
         held_out = [_prompt(number, length) for number in range((config.eval.num_prompts or 256) if config.eval.path else 0)]
@@ -264,10 +267,12 @@ class SimulatedJob(Job):
             "asyncflow.run.workers:values_worker": self._values_worker,
         }
         self._simulated = SimulatedCluster(wire, mains, self._faults)
-        for resize in self._faults.resizes:
-            self._virtual.call_at(resize.when, self._change_size, resize)
-        for when in self._faults.calls:
-            self._virtual.call_at(when, self._call_for_weights)
+        self._ranks = asyncio.Barrier(self.config.layout.dp)
+        if not self._num_restarts:
+            for resize in self._faults.resizes:
+                self._virtual.call_at(resize.when, self._change_size, resize)
+            for when in self._faults.calls:
+                self._virtual.call_at(when, self._call_for_weights)
         return cast(Server, wire), self._simulated
 
     def _save_published_model(self, driver: Driver) -> None:

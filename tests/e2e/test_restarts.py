@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import parse
 from asyncflow.run.job import Job, Listener
+from asyncflow.run.saving import places_of
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import merged
 from tests.depth import deep, in_gate
@@ -19,18 +21,27 @@ from tests.e2e.commands import rows
 from tests.e2e.test_resume import STEPS, check_each_once, check_same, tree
 from tests.patience import patience
 
-PERIODIC: dict[str, Any] = {"schedule": "periodic", "checkpoint": {"every_steps": 2}}
+PERIODIC: dict[str, Any] = {
+    "schedule": "periodic",
+    "checkpoint": {"every_steps": 3, "in_memory": True},
+    "telemetry": {"flush_seconds": 0.02},  # a checkpoint is whole when the metrics of its last step are written
+}
 DELAYED = merged(PERIODIC, {"schedule": "delayed", "train": {"old": "previous"}})
 TWO_RANKS = merged(PERIODIC, {"plan": {"train": {"dp": 2}}})
 CRITIC = merged(PERIODIC, {"algorithm": "ppo"})
+CUT = merged(PERIODIC, {"plan": {"train": {"tp": 2}}})
+ADAPTER = merged(DELAYED, {"model": {"lora": {"rank": 4}}})
+ON_DISK: dict[str, Any] = {"checkpoint": {"in_memory": False}}
 
 
 class Killer(Listener):
-    """Observer that kills workers: the `kills`, each after a step, the first time that it is committed."""
+    """Observer that kills workers: the `kills`, each after a step, the first time that it is committed. Where there are checkpoints
+    in memory, it waits for one of all that is committed; `open`: the steps that were open at each kill."""
 
     def __init__(self, config: Mapping[str, Any], kills: Mapping[int, str]) -> None:
         self.said: list[str] = []
         self.steps: list[int] = []
+        self.open: list[int] = []
         self._kills = dict(kills)
         self.job = Job(parse(config), self)
 
@@ -40,7 +51,17 @@ class Killer(Listener):
     def step(self, step: int, row: Mapping[str, float]) -> None:
         self.steps.append(step)
         if (worker := self._kills.pop(step, None)) is not None:
-            self.job.kill(worker)
+            self._killing = asyncio.ensure_future(self._kill(worker))
+
+    async def _kill(self, worker: str) -> None:
+        driver = self.job.driver
+        assert driver is not None
+        if (memory := self.job._attempt.memory) is not None:
+            places = places_of(self.job.config, memory).values()
+            while not any(driver.ledger.ledger.committed in place.versions() for place in places):
+                await asyncio.sleep(0.002)
+        self.open.append(driver.ledger.ledger.committed)
+        self.job.kill(worker)
 
     def run(self) -> bool:
         async def main() -> bool:
@@ -56,9 +77,13 @@ class Killer(Listener):
         (DELAYED, {0: "trainer/0", 4: "trainer/0"}),
         of=[
             (DELAYED, {0: "trainer/0", 4: "trainer/0"}),
-            (PERIODIC, {4: "trainer/0", 5: "trainer/0", 6: "trainer/0"}),
-            (TWO_RANKS, {0: "trainer/1", 5: "trainer/0"}),
-            (CRITIC, {4: "critic", 6: "trainer/0"}),
+            (merged(DELAYED, ON_DISK), {0: "trainer/0", 4: "trainer/0"}),
+            (PERIODIC, {2: "trainer/0", 3: "trainer/0", 6: "trainer/0"}),
+            (TWO_RANKS, {0: "trainer/1", 4: "trainer/0"}),
+            (CUT, {0: "trainer/1", 4: "trainer/0"}),
+            (CRITIC, {2: "critic", 4: "trainer/0"}),
+            (merged(CRITIC, ON_DISK), {4: "critic", 6: "trainer/0"}),
+            (ADAPTER, {2: "trainer/0", 4: "trainer/0"}),
         ],
     ),
 )
@@ -77,7 +102,11 @@ def test_a_run_whose_trainers_die_comes_to_the_bits_of_one_that_nothing_disturbe
     assert len(told) == len(kills) and all("SIGKILL" in line for line in told), killer.said
     certificate = read_certificate(run_dir)
     assert certificate is not None and not certificate.voided and certificate.steps == STEPS
-    assert len(certificate.resumed_at) == sum(step >= 4 for step in kills)  # before the first checkpoint it begins anew
+    if mode["checkpoint"]["in_memory"]:
+        assert certificate.resumed_at == killer.open and killer.steps == list(range(STEPS))  # nothing is trained twice
+        assert not list(Path("/dev/shm").glob(f"asyncflow-{os.getpid()}-*"))
+    else:
+        assert len(certificate.resumed_at) == sum(step >= 3 for step in kills)  # before the first checkpoint it begins anew
     assert killer.steps[-1] == STEPS - 1 and len(killer.job.rows) == STEPS
     assert killer.job.evaluations == rows(run_dir / "eval.jsonl")
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from unittest import mock
 
 import pytest
 
+from asyncflow.cluster.faults import Faults
 from asyncflow.config import Config
 from asyncflow.loops.admissions import Admissions
 from asyncflow.run import saving
 from asyncflow.run.factories import make_algorithm
+from asyncflow.run.job import Listener
 from asyncflow.simulation.audit import Audit
 from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate, simulate_lives
 from asyncflow.types import Batch, GroupMeta
@@ -69,6 +72,31 @@ def test_checkpoints_by_the_virtual_clock_are_of_one_step_for_the_policy_and_its
     monkeypatch.setattr(saving, "MAX_SHARE", 1e-9)
     run = simulate_lives(config, [0.9 * whole.seconds], costs=costs)
     assert resumed_at[1] in (0, 1)  # after the first there was none for ever
+
+
+class Steps(Listener):
+    """Notes the steps that are committed, as they are."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize("mode", in_gate("delayed", "bounded", of=MODES))
+def test_a_trainer_that_dies_costs_the_step_that_is_open_and_no_more_than_one_that_was_just_committed(mode: str) -> None:
+    """There is no checkpoint on the disk, and one in memory after every step: whole once the metrics of the step are written."""
+    for seed in SEEDS:
+        config, costs = drawn(mode, seed)
+        checkpoint = config.checkpoint.model_copy(update={"in_memory": True})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+        whole, rng, told = simulate(config, costs=costs, seed=seed), random.Random(seed), Steps()
+        first, second = sorted(rng.uniform(0.2, 0.8) * whole.seconds for _ in range(2))
+        faults = Faults(deaths=((first, "trainer/0"), (second, "trainer/0")))
+        run = simulate(config, costs=costs, faults=faults, seed=seed, listener=told)
+        assert run.violations == [] and run.rows.keys() == whole.rows.keys() == set(told.steps)
+        assert run.counts["lives"] == 2 and len(told.steps) <= len(whole.rows) + 2, told.steps
 
 
 def has_critic(config: Config) -> bool:

@@ -21,7 +21,7 @@ from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
-from asyncflow.types import GroupMeta
+from asyncflow.types import CheckpointPlace, GroupMeta
 from asyncflow.waits import Wait
 
 
@@ -50,7 +50,7 @@ class LedgerService:
         self.on_consumed: Callable[[str, int, int, Consumed, GroupFigures], None] = lambda task, step, update, group, figures: None
         self.on_decided: Callable[[int, Decided], None] = lambda step, decided: None
         self.on_committed: Callable[[str, list[StepTotals], list[Update]], None] = lambda task, totals, updates: None
-        self.is_checkpoint_due: Callable[[], bool] = lambda: False
+        self.checkpoint_due: Callable[[], CheckpointPlace | None] = lambda: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
         # What one rank was told, all are, and those who train another model on the same rows: they step together.
@@ -58,7 +58,7 @@ class LedgerService:
         self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
         self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
         self._is_checkpoint_asked = False
-        self._steps_to_keep: set[int] = set()  # steps after which a checkpoint is written, of the newest ones
+        self._steps_to_keep: dict[int, CheckpointPlace] = {}  # steps after which a checkpoint is written, of the newest ones
         self._handed: dict[tuple[str, int], Handed] = {}  # by task and group: those that no rank has been given yet
 
     @remote
@@ -249,9 +249,9 @@ class LedgerService:
         if step not in self._is_final:
             before = {s: is_final for s, is_final in self._is_final.items() if s == step - 1}  # another model may still be at it
             self._is_final = before | {step: may_go_on}
-            self._steps_to_keep = {s for s in self._steps_to_keep if s >= step - 1}
-            if may_go_on and self.is_checkpoint_due():  # all models that are trained keep the same step
-                self._steps_to_keep.add(step)
+            self._steps_to_keep = {s: place for s, place in self._steps_to_keep.items() if s >= step - 1}
+            if may_go_on and (place := self.checkpoint_due()) is not None:  # all models that are trained keep the same step
+                self._steps_to_keep[step] = place
             self.changed()  # whoever would end with the run goes on
         if not self._is_final[step]:
             return None
@@ -259,21 +259,21 @@ class LedgerService:
         return self.ledger.totals(step, task, update)
 
     @remote
-    async def commit(self, step: int, updates: list[Update], task: str = "train") -> bool:
-        """The optimiser has stepped: the step is final for the task. Returns whether a checkpoint is written after it."""
+    async def commit(self, step: int, updates: list[Update], task: str = "train") -> CheckpointPlace | None:
+        """The optimiser has stepped: the step is final for the task. Returns where a checkpoint is written after it, if one is."""
         if self._is_checkpoint_asked and task == self.ledger.tasks.policy:
             self._is_checkpoint_asked = False
-            self._steps_to_keep.add(step)
+            self._steps_to_keep[step] = "disk"
         self.on_committed(task, self.ledger.commit(step, task), updates)
         self.changed()
-        return step in self._steps_to_keep
+        return self._steps_to_keep.get(step)
 
     @remote
-    async def released(self, step: int) -> bool:
-        """Wait until every task that trains has committed the step: nobody needs its rows any more. Returns whether a checkpoint is
-        written after it, because somebody has asked for one or it is due by the clock."""
+    async def released(self, step: int) -> CheckpointPlace | None:
+        """Wait until every task that trains has committed the step: nobody needs its rows any more. Returns where a checkpoint is
+        written after it, if one is, because somebody has asked for it or it is due by the clock."""
         await self._signal.until(lambda: not self.ledger.is_open(step), waits.RELEASED, step=step)
-        return step in self._steps_to_keep
+        return self._steps_to_keep.get(step)
 
     def ask_for_checkpoint(self) -> int:
         """Have a checkpoint written with the next commit. Returns its version."""

@@ -31,7 +31,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.registry import build
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Token
-from asyncflow.types import GroupMeta, Interval
+from asyncflow.types import CheckpointPlace, GroupMeta, Interval
 from tests.builders import meta
 from tests.depth import few
 
@@ -891,22 +891,23 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
 async def test_a_checkpoint_that_is_due_by_the_clock_is_of_one_step_for_all_models_and_ranks() -> None:
     """It is decided when the step's updates may be made, before any model has committed it."""
     books = Service(tasks=TWO_MODELS)
-    is_due = False
-    books.service.is_checkpoint_due = lambda: is_due
-    for step, is_due_at_first in enumerate((False, True, False)):
+    due: CheckpointPlace | None = None
+    books.service.checkpoint_due = lambda: due
+    places: tuple[CheckpointPlace | None, ...] = (None, "disk", None, "memory", None)
+    for step, due_at_first in enumerate(places):
         await books.service.open([meta(step, step=step)])
         books.service.done("rollout", rows_of(step))
         for task in ("train", "critic"):
             assert books.ledger.step_state(step).offer(step, 1, task)
             await books.consume(step, consumed(*rows_of(step)), task, 0)
-        is_due = is_due_at_first
+        due = due_at_first
         assert await books.service.totals(step, "critic") is not None
-        is_due = not is_due  # what the clock says later is of the next step
+        due = None if due else "disk"  # what the clock says later is of the next step
         assert await books.service.totals(step) is not None
-        assert await books.service.commit(step, [UPDATE], "critic") == is_due_at_first
-        assert await books.service.commit(step, [UPDATE]) == is_due_at_first
-        assert await books.service.released(step) == await books.service.released(step) == is_due_at_first
-        is_due = False
+        assert await books.service.commit(step, [UPDATE], "critic") == due_at_first
+        assert await books.service.commit(step, [UPDATE]) == due_at_first
+        assert await books.service.released(step) == await books.service.released(step) == due_at_first
+        due = None
 
 
 async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order() -> None:

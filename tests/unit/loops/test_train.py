@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.spans import Recorder, Span
-from asyncflow.types import TensorSpec, WeightSource, first_error
+from asyncflow.types import CheckpointPlace, TensorSpec, WeightSource, first_error
 from asyncflow.weight_sync.base import Manifest, WeightSender, WeightSyncError
 from tests.builders import loop_turns
 from tests.unit.loops.test_rounds import World, a_world
@@ -76,10 +76,11 @@ class Run:
     async def export_weights(self) -> WeightSource:
         return Weights(self.calls, self.may_gather)
 
-    def is_due(self, version: int) -> bool:
-        return self._is_kept
-
-    async def committed(self, version: int, *, is_asked: bool = False) -> None:
+    async def committed(
+        self, version: int, asked: CheckpointPlace | None, published: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        if self._is_kept and published is not None:
+            await published()
         self.calls.append(f"keep {version}")
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from asyncflow.config import parse
+from asyncflow.config import dump, parse
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.prepare import Prepared
+from asyncflow.run.record import RecordState
+from asyncflow.run.resume import DriverState, write_driver
+from asyncflow.run.saving import places_of
 from asyncflow.run_dir import RunDir
-from asyncflow.types import UserError
+from asyncflow.types import CheckpointPlace, UserError
 from asyncflow.weight_sync.base import Manifest
 from tests.conftest import MODEL
 
@@ -53,3 +56,32 @@ def test_the_last_published_weights_are_the_model_unless_they_are_on_another_mac
     attempt.save_published_model(manifest, MODEL, 2)
     assert (config.run_dir / "model" / "model.safetensors").read_bytes() == b"weights"
     assert "holds the last published weights" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "in_memory", "damaged", "expected"),
+    [(3, 5, "", 5), (3, 2, "", 3), (3, 5, "memory", 3), (None, 5, "", 5), (5, 5, "", 5), (3, None, "", 3)],
+)
+async def test_the_newest_whole_checkpoint_of_both_places_is_resumed_and_later_ones_go(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, on_disk: int | None, in_memory: int | None, damaged: str, expected: int
+) -> None:
+    config, said = parse(small()), list[str]()
+    RunDir(config.run_dir).claim("run: {}")
+    attempt = Attempt(config, said.append, resume=False, memory=tmp_path / "memory").next()
+    for version, place in ((on_disk, "disk"), (in_memory, "memory")):
+        if version is not None:
+            checkpoints = places_of(config, attempt.memory)[cast(CheckpointPlace, place)]
+            state = DriverState(
+                version=version, config=dump(config), data="", position=0, pushed=[], steps={}, record=RecordState()
+            )
+            write_driver(checkpoints.partial(version), state, [])
+            checkpoints.commit(version)
+            if place == damaged:
+                (checkpoints.path(version) / "driver.msgpack").write_bytes(b"")
+    resumed = await attempt._last_checkpoint()
+    assert resumed is not None and resumed.state.version == expected
+    assert resumed.folder.is_relative_to(tmp_path / "memory") == (expected == in_memory)
+    assert bool(said) == bool(damaged)
+    attempt._forget_after(expected)
+    left = [version for checkpoints in places_of(config, attempt.memory).values() for version in checkpoints.versions()]
+    assert max(left) == expected

@@ -18,9 +18,10 @@ from asyncflow.control.modes import Delayed
 from asyncflow.loops.samples import Prompt
 from asyncflow.run import saving
 from asyncflow.run.factories import shape_of
+from asyncflow.run.memory_pace import MemoryPace
 from asyncflow.run.record import RecordState
 from asyncflow.run.resume import SavedPrompt, read_driver
-from asyncflow.run.saving import CheckpointCoordinator, checkpoints_of
+from asyncflow.run.saving import CheckpointCoordinator, checkpoints_in, checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR
 from asyncflow.weight_sync.base import Manifest
 
@@ -69,6 +70,8 @@ def made(tmp_path: Path, said: list[str]) -> Made:
         }
         context = {name: others.pop(name, part) for name, part in shared.items()}
         context["ledger"] = SimpleNamespace(ledger=context["ledger"])
+        if (memory := others.pop("memory", None)) is not None:
+            own["pace"] = MemoryPace(memory, 0, context["clock"], said.append)
         return CheckpointCoordinator(cast(Any, SimpleNamespace(**context)), **(own | others))
 
     return make
@@ -236,28 +239,94 @@ def test_a_checkpoint_is_due_by_the_clock_and_less_often_where_it_takes_more_tha
         found = []
         for moment in (0.0, 599.0, 600.0):
             now = moment
-            found.append(saves.is_due())
+            found.append(saves.due() == "disk")
         assert found == [False, False, True]
         await saves.begin(1)
-        assert not saves.is_due()  # while it is written, and for ten minutes after it was begun
+        assert saves.due() is None  # while it is written, and for ten minutes after it was begun
         now += 5.0
         await saves.critic_written(1, "")
         await saves.written(1)
         now = 1199.0
-        assert not saves.is_due()
+        assert saves.due() is None
         now = 1200.0
-        assert saves.is_due()
+        assert saves.due() == "disk"
         await saves.begin(1)
         now += 9.0  # a hundredth of 900 seconds
         await saves.critic_written(1, "No space left on device")
         await saves.written(1)
         now = 1200.0 + 899.0
-        assert not saves.is_due()
+        assert saves.due() is None
         now = 1200.0 + 900.0
-        assert saves.is_due()
+        assert saves.due() == "disk"
         now = 0.0
         others = [made(clock=lambda: now, checkpoint=never) for never in ({"every_minutes": None}, {"keep": 0})]
         now = 1e9
-        assert not any(other.is_due() for other in others)
+        assert not any(other.due() for other in others)
+
+    asyncio.run(main())
+
+
+def test_one_in_memory_is_due_at_its_own_pace_while_no_other_is_under_way_and_changes_nothing_of_those_on_the_disk(
+    made: Made, tmp_path: Path
+) -> None:
+    now = 0.0
+
+    async def main() -> None:
+        nonlocal now
+        (memory := tmp_path / "memory").mkdir()
+        saves = made(clock=lambda: now, memory=memory, checkpoint={"every_minutes": 1.0})
+        assert saves.due() == "memory"
+        await saves.begin(1, "memory")
+        assert saves.due() is None  # it is under way
+        await saves.critic_written(1, "", "memory")
+        await saves.written(1, "memory", 0.5)
+        assert checkpoints_in(memory).newest(print) == 1 and not checkpoints_of(saves._config).versions() and saves.settled == 0
+        now = 49.9
+        assert saves.due() is None
+        now = 50.0  # a hundred times as long as the trainer was held up
+        assert saves.due() == "memory"
+        now = 60.0
+        assert saves.due() == "disk"
+        await saves.begin(1)
+        assert saves.due() is None  # an engine writes one at a time
+        await saves.critic_written(1, "")
+        await saves.written(1)
+        assert saves.due() == "memory" and saves.settled == 1
+
+    asyncio.run(main())
+
+
+def test_one_in_memory_that_cannot_be_written_is_the_last(made: Made, said: list[str], tmp_path: Path) -> None:
+    async def main() -> None:
+        (memory := tmp_path / "memory").mkdir()
+        saves = made(memory=memory)
+        await saves.begin(1, "memory")
+        await saves.critic_written(1, "", "memory")
+        await saves.failed(1, "No space left on device", "memory")
+        assert saves.due() is None and not [*memory.iterdir()]
+        (sentence,) = said
+        assert "no more checkpoints in shared memory" in sentence and sentence.endswith("No space left on device")
+
+    asyncio.run(main())
+
+
+def test_files_that_are_all_there_become_a_checkpoint_although_their_trainer_has_died(made: Made, tmp_path: Path) -> None:
+    """Its connection goes, and with it the handlers of its requests."""
+
+    async def main() -> None:
+        (memory := tmp_path / "memory").mkdir()
+        saves, told = made(memory=memory), asyncio.Event()
+        cast(Any, saves._record).finished = lambda version: told.wait()
+        await saves.begin(1, "memory")
+        await saves.critic_written(1, "", "memory")
+        writing = asyncio.ensure_future(saves.written(1, "memory"))
+        await asyncio.sleep(0.05)
+        writing.cancel()
+        settling = asyncio.ensure_future(saves.settle())
+        await asyncio.sleep(0.05)
+        assert not settling.done() and not checkpoints_in(memory).versions()
+        told.set()
+        await settling
+        assert checkpoints_in(memory).versions() == [1]
 
     asyncio.run(main())
