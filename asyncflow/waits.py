@@ -562,7 +562,7 @@ HTTP: Final = _wait(
     "HTTP",
     "a client's request, or its repetition",
     "the limits of the service (service/limits.py)",
-    "service/app.py:Gate._paced.paced service/app.py:Gate._timed.timed service/hosted.py:HostedRun.__init__"
+    "service/app.py:Gate._paced.paced service/hosted.py:HostedRun.__init__"
     " service/watching.py:WatchedRun.__init__"
     " service/repeats.py:Repeats.begin",
 )
