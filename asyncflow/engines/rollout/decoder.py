@@ -115,6 +115,7 @@ class Decoder:
         if config.max_window is not None and max_context > config.max_window:
             raise ValueError(f"max_context {max_context} exceeds the model's windows of {config.max_window} tokens")
         self.config, self.dtype, self.device = config, dtype, device
+        self.num_slots, self.max_context = num_slots, max_context
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the tensors in a checkpoint, by name
         self.slices: dict[str, Tensor] = {}  # of buffers: what a tensor is copied to, of a shape that its own broadcasts to
         self.packed: list[PackedLinear] = []
@@ -135,17 +136,7 @@ class Decoder:
         self._rotation = self._rotation_by(config.rope, max_context)
         self._local_rotation = self._rotation_by(config.local_rope, max_context) if any(config.is_local) else self._rotation
         self._inert_slot = num_slots
-        self.cache = SlotCache(
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            num_slots=num_slots + 1,
-            max_context=max_context,
-            scale=config.attention_multiplier,
-            softcap=config.attention_softcap,
-            like=self.norm,
-        )
+        self.cache = SlotCache(config, num_slots=num_slots + 1, max_context=max_context, like=self.norm)
 
     def _rotation_by(self, rope: Mapping[str, Any], max_context: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max_context, rotary_dim] by position."""

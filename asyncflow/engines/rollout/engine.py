@@ -35,7 +35,7 @@ from asyncflow.engines.lora import read_lora
 from asyncflow.engines.rollout.checks import check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.probe import find_dependence
-from asyncflow.engines.rollout.slot_options import PREFILL_CHUNK, Speculation
+from asyncflow.engines.rollout.slot_options import PREFILL_CHUNK, Speculation, StepOptions
 from asyncflow.engines.rollout.slot_options import check as check_options
 from asyncflow.engines.rollout.slots import Slots
 from asyncflow.engines.rollout.threaded import ThreadedEngine, noise_keys
@@ -93,18 +93,14 @@ class SlotEngine(ThreadedEngine):
             lora=lora,
         )
         decoder.install(load_tensors(model_path))
-        stop_ids = end_token_ids(model_path) if stop_ids is None else stop_ids
         slots = Slots(
             decoder,
             num_slots=num_slots,
-            max_context=max_context,
-            stop_ids=stop_ids,
-            version=version,
+            stop_ids=end_token_ids(model_path) if stop_ids is None else stop_ids,
             stop_strings=self._stop_strings,
+            version=version,
             recomputes=kv_on_install == "recompute",
-            num_parked=num_parked,
-            speculation=speculation,
-            prefill_chunk=prefill_chunk,
+            options=StepOptions(speculation=speculation, prefill_chunk=prefill_chunk),
         )
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.types import Array
 
 BLOCK = 32
@@ -53,27 +54,16 @@ class Step:
 class SlotCache:
     """The cache of `num_slots` slots of `max_context` tokens. A block that no slot has ever had takes no memory on a CPU."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        num_slots: int,
-        max_context: int,
-        scale: float | None = None,
-        softcap: float | None = None,
-        like: Tensor,
-    ) -> None:
-        """`scale`: of the scores, by default 1 / sqrt(head_dim). `softcap`: see `capped`. `like`: a tensor of the dtype and on the
-        device of the cache."""
-        self._scale = head_dim**-0.5 if scale is None else scale
-        self._softcap = softcap
-        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
+    def __init__(self, config: DecoderConfig, *, num_slots: int, max_context: int, like: Tensor) -> None:
+        """`config`: of the model, whose layers and heads the cache has. `like`: a tensor of the dtype and on the device of the
+        cache."""
+        self._head_dim = head_dim = config.head_dim
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._scale = head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+        self._softcap = config.attention_softcap
         per_slot = -(-max_context // BLOCK)
         # Zeros, because what lies beyond a slot's last key is multiplied too, by zero.
-        shape = (layers, 2, num_slots * per_slot, kv_heads, BLOCK * head_dim)
+        shape = (config.num_hidden_layers, 2, num_slots * per_slot, self._kv_heads, BLOCK * head_dim)
         self.tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._keys = [layer[0].view(-1, BLOCK) for layer in self.tensor]
         self._values = [layer[1].view(-1, head_dim) for layer in self.tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from asyncflow.types import UserError
@@ -10,6 +11,15 @@ Speculation = Literal["auto"] | int
 """Drafts of a slot in each step: as many as pay, or so many at most wherever there are any; 0: none."""
 PREFILL_CHUNK = 256
 """Tokens of prompts and observations that a step computes: enough for full speed, few enough to stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Tokens that a step of the engine computes beside one for each active row. No bit depends on them."""
+
+    speculation: Speculation = 0
+    prefill_chunk: int = PREFILL_CHUNK
+    """Tokens of prompts and observations in a pass, some."""
 
 
 def check(*, speculation: object = 0, prefill_chunk: object = PREFILL_CHUNK, **_others: object) -> None:

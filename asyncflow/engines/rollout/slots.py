@@ -32,7 +32,7 @@ from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting,
 from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
 from asyncflow.engines.rollout.requests import ParkedSlot, SlotRequest
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
-from asyncflow.engines.rollout.slot_options import PREFILL_CHUNK, Speculation
+from asyncflow.engines.rollout.slot_options import StepOptions
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
 
@@ -49,28 +49,25 @@ class Slots:
         decoder: Decoder,
         *,
         num_slots: int,
-        max_context: int,
         stop_ids: Iterable[int],
-        version: int,
         stop_strings: StopStrings,
-        recomputes: bool = False,
-        num_parked: int = 0,
-        speculation: Speculation = 0,
-        prefill_chunk: int = PREFILL_CHUNK,
+        version: int,
+        recomputes: bool,
+        options: StepOptions,
     ) -> None:
-        """`num_slots`: rows that generate at once. `num_parked`: slots of the cache beyond these. `speculation`: see drafts.py.
-        `prefill_chunk`: tokens of prompts and observations in a pass, some."""
+        """`num_slots`: rows that generate at once; the decoder's cache may have more slots, for episodes that are parked.
+        `recomputes`: keys and values of responses under way are computed again after an install."""
         self.version, self._recomputes = version, recomputes
         self.is_paused = False
         self.num_computed = 0
         """Tokens that went through the model so far: of prompts, observations, responses, drafts, and what was computed again."""
-        self._drafting, self._finished = Drafting(speculation, num_slots), FinishedTexts()
+        self._drafting, self._finished = Drafting(options.speculation, num_slots), FinishedTexts()
         self._decoder, self._num_slots, self._stop_strings = decoder, num_slots, stop_strings
         self._is_stop = np.zeros(decoder.config.vocab_size, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._waiting: deque[SlotRequest] = deque()
-        self._filling, self._prefill_chunk = MissingKeys(), prefill_chunk
-        self._free = list(range(num_slots + num_parked - 1, -1, -1))  # slots of the cache
+        self._filling, self._prefill_chunk = MissingKeys(), options.prefill_chunk
+        self._free = list(range(decoder.num_slots - 1, -1, -1))  # slots of the cache
         self._parked: dict[np.uint64, ParkedSlot] = {}  # by noise key, the one that was parked first in front
         self._num_active = 0
         self._requests: list[SlotRequest] = []  # of the active rows; the arrays below have an entry for every row
@@ -87,8 +84,8 @@ class Slots:
         self._counts = np.zeros(num_slots, np.int64)  # these and the response's so far
         self._limits = np.zeros(num_slots, np.int64)
         self._is_current = np.zeros(num_slots, bool)  # the prompt's keys are those of the installed weights
-        self._tokens = np.zeros((num_slots, max_context), np.int64)
-        self._logprobs = np.zeros((num_slots, max_context), np.float32)
+        self._tokens = np.zeros((num_slots, decoder.max_context), np.int64)
+        self._logprobs = np.zeros((num_slots, decoder.max_context), np.float32)
         self._timings: deque[Timing] = deque(maxlen=MAX_TIMINGS)
         self._steps: Timing | None = None  # decode steps that are timed together, so far
         self._arrays = (

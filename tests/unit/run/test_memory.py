@@ -130,11 +130,12 @@ def test_what_generation_takes() -> None:
 def test_the_cache_is_as_large_as_the_engines_own() -> None:
     import torch
 
+    from asyncflow.engines.decoder_config import DecoderConfig
     from asyncflow.engines.rollout.slot_cache import SlotCache
 
-    cache = SlotCache(
-        layers=4, heads=4, kv_heads=2, head_dim=2, num_slots=6, max_context=64, like=torch.zeros(1, dtype=torch.bfloat16)
-    )
+    sizes = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = DecoderConfig.from_fields({"model_type": "qwen2", **sizes, "num_key_value_heads": 2})
+    cache = SlotCache(config, num_slots=6, max_context=64, like=torch.zeros(1, dtype=torch.bfloat16))
     parts = by_name(rollout_parts(config_of(rollout={"num_slots": 6, "dtype": "bfloat16"}), TINY, 64))
     assert parts["keys and values"] == cache.tensor.nbytes
 

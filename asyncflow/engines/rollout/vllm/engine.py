@@ -135,7 +135,7 @@ class VllmEngine(RolloutEngine):
             )
             hosts = own_hosts(options, instances, devices)
         self._weights = ServerWeights(model_path, dtype, version)
-        self._lora = None if lora is None else LoraVersions(model_path, lora, version)
+        self._lora = None if lora is None else LoraVersions(model_path, lora, version, self._unload_in_background)
         self._unloading: set[asyncio.Task[None]] = set()
         if addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(model_path))
@@ -151,7 +151,6 @@ class VllmEngine(RolloutEngine):
             seeded=seeded,
             recomputes=self._recomputes,
             lora=self._lora,
-            on_unused=self._unload_in_background,
         )
         self._servers.start()
 

@@ -69,14 +69,12 @@ class Generation:
         stop_ids: Sequence[int],
         seeded: bool,
         recomputes: bool,
-        lora: LoraVersions | None = None,
-        on_unused: Callable[[], None] = lambda: None,
+        lora: LoraVersions | None,
     ) -> None:
         """`begin()` connects to the servers, which have `weights` then. `seeded`: each request has a seed from its sample's key.
         `recomputes`: the keys that a server has of a sequence are computed again when it gets other weights. `lora`: versions are
-        adapters, which requests name; `on_unused` is told when a request that named one has ended."""
-        self._lora, self._on_unused = lora, on_unused
-        self._servers, self._weights, self._begin = servers, weights, begin
+        adapters, which requests name."""
+        self._servers, self._weights, self._begin, self._lora = servers, weights, begin, lora
         self._stop_ids, self._seeded, self._recomputes = stop_ids, seeded, recomputes
         self._open: set[asyncio.Queue[Response | Exception]] = set()
         self._homes: dict[SampleKey, ServerHandle] = {}  # the instance that a prompt's episodes are on
@@ -194,8 +192,6 @@ class Generation:
             return None
         except RequestRefused as error:
             raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
-        finally:
-            self._on_unused()
         instance.num_served += 1
         return replace(made, version_spans=np.array([[0, version.version]], np.int64))
 

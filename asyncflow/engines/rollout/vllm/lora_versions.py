@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +42,10 @@ class LoraVersion:
 class LoraVersions:
     """The versions of one engine. `current`: the one that requests name that begin now."""
 
-    def __init__(self, model_path: Path, spec: LoraSpec, version: int) -> None:
-        """`version` is that of the adapter in `spec.path`, or of the base alone. Raises `UserError` for files that do not fit."""
-        self._model_path, self._spec = model_path, spec
+    def __init__(self, model_path: Path, spec: LoraSpec, version: int, on_ended: Callable[[], None]) -> None:
+        """`version` is that of the adapter in `spec.path`, or of the base alone. `on_ended` is called when a request that named a
+        version has ended. Raises `UserError` for files that do not fit."""
+        self._model_path, self._spec, self._on_ended = model_path, spec, on_ended
         self._root = Path(tempfile.mkdtemp(prefix="asyncflow-lora-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
         self._numbers = itertools.count(1)
         self._older: list[LoraVersion] = []
@@ -81,6 +82,7 @@ class LoraVersions:
             yield version
         finally:
             version.num_requests -= 1
+            self._on_ended()
 
     def take_unused(self) -> list[LoraVersion]:
         """Versions that no request names any more, to be unloaded; they are forgotten here."""

@@ -8,14 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
 from tests.depth import few
 
 SLOTS, CONTEXT = 5, 4 * BLOCK
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIG = DecoderConfig.from_fields({"model_type": "qwen2", **SIZES, "num_key_value_heads": 1})
 
 
 def new_cache() -> SlotCache:
-    return SlotCache(layers=2, heads=2, kv_heads=1, head_dim=4, num_slots=SLOTS, max_context=CONTEXT, like=torch.zeros(1))
+    return SlotCache(CONFIG, num_slots=SLOTS, max_context=CONTEXT, like=torch.zeros(1))
 
 
 def write(cache: SlotCache, slot: int, positions: np.ndarray, value: float) -> None:
