@@ -61,7 +61,7 @@ class CriticTraining(OneModel):
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model, see `TorchCritic`."""
-        self.model = ValueModel(model_path, PassOptions.of(options), device=options.device)
+        self.model = ValueModel(model_path, PassOptions.of(options))
         super().__init__(self.model.parameters, options)
 
     @torch.no_grad()
@@ -123,16 +123,16 @@ class CriticTraining(OneModel):
 class ValueModel(CausalModel):
     """Causal language model with a value head, `HEAD` [1, H], instead of its output layer."""
 
-    def __init__(self, path: Path | str, passes: PassOptions, *, device: str) -> None:
+    def __init__(self, path: Path | str, passes: PassOptions) -> None:
         """Load the model as `CausalModel` does, and its head from `HEAD_FILE` in the same folder, if that is there.
 
         Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
         """
-        super().__init__(path, passes, device=device)
+        super().__init__(path, passes)
         prefix = self.module.base_model_prefix + "."
         self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
         size = self.module.config.hidden_size
-        self.parameters[HEAD] = nn.Parameter(torch.zeros(1, size, device=device))
+        self.parameters[HEAD] = nn.Parameter(torch.zeros(1, size, device=self.device))
         if (file := Path(path) / HEAD_FILE).exists():
             head_1H = load_file(file)[HEAD]
             if head_1H.shape != (1, size):

@@ -19,12 +19,8 @@ class FrozenEngine(LogProbEngine):
     def __init__(self, model_path: Path | str, options: FrozenOptions) -> None:
         """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be computed here."""
         check_device(options.device, "train.device")
-        self._model = FrozenModel(
-            model_path,
-            PassOptions(getattr(torch, options.dtype), options.temperature, options.log_prob_chunk_tokens),
-            device=options.device,
-            offload=options.offload,
-        )
+        passes = PassOptions(getattr(torch, options.dtype), options.device, options.temperature, options.log_prob_chunk_tokens)
+        self._model = FrozenModel(model_path, passes, offload=options.offload)
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:

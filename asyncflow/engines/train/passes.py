@@ -41,21 +41,21 @@ class Passes:
         `first`: compute with its weights, whatever becomes of them, and as it has found to be right on this machine.
         """
         how, lora = PassOptions.of(options), options.lora
-        of_model: dict[str, Any] = {"device": options.device}
-        if first is not None:
-            of_model |= {"way": first.policy.way, "first": first.policy}
+        of_model: dict[str, Any] = {"first": None if first is None else first.policy}
         if lora is not None:
             of_model |= {"weights_dtype": how.dtype, "lora": lora, "seed": options.seed}
         self.policy: CausalModel = CausalModel(model_path, how, **of_model)
         self.remark = probe(self.policy) if first is None and self.policy.way != "packed" else ""
         self.models: TriModel[Frozen]
         if lora is None:
-            of_frozen: dict[str, Any] = {"device": options.device, "offload": options.offload, "way": self.policy.way}
+            of_frozen = PassOptions.of_frozen(options)
             made = [] if first is None else first.models.frozen  # in the order in which they were made
             firsts = iter([each for each in made if isinstance(each, FrozenModel)])
 
             def frozen() -> Frozen:
-                return FrozenModel(model_path, PassOptions.of_frozen(options), first=next(firsts, None), **of_frozen)
+                model = FrozenModel(model_path, of_frozen, offload=options.offload, first=next(firsts, None))
+                model.way = self.policy.way
+                return model
 
             self.models = TriModel(self.policy, options, frozen)
         else:

@@ -86,8 +86,8 @@ class DeepSpeedTraining(GatheredTraining):
         self._weights = _Weights(self._zero)
         self._num_added = self._fill_tokens = 0
 
-        passes = PassOptions.of_frozen(options)
-        frozen = partial(FrozenModel, model_path, passes, device=self._device, offload=options.offload)
+        passes = PassOptions.of_frozen(replace(options, device=self._device))
+        frozen = partial(FrozenModel, model_path, passes, offload=options.offload)
         self.models = TriModel(self._weights, options, frozen)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:

@@ -48,6 +48,8 @@ class PassOptions:
     """Options of a model's forward and backward passes."""
 
     dtype: torch.dtype
+    device: str
+    """Device of the passes; weights may be kept in another dtype, and on another device."""
     temperature: float
     """Sampling temperature of the rollout, which logits are divided by."""
     chunk_tokens: int
@@ -59,13 +61,13 @@ class PassOptions:
     def of(cls, options: TrainEngineOptions) -> PassOptions:
         """Options of the policy's passes."""
         dtype: torch.dtype = getattr(torch, options.dtype)
-        return cls(dtype, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
+        return cls(dtype, options.device, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
 
     @classmethod
     def of_frozen(cls, options: TrainEngineOptions) -> PassOptions:
         """Options of the passes of the old policy and the reference."""
         dtype: torch.dtype = getattr(torch, options.frozen_dtype or options.dtype)
-        return cls(dtype, options.temperature, options.log_prob_chunk_tokens)
+        return cls(dtype, options.device, options.temperature, options.log_prob_chunk_tokens)
 
 
 class CausalModel:
@@ -76,39 +78,38 @@ class CausalModel:
         path: Path | str,
         passes: PassOptions,
         *,
-        device: str,
         weights_dtype: torch.dtype = torch.float32,
         weights_device: str | None = None,
         lora: LoraSpec | None = None,
         seed: int = 0,
-        way: Way | None = None,
         first: CausalModel | None = None,
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
-        Its weights are kept in `weights_dtype` on `weights_device` (None: `device`), and every pass computes in `passes.dtype` on
-        `device`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the same numbers as
-        a rollout engine of that dtype. Gradients are added to the kept weights.
+        Its weights are kept in `weights_dtype` on `weights_device` (None: the passes'), and every pass computes in the dtype and on
+        the device of `passes`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the
+        same numbers as a rollout engine of that dtype. Gradients are added to the kept weights.
 
         `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`. Models with
         adapters over the same files have the memory of their bases in common.
-        `way`: how micro-batches go through the model; None: packed where that is known to be right, else as `own_rows.probe` finds.
-        `first`: load nothing, and compute with the weights of that one, whatever becomes of them. Gradients stay apart.
+        `first`: load nothing, and compute with the weights of that one, whatever becomes of them, in its way. Gradients stay apart.
 
         Raises `UserError` if there is no such model, or it cannot be trained here.
         """
         # As it was loaded, to make others of the same memory; an adapter's base stays as long as an adapter of it is here.
         self._loaded: Any = (
-            first._loaded if first else (base_of if lora else load_module)(path, weights_dtype, weights_device or device)
+            first._loaded if first else (base_of if lora else load_module)(path, weights_dtype, weights_device or passes.device)
         )
         own = {id(w): w if lora else nn.Parameter(w.data, w.requires_grad) for w in self._loaded.parameters()}
         self.module = copy.deepcopy(self._loaded, own).eval()
         self.chunk_tokens = passes.chunk_tokens
-        self.device, self.dtype, self.temperature = torch.device(device), passes.dtype, passes.temperature
+        self.device, self.dtype, self.temperature = torch.device(passes.device), passes.dtype, passes.temperature
         self._divisor = passes.temperature / logit_scale(self.module.config)
         cap = getattr(self.module.config, "final_logit_softcapping", None)
         self.softcap: float | None = None if cap is None else cap / passes.temperature
-        self.way: Way = way or ("packed" if self.module.config._attn_implementation == ATTENTION_NAME else "batched")
+        is_packed = self.module.config._attn_implementation == ATTENTION_NAME
+        self.way: Way = first.way if first else "packed" if is_packed else "batched"
+        """How micro-batches go through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
         self.lora = None if lora is None else add_lora(self.module, shapes_for(self.module, lora), lora)
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -183,23 +184,12 @@ class CausalModel:
 class FrozenModel(CausalModel):
     """Model that is not trained: an old policy, or the reference."""
 
-    def __init__(
-        self,
-        path: Path | str,
-        passes: PassOptions,
-        *,
-        device: str,
-        offload: bool = False,
-        way: Way | None = None,
-        first: FrozenModel | None = None,
-    ) -> None:
+    def __init__(self, path: Path | str, passes: PassOptions, *, offload: bool = False, first: FrozenModel | None = None) -> None:
         """Load the model as `CausalModel` does. Weights are kept in `passes.dtype`.
 
         `offload`: keep them in host memory; each pass then copies them to the device.
         """
-        weights_device = "cpu" if offload else device
-        of_weights: dict[str, Any] = {"weights_dtype": passes.dtype, "weights_device": weights_device}
-        super().__init__(path, passes, device=device, way=way, first=first, **of_weights)
+        super().__init__(path, passes, weights_dtype=passes.dtype, weights_device=CPU if offload else None, first=first)
         self.module.requires_grad_(False)
 
     @torch.no_grad()

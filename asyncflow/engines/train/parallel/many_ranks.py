@@ -193,14 +193,13 @@ class ManyRanks(PolicyTraining):
         cut = partial(ShardedModel, model_path, self.ranks)
         is_exact = options.accumulate == "exact"
         reduce_dtype = torch.float64 if is_exact and options.layout.dp > 1 else torch.float32
-        passes, of_frozen, self._lora = PassOptions.of(options), PassOptions.of_frozen(options), options.lora
+        here, self._lora = replace(options, device=str(self.ranks.device)), options.lora
+        passes = PassOptions.of(here)
         if self._lora is None:
             self._policy = policy = cut(passes, reduce_dtype=reduce_dtype)
-            frozen = partial(cut, of_frozen, weights_dtype=of_frozen.dtype, is_offloaded=options.offload)
-            self.models = TriModel(policy, options, frozen)
+            self.models = TriModel(policy, options, partial(cut, PassOptions.of_frozen(here), is_offloaded=options.offload))
         else:
-            with_lora = partial(cut, lora=self._lora, seed=options.seed)
-            self._policy = policy = with_lora(passes, weights_dtype=passes.dtype, reduce_dtype=reduce_dtype)
+            self._policy = policy = cut(passes, reduce_dtype=reduce_dtype, lora=self._lora, seed=options.seed)
             shared = partial(SharedBaseShards, policy)
             self.models = TriModel(policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
         stage = policy.stage

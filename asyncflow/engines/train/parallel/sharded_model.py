@@ -43,20 +43,20 @@ class ShardedModel:
         ranks: Ranks,
         passes: PassOptions,
         *,
-        weights_dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         is_offloaded: bool = False,
         lora: LoraSpec | None = None,
         seed: int = 0,
     ) -> None:
-        """Load the model at `path` (Hugging Face format), and keep this rank's part, in `weights_dtype`, in host memory if
-        `is_offloaded`.
+        """Load the model at `path` (Hugging Face format), and keep this rank's part, in host memory if `is_offloaded`: in float32
+        what is trained, and in `passes.dtype` what is not.
 
         `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained. `lora`, `seed`: see
         `CausalModel`.
 
         Raises `UserError` if there is no such model, or it cannot be trained here, or not under the layout.
         """
+        weights_dtype = passes.dtype if reduce_dtype is None or lora is not None else torch.float32
         module = empty_module(path, weights_dtype).requires_grad_(reduce_dtype is not None)
         whole = {name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()}
         files = WeightFiles(path)
@@ -64,7 +64,7 @@ class ShardedModel:
         files.check({sources[name]: spec.shape for name, spec in whole.items()})
         shapes = {} if lora is None else shapes_for(module, lora)
         self.specs = {name: TensorSpec(shape, "float32") for name, shape in shapes.items()} or whole
-        self.device, self.dtype = ranks.device, passes.dtype
+        self.device, self.dtype = torch.device(passes.device), passes.dtype
         self._temperature, self._chunk_tokens = passes.temperature, passes.chunk_tokens
         self.hidden_size: int = module.config.hidden_size
         self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)

@@ -237,7 +237,7 @@ def test_rounding_to_bfloat16_is_told_from_a_fault_in_a_trained_model(
     make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """The gradient of a sum of log-probs is small beside its addends: rounding changes it by some percent."""
-    policy, lengths = CausalModel(MODEL, PassOptions(torch.bfloat16, 1.0, 512), device="cpu"), (10, 8, 6, 9, 4, 3, 4, 2)
+    policy, lengths = CausalModel(MODEL, PassOptions(torch.bfloat16, "cpu", 1.0, 512)), (10, 8, 6, 9, 4, 3, 4, 2)
     prompt = np.random.default_rng(seed).integers(0, policy.module.config.vocab_size, 30)
     responses = Ragged.from_arrays(sampled(policy, prompt, lengths), "int64")
     batch = replace(make_micro_batch(lengths=lengths), prompt_ids=prompt, response_ids=responses)
