@@ -72,7 +72,7 @@ async def _serve(
 ) -> int:
     """Serve until a client stops the run, or a signal does. Returns the exit status."""
     from asyncflow.run.job import Listener
-    from asyncflow.service.app import AuditLog, make_app
+    from asyncflow.service.app import AuditLog, GatePaths, make_app
     from asyncflow.service.hosted import HostedRun
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
@@ -92,9 +92,8 @@ async def _serve(
         trusted = make_self_signed(certificate, place.host)
     hosted = HostedRun(config, folder / "journal", Printed(), resume=resume, weights_from=weights_from)
     description = f"The run {config.run.name}."
-    app = make_app(
-        title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, streamed=STREAMED, public=PUBLIC
-    )
+    paths = GatePaths(streamed=STREAMED, public=PUBLIC)
+    app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, paths=paths)
     app.router.routes.extend(routes(hosted, keys).routes)  # included ones are matched twice: a seventh of a small request
     app.include_router(watch_routes(Watched(config.run_dir)))
     server = HttpServer(app, place, limits, certificate)
@@ -125,14 +124,14 @@ async def _serve_tinker(
     full_weights: bool,
 ) -> int:
     """Serve a model by Tinker's API until a signal comes. Returns the exit status."""
-    from asyncflow.service.app import AuditLog, make_app
+    from asyncflow.service.app import AuditLog, GatePaths, make_app
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
     from asyncflow.service.server import HttpServer, Listen, make_self_signed
     from asyncflow.service.tickets import Tickets
+    from asyncflow.service.tinker.context import Bounds
     from asyncflow.service.tinker.routes import LOOKS, routes
     from asyncflow.service.tinker.serving import KEY_PREFIX, base_model, config_of_model, sessions_of
-    from asyncflow.service.tinker.sessions import Bounds
 
     place = Listen.parse(listen)
     config = config_of_model(str(path), overrides) if path.is_dir() else load(path, overrides)
@@ -155,8 +154,8 @@ async def _serve_tinker(
                 keys=keys,
                 limits=limits,
                 audit=audit,
+                paths=GatePaths(looks=LOOKS),
                 tickets=tickets,
-                looks=LOOKS,
             )
             app.include_router(routes(sessions, tickets))
             server = HttpServer(app, place, limits, certificate)

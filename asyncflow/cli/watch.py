@@ -70,7 +70,7 @@ def check_extra() -> None:
 async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[str]) -> int:
     """Serve the page until a signal comes. Returns the exit status. Raises `UserError`."""
     from asyncflow.cli.serve import until_told
-    from asyncflow.service.app import AuditLog, make_app
+    from asyncflow.service.app import AuditLog, GatePaths, make_app
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
     from asyncflow.service.server import HttpServer, Listen
@@ -91,7 +91,7 @@ async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[s
             keys=keys,
             limits=Limits(),
             audit=AuditLog(None),
-            public=PUBLIC,
+            paths=GatePaths(public=PUBLIC),
         )
         app.add_middleware(LocalOnly)
         app.include_router(watch_routes(Watched(folder)))

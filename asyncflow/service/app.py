@@ -15,8 +15,8 @@ import base64
 import binascii
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Final
 
@@ -75,12 +75,22 @@ class AuditLog:
             self._file = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatePaths:
+    """Paths whose requests a gate does not treat as all others."""
+
+    streamed: tuple[str, ...] = ()
+    """Beginnings of paths whose requests have bodies that are read as they come, by routes that put them into files."""
+    looks: tuple[str, ...] = ()
+    """Paths whose POST requests change nothing."""
+    public: tuple[str, ...] = ()
+    """Paths that need no key, beside `/health`."""
+
+
 class Gate:
     """ASGI application before another one: nothing of a request without a valid key reaches that.
 
-    `streamed`: beginnings of paths whose requests have bodies that are read as they come, by routes that put them into files.
-    `tickets`: links that need no key, if there are any. `looks`: paths whose POST requests change nothing. `public`: paths that
-    need no key, beside `/health`.
+    `tickets`: links that need no key, if there are any.
     """
 
     def __init__(
@@ -90,14 +100,11 @@ class Gate:
         keys: KeyRing,
         limits: Limits,
         audit: AuditLog,
-        streamed: Iterable[str],
+        paths: GatePaths,
         tickets: Tickets | None,
-        looks: Iterable[str],
-        public: Iterable[str],
     ) -> None:
-        self._public = frozenset((HEALTH, *public))
-        self._app, self._keys, self._limits, self._audit = app, keys, limits, audit
-        self._streamed, self._tickets, self._looks = tuple(streamed), tickets, frozenset(looks)
+        self._app, self._keys, self._limits, self._audit, self._tickets = app, keys, limits, audit, tickets
+        self._streamed, self._looks, self._public = paths.streamed, frozenset(paths.looks), frozenset((HEALTH, *paths.public))
         self._room, self._callers = Room(limits.buffered_bytes), Callers(limits, time.monotonic)
         self._repeats = Repeats(REPEATS_BYTES)
 
@@ -315,19 +322,15 @@ def make_app(
     keys: KeyRing,
     limits: Limits,
     audit: AuditLog,
-    streamed: Iterable[str] = (),
+    paths: GatePaths = GatePaths(),
     tickets: Tickets | None = None,
-    looks: Iterable[str] = (),
-    public: Iterable[str] = (),
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """Web application with a gate, `/health`, and the API's description under `/docs` (a browser is asked for a key as password).
 
-    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`, `tickets`, `looks`, `public`: see
-    `Gate`.
+    Routes are added to it; those that take `needs("admin")` ask for that scope. `tickets`: see `Gate`.
     """
-    app = FastAPI(title=title, description=description, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed, tickets=tickets, looks=looks, public=public)
+    app = FastAPI(title=title, description=description, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, paths=paths, tickets=tickets)
 
     @app.get(HEALTH, summary="Whether the service answers")
     async def health() -> dict[str, str]:

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from asyncflow.config import parse
-from asyncflow.service.app import AuditLog, make_app
+from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.hosted import HostedRun
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
@@ -35,9 +35,8 @@ class Service:
     def __init__(self, folder: Path, **limits: Any) -> None:
         self.keys = KeyRing.open(folder / "keys.json", time.time)
         self.limits = Limits(**{**QUICK, **limits})
-        self.app = make_app(
-            title="t", description="", keys=self.keys, limits=self.limits, audit=AuditLog(None), streamed=["/stream"]
-        )
+        paths, audit = GatePaths(streamed=("/stream",)), AuditLog(None)
+        self.app = make_app(title="t", description="", keys=self.keys, limits=self.limits, audit=audit, paths=paths)
 
         @self.app.post("/echo")
         async def echo(body: dict[str, Any]) -> int:
@@ -259,7 +258,8 @@ def application(folder: Path, tree: dict[str, Any]) -> tuple[FastAPI, KeyRing]:
     """The routes of a run that has not begun."""
     keys = KeyRing.open(folder / "keys.json", time.time)
     limits = Limits(refusals_per_second=1e6, requests_per_second=1e6)
-    app = make_app(title="t", description="", keys=keys, limits=limits, audit=AuditLog(None), streamed=STREAMED)
+    paths = GatePaths(streamed=STREAMED)
+    app = make_app(title="t", description="", keys=keys, limits=limits, audit=AuditLog(None), paths=paths)
     app.include_router(routes(HostedRun(parse(tree), folder / "journal"), keys))
     return app, keys
 

@@ -24,10 +24,10 @@ from asyncflow.model_folder import read_json, weight_files
 from asyncflow.registry import build
 from asyncflow.run.factories import train_engine_options
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
+from asyncflow.service.tinker.context import BaseModel, Bounds, MakeEngine, NewAdapter, ServerContext
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import Samplers
-from asyncflow.service.tinker.sessions import Bounds, Sessions
-from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine, NewAdapter
+from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.settings import apply_override
 from asyncflow.types import LoraSpec, UserError
 
@@ -155,15 +155,15 @@ async def sessions_of(
         engines = [await asyncio.to_thread(make_sampler) for _ in range(num_samplers)]
     except ValueError as error:
         raise UserError(f"the rollout engine cannot generate with the model {base.folder}: {error}") from error
-    sessions = Sessions(
-        base,
-        make_engine,
+    context = ServerContext(
+        base=base,
+        make_engine=make_engine,
         store=CheckpointStore(folder, KEPT_SNAPSHOTS),
-        samplers=Samplers(engines, base.folder, load, bounds.queue),
         results=Results(kept_bytes=KEPT_BYTES, largest_number=OPEN_RESULTS),
         bounds=bounds,
-        trains_whole_weights=trains_whole_weights,
     )
+    samplers = Samplers(engines, base.folder, load, bounds.queue)
+    sessions = Sessions(context, samplers, trains_whole_weights=trains_whole_weights)
     try:
         yield sessions
     finally:

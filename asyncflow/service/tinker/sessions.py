@@ -25,31 +25,15 @@ from asyncflow.service.app import Denied
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker import messages
 from asyncflow.service.tinker.answers import Answer, Failure, Fields
-from asyncflow.service.tinker.checkpoint_store import Checkpoint, CheckpointStore, Kind
-from asyncflow.service.tinker.results import Results
+from asyncflow.service.tinker.checkpoint_store import Checkpoint, Kind
+from asyncflow.service.tinker.context import NewAdapter, ServerContext
 from asyncflow.service.tinker.samplers import SampleRequest, Samplers
-from asyncflow.service.tinker.trained_model import BaseModel, MakeEngine, NewAdapter, TrainedModel, answered
+from asyncflow.service.tinker.trained_model import TrainedModel, answered
 from asyncflow.types import UserError
 
 SWEEP_SECONDS: Final = 5.0
 LARGEST_SEED: Final = 1 << 63
 DEFAULT_RANK: Final = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Bounds of a server. `session_seconds`: a session from which nothing has come for so long ends."""
-
-    models: int = 4
-    sessions: int = 256
-    samplers: int = 100_000
-    """Of one session."""
-    queue: int = 2_000
-    """Requests that wait for an engine: of one model, and for samples."""
-    queue_bytes: int = 512 << 20
-    """Of the requests of one model that wait."""
-    micro_batch_tokens: int = 4096
-    session_seconds: float = 120.0
 
 
 @dataclass(slots=True, eq=False)
@@ -78,24 +62,15 @@ class Session:
 class Sessions:
     """All sessions of a server over one base model."""
 
-    def __init__(
-        self,
-        base: BaseModel,
-        make_engine: MakeEngine,
-        *,
-        store: CheckpointStore,
-        samplers: Samplers,
-        results: Results,
-        bounds: Bounds,
-        trains_whole_weights: bool = False,
-    ) -> None:
+    def __init__(self, context: ServerContext, samplers: Samplers, *, trains_whole_weights: bool = False) -> None:
         """`samplers` has the base model's weights at the start. Both are closed with the sessions. `trains_whole_weights`: of the
         model, also where a client asks for an adapter."""
-        self.base, self.store, self.results, self.trains_whole_weights = base, store, results, trains_whole_weights
-        self._make_engine, self._samplers, self._bounds = make_engine, samplers, bounds
+        self.base, self.store, self.results = context.base, context.store, context.results
+        self.trains_whole_weights = trains_whole_weights
+        self._context, self._bounds, self._samplers = context, context.bounds, samplers
         self._sessions: dict[str, Session] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}  # by request id
-        self._end_ids = end_token_ids(base.folder)
+        self._end_ids = end_token_ids(context.base.folder)
         self._last_requests: dict[str, float] = {}  # Unix time, by model
         self._sweeping = asyncio.create_task(self._sweep(), name="tinker sessions")
 
@@ -299,18 +274,7 @@ class Sessions:
             raise UserError(
                 f"this server holds {count} models, which is all it may: end a session, or let it have --max-models more"
             )
-        model = TrainedModel(
-            model_id,
-            self.base,
-            self._make_engine,
-            rank=rank,
-            adapter=adapter,
-            store=self.store,
-            results=self.results,
-            micro_batch_tokens=self._bounds.micro_batch_tokens,
-            largest_queue=self._bounds.queue,
-            queue_bytes=self._bounds.queue_bytes,
-        )
+        model = TrainedModel(model_id, self._context, rank=rank, adapter=adapter)
         self.results.begin(request_id, session_id)
         session.models[model_id], self._last_requests[model_id] = model, time.time()
 

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,11 +26,11 @@ import torch
 
 from asyncflow.engines.base import TrainEngine
 from asyncflow.service.tinker.answers import Answer, Failure, Fields, PassOutput
-from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Checkpoint, CheckpointStore, Kind
+from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Checkpoint, Kind
+from asyncflow.service.tinker.context import NewAdapter, ServerContext
 from asyncflow.service.tinker.examples import LossInputs, loss_inputs
 from asyncflow.service.tinker.losses import Loss, Recording, make_loss
 from asyncflow.service.tinker.messages import AdamParams, Pass, SaveWeights
-from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.turns import Turns
 from asyncflow.types import Array, Ragged, RunError, TokenBatch, UserError
 
@@ -40,59 +39,17 @@ Work = Callable[[], Awaitable[Answer]]
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
-    """Model that clients start from: the name by which they ask for it, its folder in Hugging Face format, and its limits."""
-
-    name: str
-    folder: Path
-    vocab_size: int
-    max_context: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewAdapter:
-    """Low-rank adapter as a client asks for it: its rank, which linear layers have it, and the seed of its first values."""
-
-    rank: int
-    has_attention: bool = True
-    has_mlp: bool = True
-    seed: int | None = None
-
-
-MakeEngine = Callable[[Path | None, NewAdapter | None], TrainEngine]
-"""Makes a train engine of what such an engine has saved to a folder, or else (None) of the base model with a new adapter, or
-(None) of all weights; takes seconds."""
-
-
 class TrainedModel:
     """A model in training. `run` serves its requests until `close`."""
 
-    def __init__(
-        self,
-        model_id: str,
-        base: BaseModel,
-        make_engine: MakeEngine,
-        *,
-        rank: int,
-        adapter: NewAdapter | None,
-        store: CheckpointStore,
-        results: Results,
-        micro_batch_tokens: int,
-        largest_queue: int,
-        queue_bytes: int,
-    ) -> None:
+    def __init__(self, model_id: str, context: ServerContext, *, rank: int, adapter: NewAdapter | None) -> None:
         """`rank`: of the adapter that the client asks for; older SDKs want to hear it again. `adapter`: the one that is trained;
-        None: all weights are. A checkpoint that is loaded brings its own.
-
-        `micro_batch_tokens`: tokens that are computed at once, at most, unless one example has more. `largest_queue`,
-        `queue_bytes`: requests that wait for their turn.
-        """
-        self.model_id, self.base, self.rank = model_id, base, rank
+        None: all weights are. A checkpoint that is loaded brings its own."""
+        self.model_id, self.base, self.rank = model_id, context.base, rank
         self.is_lora, self._adapter = adapter is not None, adapter
-        self._make_engine, self._store, self._results = make_engine, store, results
-        self._micro_batch_tokens = micro_batch_tokens
-        self._turns: Turns[Work] = Turns(largest_queue, queue_bytes)
+        self._make_engine, self._store, self._results = context.make_engine, context.store, context.results
+        self._micro_batch_tokens = context.bounds.micro_batch_tokens
+        self._turns: Turns[Work] = Turns(context.bounds.queue, context.bounds.queue_bytes)
         self._has_request = asyncio.Event()
         self._engine: TrainEngine | None = None
         self._broken = ""  # why the present step cannot be completed

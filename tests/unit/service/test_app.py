@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field
 
-from asyncflow.service.app import AuditLog, Caller, make_app, needs
+from asyncflow.service.app import AuditLog, Caller, GatePaths, make_app, needs
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.types import RunError, UserError
@@ -34,7 +34,8 @@ class World:
     def __init__(self, folder: Path, **limits: Any) -> None:
         self.keys, self.audit_file = KeyRing.open(folder / "keys.json", time.time), folder / "audit.jsonl"
         audit = AuditLog(self.audit_file)
-        self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(**limits), audit=audit, streamed=["/stream"])
+        paths = GatePaths(streamed=("/stream",))
+        self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(**limits), audit=audit, paths=paths)
         self.calls = 0
         self.release = asyncio.Event()
         _add_routes(self, self.app)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from asyncflow.service.app import AuditLog, make_app
+from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.service.watching import PUBLIC, LocalOnly, Watched, WatchedRun, watch_routes
@@ -40,7 +40,8 @@ class Page:
         synthetic_run.write_run(self.folder / "two", num_steps=4)
         self.keys = KeyRing(folder / "keys.json", [], time.time)
         self.secret = self.keys.add("page", "read").secret
-        self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(), audit=AuditLog(None), public=PUBLIC)
+        paths, audit = GatePaths(public=PUBLIC), AuditLog(None)
+        self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(), audit=audit, paths=paths)
         self.app.add_middleware(LocalOnly)
         self.app.include_router(watch_routes(Watched(self.folder)))
 

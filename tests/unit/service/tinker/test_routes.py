@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,17 @@ import pytest
 import torch
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response
-from asyncflow.service.app import AuditLog, make_app
+from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, routes
 from asyncflow.service.tinker import sessions as sessions_file
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
+from asyncflow.service.tinker.context import BaseModel, Bounds, NewAdapter, ServerContext
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import Samplers
-from asyncflow.service.tinker.sessions import Bounds, Sessions
-from asyncflow.service.tinker.trained_model import BaseModel, NewAdapter
+from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.types import Objective, Ragged, TokenBatch
 from tests.patience import patience
 
@@ -138,20 +139,21 @@ class World:
         base = BaseModel(name="base", folder=self.base_folder, vocab_size=50, max_context=32)
         self.engines: list[Training] = []
         self.rollout = Rollout()
-        self.sessions = Sessions(
-            base,
-            self._make,
+        context = ServerContext(
+            base=base,
+            make_engine=self._make,
             store=CheckpointStore(folder / "state", 2),
-            samplers=Samplers([self.rollout], self.base_folder, load, 10),
             results=Results(kept_bytes=1 << 20, largest_number=100),
             bounds=Bounds(**bounds),
-            trains_whole_weights=trains_whole_weights,
         )
+        samplers = Samplers([self.rollout], self.base_folder, load, 10)
+        self.sessions = Sessions(context, samplers, trains_whole_weights=trains_whole_weights)
         self.audit_file = folder / "audit.jsonl"
         keys, audit = KeyRing.open(folder / "keys.json", time.time, "tml-"), AuditLog(self.audit_file)
         self.now = 0.0
         tickets = Tickets(lambda: self.now)
-        self.app = make_app(title="t", description="", keys=keys, limits=Limits(), audit=audit, tickets=tickets, looks=routes.LOOKS)
+        paths = GatePaths(looks=routes.LOOKS)
+        self.app = make_app(title="t", description="", keys=keys, limits=Limits(), audit=audit, paths=paths, tickets=tickets)
         self.app.include_router(routes.routes(self.sessions, tickets))
         self.key = keys.all[0].secret
         transport = httpx2.ASGITransport(app=self.app)
@@ -449,7 +451,7 @@ async def test_an_engine_that_is_made_too_late_is_closed(tmp_path: Path, monkeyp
             may_go.wait(patience(10))
             return make(folder, adapter)
 
-        monkeypatch.setattr(world.sessions, "_make_engine", slowly)
+        monkeypatch.setattr(world.sessions, "_context", replace(world.sessions._context, make_engine=slowly))
         session = await world.session()
         await world.post("/create_model", {"session_id": session, "model_seq_id": 0, "base_model": "base"})
         await asyncio.sleep(0.02)

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from asyncflow.engines.lora import merged_lora
 from asyncflow.engines.lora_files import spec_in
 from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.service.tinker.context import NewAdapter
 from asyncflow.service.tinker.serving import base_model, config_of_model, engine_maker, holds_adapter, targets_of
-from asyncflow.service.tinker.trained_model import NewAdapter
 from asyncflow.types import UserError
 from tests.conftest import MODEL
 
