@@ -34,7 +34,7 @@ from asyncflow.environments.messages import (
 )
 from asyncflow.sandbox.frames import Broken, Failed, ProcessLimits, frame
 from asyncflow.sandbox.interpreter import SCHEME
-from asyncflow.sandbox.process import ProcessEnded, SandboxProcess, SandboxProcesses, patiently
+from asyncflow.sandbox.process import ProcessEnded, SandboxNames, SandboxProcess, SandboxProcesses, patiently
 from asyncflow.types import RunError, UserError
 
 Answer = TypeVar("Answer", EpisodeOpened, EpisodeStepped, EpisodeClosed)
@@ -65,11 +65,15 @@ class EnvironmentPool:
         self.failures: Counter[str] = Counter()
         self.facts = EnvironmentReady()
         """What the environment says of itself, once the pool is started."""
+        names = SandboxNames(process="environment process", code=f"environment {self.path}", built="environment")
         self._processes = SandboxProcesses(
-            "asyncflow.environments.worker", frame(EnvironmentSetup(self.path, options, limits)), Reply,
-            what="environment process", who=f"environment {self.path}", built="environment", start_seconds=limits.start_seconds,
+            "asyncflow.environments.worker",
+            frame(EnvironmentSetup(self.path, options, limits)),
+            Reply,
+            names,
+            start_seconds=limits.start_seconds,
             pythons=pythons,
-        )  # fmt: skip
+        )
         self._is_elsewhere = any(python.startswith(SCHEME) for python in pythons)
         self._limits, self._num_workers, self._name = limits, num_workers, name
         self._numbers = itertools.count()

@@ -22,7 +22,7 @@ import msgspec
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score
 from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
 from asyncflow.sandbox.frames import Broken, Failed, ProcessLimits, frame
-from asyncflow.sandbox.process import ProcessEnded, SandboxProcess, SandboxProcesses, patiently
+from asyncflow.sandbox.process import ProcessEnded, SandboxNames, SandboxProcess, SandboxProcesses, patiently
 from asyncflow.types import RunError, UserError
 
 GRACE_SECONDS = 1.0  # beyond the deadline, for a worker that ends the sample itself
@@ -60,10 +60,14 @@ class RewardPool:
         self.failures: Counter[str] = Counter()
         self._scorer = ", ".join(part.scorer for part in parts)
         self._num_workers, self._limits, self._name, self._on_scored = num_workers, limits, name, on_scored
+        names = SandboxNames(process="reward worker", code=f"reward scorer {self._scorer}", built="scorer")
         self._processes = SandboxProcesses(
-            "asyncflow.rewards.worker", frame(Setup(parts, limits, prompt_column, prompt_template)), Reply,
-            what="reward worker", who=f"reward scorer {self._scorer}", built="scorer", start_seconds=limits.start_seconds,
-        )  # fmt: skip
+            "asyncflow.rewards.worker",
+            frame(Setup(parts, limits, prompt_column, prompt_template)),
+            Reply,
+            names,
+            start_seconds=limits.start_seconds,
+        )
         self._idle: list[Worker] = []
         self._waiting: deque[tuple[bytes, asyncio.Future[Score]]] = deque()
         self._unanswered: set[asyncio.Future[Score]] = set()

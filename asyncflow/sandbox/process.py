@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -174,6 +175,18 @@ def _settle(reply: asyncio.Future[Any], outcome: Any) -> None:
         reply.set_result(outcome)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxNames:
+    """Names of processes of one kind in messages."""
+
+    process: str
+    """Such as `reward worker`."""
+    code: str
+    """The user's code in the process, such as `reward scorer exact`."""
+    built: str
+    """Kind of the object that this code builds there, such as `scorer`."""
+
+
 class SandboxProcesses:
     """Processes of one kind, and the guard that outlives their owner."""
 
@@ -182,23 +195,20 @@ class SandboxProcesses:
         module: str,
         setup: bytes,
         replies: Any,
+        names: SandboxNames,
         *,
-        what: str,
-        who: str,
-        built: str,
         start_seconds: float,
         pythons: Sequence[str] = (),
     ) -> None:
-        """`module`: run with the owner's process id as argument; its first question is `setup`. In messages a process is called
-        `what`, the user's code in it `who`, and `built` is what is built there. `pythons`: other interpreters than this process's,
-        taken in turn, which find this package and have numpy and msgspec of their own: paths, or see `interpreter.py`.
+        """`module`: run with the owner's process id as argument; its first question is `setup`. `replies`: see `SandboxProcess`.
+        `pythons`: other interpreters than this process's, taken in turn, which find this package and have numpy and msgspec of
+        their own: paths, or see `interpreter.py`.
 
         Raises `UserError` for an address that is none.
         """
         self._commands = itertools.cycle([command_of(python, module) for python in pythons or (sys.executable,)])
         self._variables = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER} if pythons else None
-        self._setup, self._replies, self._start_seconds = setup, replies, start_seconds
-        self._what, self._who, self._built = what, who, built
+        self._setup, self._replies, self._names, self._start_seconds = setup, replies, names, start_seconds
         self._guard: asyncio.subprocess.Process | None = None
         self._living: set[SandboxProcess] = set()
 
@@ -214,17 +224,18 @@ class SandboxProcesses:
         With no process left it raises `UserError` if there was no answer in time or the process has ended by itself, and `RunError`
         if all were killed: that is no mistake of the user's code.
         """
+        names = self._names
         for _ in range(NUM_STARTS):
             process, reply = await self._spawned()
             if reply is not None:
                 return process, reply
-        raise RunError(f"{self._who}: its process {process.end} before the {self._built} was built, {NUM_STARTS} times")
+        raise RunError(f"{names.code}: its process {process.end} before the {names.built} was built, {NUM_STARTS} times")
 
     async def _spawned(self) -> tuple[SandboxProcess, Any]:
         """A new process and its answer to the setup; None if it was killed before it had one."""
-        loop = asyncio.get_running_loop()
+        loop, names = asyncio.get_running_loop(), self._names
         _, process = await loop.subprocess_exec(
-            lambda: SandboxProcess(self._replies, self._what), *next(self._commands), start_new_session=True, env=self._variables
+            lambda: SandboxProcess(self._replies, names.process), *next(self._commands), start_new_session=True, env=self._variables
         )
         self._living.add(process)
         self._tell_guard(f"+{process.pid}\n")
@@ -233,13 +244,13 @@ class SandboxProcesses:
         except TimeoutError:
             await self.remove(process)
             late = f"was not imported and built within {self._start_seconds:g} s"
-            raise UserError(f"{self._who} {late}{process.last_line}") from None
+            raise UserError(f"{names.code} {late}{process.last_line}") from None
         except ProcessEnded:
             await self.remove(process)
             if process.ended.result() < 0:
                 return process, None
-            ended = f"its process {process.end} before the {self._built} was built"
-            raise UserError(f"{self._who}: {ended}{process.last_line}") from None
+            ended = f"its process {process.end} before the {names.built} was built"
+            raise UserError(f"{names.code}: {ended}{process.last_line}") from None
 
     async def remove(self, process: SandboxProcess) -> None:
         """Kill a process, and forget it."""
@@ -256,7 +267,7 @@ class SandboxProcesses:
                 async with asyncio.timeout(KILL_SECONDS):
                     await self._guard.wait()
             except TimeoutError as error:
-                raise RunError(f"guard {self._guard.pid} of {self._who} does not end") from error
+                raise RunError(f"guard {self._guard.pid} of {self._names.code} does not end") from error
             self._guard = None
 
     def _tell_guard(self, line: str) -> None:
