@@ -14,6 +14,7 @@ with the same groups, whatever was pushed or has changed places meanwhile.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -39,6 +40,19 @@ class PromptSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedBefore:
+    """Groups that earlier attempts of a run have admitted and not committed; `first`: the first step that is not committed."""
+
+    first: int = 0
+    steps: Mapping[int, Mapping[int, Prompt]] = field(default_factory=dict)
+    """Steps that were admitted, each with the prompts of its groups."""
+    rows: Batch | None = None
+    """Completed rows of these groups, or of later ones."""
+    prompt_hashes: Mapping[int, int] = field(default_factory=dict)
+    """By group, of the prompt (`prompt_hash`) that its rows answer: where the group gets another one, they are not used."""
+
+
 class Admissions:
     """Groups that enter the queue, step by step, in a run that begins at step `first`."""
 
@@ -47,25 +61,21 @@ class Admissions:
         source: PromptSource,
         schedule: Schedule,
         shape: Shape,
-        *,
-        first: int = 0,
-        steps: Mapping[int, Mapping[int, Prompt]] | None = None,
-        rows: Batch | None = None,
+        before: AdmittedBefore | None = None,
         columns: Container[str] | None = None,
-        prompt_hashes: Mapping[int, int] | None = None,
     ) -> None:
-        """`steps`: those that were admitted in an earlier attempt, each with the prompts of its groups; `rows`: completed rows of
-        these groups, or of later ones, of which the queue of this attempt has these `columns`, or all. `prompt_hashes`: by group,
-        of the prompt (`prompt_hash`) that its rows answer: where the group gets another one, they are not used."""
-        self.first = first
+        """`columns`: columns of completed rows that the queue of this attempt has; None: all."""
+        before = before or AdmittedBefore()
+        self.first = before.first
         self.prompts: dict[int, Prompt] = {}  # by group, of steps that are not committed
         self._source, self._schedule, self._shape = source, schedule, shape
         self._next = 0  # the number that the next candidate of the step that was admitted last would have
-        self._steps = {step: dict(groups) for step, groups in (steps or {}).items()}
+        self._steps = {step: dict(groups) for step, groups in before.steps.items()}
+        rows = before.rows
         if rows is not None and columns is not None:
             known = {name: values for name, values in rows.columns.items() if name in columns}
             rows = Batch(rows.indices, rows.groups, known)
-        self._rows, self._prompt_hashes = rows, prompt_hashes or {}
+        self._rows, self._prompt_hashes = rows, before.prompt_hashes
         self._begun = set() if rows is None else set((rows.indices >> shape.group_bits).tolist())
 
     @property

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,15 @@ def share_of(num_prompts: int, place: int, num_workers: int, version: int) -> in
     return len(range((place - version * num_prompts) % num_workers, num_prompts, num_workers))
 
 
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """Weights that a rollout worker serves: published ones from its `receiver`, and those of its own files."""
+
+    receiver: WeightReceiver
+    original: Callable[[], Mapping[str, Tensor]]
+    """Tensors of the worker's own files: of the version that has no manifest."""
+
+
 class Rollout:
     """The producers of one worker: one coroutine per group, as many as the engine and the worker's share have room for."""
 
@@ -60,18 +70,16 @@ class Rollout:
         self,
         context: LoopContext,
         engine: RolloutEngine,
-        receiver: WeightReceiver,
-        original: Callable[[], Mapping[str, Tensor]],
+        weights: ServedWeights,
         scoring: ResponseScoring,
         task: str = "rollout",
         episodes: EpisodePlayer | None = None,
         at_once: int = 0,
     ) -> None:
-        """`original()` are the tensors of the worker's own files. `task`: whose groups are taken. `at_once`: episodes under way
-        at a time; 0: as many as the engine has slots."""
+        """`task`: whose groups are taken. `at_once`: episodes under way at a time; 0: as many as the engine has slots."""
         episodes = episodes or EpisodePlayer(engine)
         self._queue, self._versions, self._schedule = context.queue, context.versions, context.schedule
-        self._engine, self._receiver, self._original = engine, receiver, original
+        self._engine, self._weights = engine, weights
         self._shape, self._spans, self._task = context.shape, context.spans, task
         self._timings: Callable[[], Sequence[Timing]] = getattr(engine, "timings", tuple)
         self._producer = Producer(context.queue, engine, episodes, scoring, context.shape, self._played, self._scored)
@@ -193,7 +201,8 @@ class Rollout:
             if (tensors := await self._fetched(target)) is None:
                 continue
             if not await self._versions.may_install(target.version, self._installed):
-                await self._receiver.release()  # it is to serve another: whoever publishes need not wait for this one's file
+                # It is to serve another one: whoever publishes need not wait for the file of this one.
+                await self._weights.receiver.release()
                 continue
             self._is_installing = True
             await self._queue.withdraw(self._task)  # nothing is leased while weights are being changed
@@ -224,10 +233,10 @@ class Rollout:
     async def _fetched(self, target: Target) -> Mapping[str, Tensor] | None:
         """The tensors of a version, in host memory. None, after a pause, if they could not be had: the worker is stale
         then, takes nothing, and asks `PolicyVersions` again, for which they may be too old by now."""
-        start, manifest = self._spans.clock(), target.manifest
+        start, manifest, weights = self._spans.clock(), target.manifest, self._weights
         try:
             with waiting(FETCH, version=target.version):
-                tensors = self._original() if manifest is None else await self._receiver.fetch(manifest)
+                tensors = weights.original() if manifest is None else await weights.receiver.fetch(manifest)
         except WeightSyncError as error:
             self._is_stale = True
             await self._queue.withdraw(self._task)
@@ -247,7 +256,7 @@ class Rollout:
             await self._engine.pause()
         with self._spans.busy("install", version=target.version):
             await self._engine.install(target.version, tensors)
-        await self._receiver.release()
+        await self._weights.receiver.release()
         attested = None if target.manifest is None else await self._attested(target)
         if fault := await self._versions.installed(target.version, attested):
             log.warning("version %d is not what the engine generates with: %s", target.version, fault)

@@ -22,7 +22,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.data.order import SeededOrder
 from asyncflow.engines.train import OUTSIDE
-from asyncflow.loops.admissions import Admissions
+from asyncflow.loops.admissions import Admissions, AdmittedBefore
 from asyncflow.loops.algorithm1 import feed
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
@@ -194,17 +194,10 @@ class Driver:
         of_checkpoint = Kept(rows=resumed.rows if resumed is not None else None)
         journal, prompts = kept(resumed) if kept is not None else (of_checkpoint, ())
         source.push(prompts)
+        steps = resumed.steps if resumed is not None else {}
+        before = AdmittedBefore(first=self._first, steps=steps, rows=journal.rows, prompt_hashes=journal.hashes)
         columns = {column.name for column in self.queue.schema.columns}
-        return source, Admissions(
-            source,
-            self.schedule,
-            self.shape,
-            first=self._first,
-            steps=resumed.steps if resumed is not None else None,
-            rows=journal.rows,
-            columns=columns,
-            prompt_hashes=journal.hashes,
-        )
+        return source, Admissions(source, self.schedule, self.shape, before, columns)
 
     def _memory_pace(self, memory: Path, fields: Mapping[str, Any]) -> MemoryPace | None:
         """Pace of the checkpoints in shared memory; None for a model whose size is not known, unless there are to be some in any

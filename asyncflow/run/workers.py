@@ -23,7 +23,7 @@ from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.critic import add_values, publish_critic, train_critic
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import position_of
-from asyncflow.loops.rollout import Rollout
+from asyncflow.loops.rollout import Rollout, ServedWeights
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
@@ -58,8 +58,6 @@ from asyncflow.types import Array, HeldWeights, RunError
 from asyncflow.weight_sync.base import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from asyncflow.engines.train.helpers import Helpers
 
 
@@ -78,18 +76,17 @@ async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(rollout_engine, run.config, Path(run.job.model), run.job.max_context, device(run.config))
         receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
-        original = partial(first_tensors, run.config, Path(run.job.model))
+        weights = ServedWeights(receiver, partial(first_tensors, run.config, Path(run.job.model)))
         tokenizer = CheckpointTokenizer(Path(run.job.model))
         async with environments(run, name) as pool, capture_endpoint(pool) as endpoint:
             episodes = None if pool is None else episode_player(run, engine, pool, tokenizer, endpoint)
-            await roll_out(run, engine, receiver, original, score, tokenizer.decode, episodes, is_evaluator=is_evaluator)
+            await roll_out(run, engine, weights, score, tokenizer.decode, episodes, is_evaluator=is_evaluator)
 
 
 async def roll_out(
     run: RunConnection,
     engine: RolloutEngine,
-    receiver: WeightReceiver,
-    original: Callable[[], Mapping[str, Tensor]],
+    weights: ServedWeights,
     score: Callable[[Sample], Awaitable[Score]],
     decode: Callable[[Array], str],
     episodes: EpisodePlayer | None = None,
@@ -110,9 +107,9 @@ async def roll_out(
     context = replace(loop_context(run), schedule=schedule, shape=shape)
     by_worker = ResponseScoring(score if run.config.reward.place == "rollout" else None, decode, _sample_filter(run))
     async with background(*widening):
-        await Rollout(context, engine, receiver, original, by_worker, task, episodes, run.config.episodes_at_once).run()
+        await Rollout(context, engine, weights, by_worker, task, episodes, run.config.episodes_at_once).run()
     run.reporter.recorder.waiting("stop")
-    await receiver.close()
+    await weights.receiver.close()
     await engine.close()
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.loops.rollout import ServedWeights
 from asyncflow.run.connection import connected
 from asyncflow.run.driver import Driver
 from asyncflow.run.scoring import scoring
@@ -119,7 +120,8 @@ class OutsideWorkers:
         run_dir = self._driver.config.run_dir
         async with connected(name, run_dir, lambda config: "cpu", make_queue) as run, scoring(run, name) as score:
             has_joined.set()
-            await roll_out(run, engine, files, no_tensors, score, CheckpointTokenizer(Path(run.job.model)).decode)
+            weights, decode = ServedWeights(files, no_tensors), CheckpointTokenizer(Path(run.job.model)).decode
+            await roll_out(run, engine, weights, score, decode)
 
     def _ended(self, session: GeneratorSession, task: asyncio.Task[None]) -> None:
         """The rollout loop has ended: for good, with its client, or by an error, which is that worker's alone."""

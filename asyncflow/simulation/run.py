@@ -34,6 +34,7 @@ from asyncflow.engines.sleeping import REFERENCE, SleepingCritic, SleepingRollou
 from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import EVALUATORS, Row
+from asyncflow.loops.rollout import ServedWeights
 from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.rewards.base import RewardFailure, Sample, Score
@@ -327,7 +328,8 @@ class SimulatedJob(Job):
                 cores=self._cores,
             )
             score, episodes = _Scorer(self, name).score, self._episodes(name, engine)
-            await roll_out(run, engine, self._sync.receiver(name), dict, score, _decode, episodes, is_evaluator=is_evaluator)
+            weights = ServedWeights(self._sync.receiver(name), dict)
+            await roll_out(run, engine, weights, score, _decode, episodes, is_evaluator=is_evaluator)
 
     def _episodes(self, name: str, engine: SleepingRolloutEngine) -> EpisodePlayer | None:
         if self.config.environment is None:

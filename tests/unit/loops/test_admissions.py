@@ -11,7 +11,7 @@ import pytest
 from asyncflow.control.ledger import Candidates
 from asyncflow.control.modes import Bounded, SubStep
 from asyncflow.data.order import SeededOrder
-from asyncflow.loops.admissions import Admissions
+from asyncflow.loops.admissions import Admissions, AdmittedBefore
 from asyncflow.loops.samples import Prompt, Shape, prompt_hash
 from asyncflow.types import MAX_CANDIDATES, Batch, Interval, Ragged, RunError
 
@@ -59,7 +59,8 @@ def test_the_last_groups_of_a_step_may_be_kept_for_its_own_version() -> None:
     assert [meta.interval for meta in admissions.step(5)[0]] == [Interval(4, 5)] * 4
     assert [meta.interval for meta in admissions.step(6, 3)[0]] == [Interval(5, 6)] + [Interval(6, 6)] * 3
     steps = {3: dict(zip(range(12, 16), PROMPTS, strict=False))}
-    again = Admissions(SeededOrder(PROMPTS, seed=3), SubStep(), shape, first=3, steps=steps, rows=completed([28], [2]))
+    before = AdmittedBefore(first=3, steps=steps, rows=completed([28], [2]))
+    again = Admissions(SeededOrder(PROMPTS, seed=3), SubStep(), shape, before)
     metas, _ = again.step(3, 2)
     assert [(meta.group, meta.interval.low) for meta in metas] == [(12, 2), (13, 2), (14, 2), (15, 3)]
 
@@ -68,7 +69,8 @@ def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() 
     steps = {3: {6: PROMPTS[5], 9: PROMPTS[1]}, 4: {8: PROMPTS[2], 7: PROMPTS[0]}}  # 7 and 9 have changed places
     rows = completed([12, 13, 15, 18], [3, 2, 1, 3])
     order = SeededOrder(PROMPTS, seed=3, position=4)
-    admissions = Admissions(order, SCHEDULE, SHAPE, first=3, steps=steps, rows=rows)
+    before = AdmittedBefore(first=3, steps=steps, rows=rows)
+    admissions = Admissions(order, SCHEDULE, SHAPE, before)
     assert admissions.waiting == steps
     metas, batch = admissions.step(3)
     assert [(meta.group, meta.partition, meta.interval.low) for meta in metas] == [(6, 3, 1), (9, 3, 1)]
@@ -78,7 +80,7 @@ def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() 
     metas, batch = admissions.step(4)
     assert [(meta.group, meta.interval.low) for meta in metas] == [(8, 2), (7, 2)]
     assert batch.indices.tolist() == [15] and admissions.waiting == {}
-    fewer = Admissions(order, SCHEDULE, SHAPE, first=3, steps=steps, rows=rows, columns=["version_spans", "more"])
+    fewer = Admissions(order, SCHEDULE, SHAPE, before, ["version_spans", "more"])
     _, batch = fewer.step(3)
     assert batch.indices.tolist() == [12, 13, 18] and "reward" not in batch.columns and fewer.begun(batch) == {6: 2, 9: 3}
     metas, batch = admissions.step(5)  # what was never admitted goes on in the data's order
@@ -120,7 +122,7 @@ def test_candidates_are_consecutive_prompts_and_have_numbers_of_their_step() -> 
 def test_a_step_that_was_widened_goes_on_behind_its_last_candidate_in_the_next_life() -> None:
     steps = {1: {N + place: PROMPTS[place] for place in range(4)}}
     order = SeededOrder(PROMPTS, seed=3, position=4)
-    admissions = Admissions(order, SCHEDULE, CHOOSING, first=1, steps=steps)
+    admissions = Admissions(order, SCHEDULE, CHOOSING, AdmittedBefore(first=1, steps=steps))
     assert [meta.group for meta in admissions.step(1)[0]] == [N, N + 1, N + 2, N + 3]
     assert [meta.group for meta in admissions.more(1, lacking(4, 0, 1, 2))[0]] == [N + 4]
 
@@ -140,7 +142,8 @@ def test_rows_that_answer_another_prompt_than_their_group_has_now_are_not_used()
     hashes = {0: prompt_hash(PROMPTS[0].ids), 1: prompt_hash(PROMPTS[3].ids)}
     order: SeededOrder[Prompt] = SeededOrder([], seed=3)
     order.push([PROMPTS[0], PROMPTS[1]])
-    admissions = Admissions(order, SubStep(), SHAPE, rows=completed([0, 2, 3], [0, 0, 0]), prompt_hashes=hashes)
+    before = AdmittedBefore(rows=completed([0, 2, 3], [0, 0, 0]), prompt_hashes=hashes)
+    admissions = Admissions(order, SubStep(), SHAPE, before)
     assert admissions.has_prompts(0)
     metas, batch = admissions.step(0, 1)
     assert batch.indices.tolist() == [0] and admissions.begun(batch) == {0: 0}
@@ -160,5 +163,6 @@ def test_a_step_waits_for_prompts_where_they_come_from_outside() -> None:
     assert not admissions.has_prompts(0, one)
     order.push([PROMPTS[2]])
     assert admissions.has_prompts(0, one) and not admissions.has_prompts(0, both)
-    resumed = Admissions(SeededOrder([], seed=3), SCHEDULE, SHAPE, first=3, steps={3: {6: PROMPTS[5], 7: PROMPTS[1]}})
+    before = AdmittedBefore(first=3, steps={3: {6: PROMPTS[5], 7: PROMPTS[1]}})
+    resumed = Admissions(SeededOrder([], seed=3), SCHEDULE, SHAPE, before)
     assert resumed.has_prompts(3) and not resumed.has_prompts(4)

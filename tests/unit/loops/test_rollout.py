@@ -21,7 +21,7 @@ from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.loops import rollout
 from asyncflow.loops.context import LoopContext, ResponseScoring
-from asyncflow.loops.rollout import Rollout, share_of
+from asyncflow.loops.rollout import Rollout, ServedWeights, share_of
 from asyncflow.loops.samples import Prompt, Shape, admission, priority_of, schema
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
@@ -134,7 +134,7 @@ class World:
         nobodys: Any = None
         context = LoopContext(self.client, nobodys, self.versions, self.schedule, self.shape, recorder)
         scoring = ResponseScoring(self._score, lambda ids: "", lambda sample: None)
-        self.loop = Rollout(context, self.engine, self.receiver, lambda: {"of": 0}, scoring)
+        self.loop = Rollout(context, self.engine, ServedWeights(self.receiver, lambda: {"of": 0}), scoring)
 
     def _done(self, rows: list[int]) -> None:
         self.ledger.done("rollout", rows)
