@@ -131,7 +131,7 @@ class ExperienceData:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServiceAnswer:
     """Whole answer of a service."""
 
     status: int
@@ -300,7 +300,9 @@ class AsyncClient:
     def _url(self, path: str) -> str:
         return f"{'http://run' if self._path is not None else self.address.rstrip('/')}{path}"
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, file: Path | None = None) -> Answer:
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, file: Path | None = None
+    ) -> ServiceAnswer:
         """Answer of the service to a request with this body, or the bytes of a file. A request whose answer was lost, or for which
         there was no room, is repeated under its id.
 
@@ -320,7 +322,7 @@ class AsyncClient:
                     async with self._session().request(
                         method, self._url(path), data=sent, headers=headers, allow_redirects=False
                     ) as got:
-                        answer = Answer(got.status, got.headers, await got.read())
+                        answer = ServiceAnswer(got.status, got.headers, await got.read())
             except (aiohttp.ClientError, TimeoutError) as error:
                 if loop.time() + pause > deadline:
                     raise RunError(f"the service at {self.address} cannot be reached: {_why(error)}") from error
@@ -338,7 +340,7 @@ class AsyncClient:
         try:
             async with self._session().get(self._url(path), allow_redirects=False) as got:
                 if got.status >= 400:
-                    _checked(Answer(got.status, got.headers, await got.read()))
+                    _checked(ServiceAnswer(got.status, got.headers, await got.read()))
                 with partial.open("wb") as file:
                     async for part in got.content.iter_chunked(CHUNK_BYTES):
                         file.write(part)
@@ -653,13 +655,13 @@ def _why(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _message(answer: Answer) -> str:
+def _message(answer: ServiceAnswer) -> str:
     with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError):
         return str(msgspec.json.decode(answer.content)["error"]["message"])
     return answer.content.decode(errors="replace")[:500] or f"status {answer.status}"
 
 
-def _checked(answer: Answer) -> Answer:
+def _checked(answer: ServiceAnswer) -> ServiceAnswer:
     if answer.status < 400:
         return answer
     if answer.status in (400, 401, 403, 404, 413, 422):
