@@ -579,6 +579,8 @@ SIMULATION: Final = _wait(
     "the simulated run's own deadlines, RUN_SECONDS (1800 s)",
     "engines/sleeping.py:SleepingRolloutEngine._decode engines/sleeping.py:SleepingRolloutEngine._generate"
     " engines/sleeping.py:SleepingRolloutEngine._hand_in engines/sleeping.py:SleepingRolloutEngine._run"
+    " engines/sleeping.py:SleepingPasses.compute"
+    " engines/sleeping.py:SleepingPasses.compute.help_out"
     " engines/sleeping.py:SleepingTrainEngine.__init__ engines/sleeping.py:SleepingTrainEngine.forward_backward"
     " simulation/run.py:SimulatedJob._place simulation/run.py:_Scorer.__init__ simulation/run.py:_Scorer.score"
     " simulation/run.py:_run environments/sleeping.py:SleepingEpisode.step"

@@ -1,7 +1,7 @@
 """AsyncFlow and TRL's GRPOTrainer on the same model, prompts, batch, loss, optimiser, dtype and two cores, one after the other.
 
-    python benchmarks/against_trl.py [--recipe recipes/quickstart.yaml] [--model FOLDER] [--steps 40] [--seeds 0] [--venv .venv-trl]
-        [--dir FOLDER] [--json FILE]
+    python benchmarks/against_trl.py [--recipe recipes/quickstart.yaml] [--model FOLDER] [--steps 40] [--seeds 0]
+        [--generates-by generate] [--venv .venv-trl] [--dir FOLDER] [--json FILE]
 
 The quickstart: 32 prompts x 8 responses a step, float32, GRPO with token-mean loss, no KL term; or another recipe with data that is
 generated, such as recipes/smollm2.yaml with a folder of its model. TRL gets the prompts in the order in which AsyncFlow trains on
@@ -138,11 +138,11 @@ def settings_of(world: World, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def fastest(world: World, python: Path, folder: Path, steps: int) -> dict[str, Any]:
-    """How TRL is fastest here."""
+def fastest(world: World, python: Path, folder: Path, steps: int, ways: Sequence[str]) -> dict[str, Any]:
+    """How TRL is fastest here, of these ways to generate."""
     settings = settings_of(world, 0, min(TRIAL_STEPS, max(2, steps // 3)))
     trials: list[tuple[float, dict[str, Any]]] = []
-    for generates_by in GENERATES_BY:
+    for generates_by in ways:
         for share in MICRO_BATCHES:
             micro_batch = settings["prompts_per_step"] * settings["group_size"] // share
             way = {"generates_by": generates_by, "micro_batch": micro_batch}
@@ -197,6 +197,7 @@ def main() -> int:
     arguments.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     arguments.add_argument("--model", type=Path, help="folder of the model; by default the recipe's")
     arguments.add_argument("--steps", type=int, default=40)
+    arguments.add_argument("--generates-by", nargs="+", choices=GENERATES_BY, default=GENERATES_BY, help="TRL's ways to try")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments.add_argument("--venv", type=Path, default=ROOT / ".venv-trl")
     given = arguments.parse_args()
@@ -204,7 +205,7 @@ def main() -> int:
     recipe = given.recipe.absolute()
     world = World(recipe, given.model.absolute() if given.model else ROOT / load(recipe, ["eval.path=null"]).model.path)
     with runs_folder(given.dir) as runs, tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-        way = fastest(world, python, Path(scratch), given.steps)
+        way = fastest(world, python, Path(scratch), given.steps, given.generates_by)
         for seed in given.seeds:
             folders = {name: runs / f"{name}-{seed}" for name in WAYS} | {"TRL": Path(scratch) / f"TRL-{seed}"}
             seen = {name: of_asyncflow(world, folders[name], seed, given.steps, own) for name, own in WAYS.items()}

@@ -5,8 +5,8 @@
 Predictions are in FOLDER/predictions.json before anything that they foretell is run, measurements in FOLDER/measured.json. With
 `--seconds` no run begins later than that: another call with the same folder continues. A machine's speed drifts, by more than the
 errors that are looked for. So a configuration is predicted as a multiple of a base run's step time, the base is run again before
-every six configurations, and what is measured is a multiple of that: a ratio inside one call. A run beside which other
-programs have computed is made again. `--few`: the first configuration of each kind alone, to try the program.
+and after every three configurations, and what is measured is a multiple of their mean: a ratio inside one call. A run beside which
+other programs have computed is made again. `--few`: the first configuration of each kind alone, to try the program.
 
 steps      The quickstart's model, of 0.44M parameters, with dp 1 and 2, and a random one of 4M are calibrated by a base run each.
            Then configurations are predicted that differ from it in schedule, workers and slots, or in prompts, group size and
@@ -194,13 +194,15 @@ class Records:
         return [replace(case, predicted=known[case.name]) for case in cases]
 
     def measure(self, base: Config, cases: Sequence[Case]) -> list[Case]:
-        """Cases with what is measured; before every six of them the base is run."""
+        """Cases with what is measured, as multiples of the mean of the base's runs before and after each three of them."""
         left = [case for case in cases if case.name not in self.measured]
-        for start in range(0, len(left), 6):
-            seconds = self.run(base).step_seconds
-            for case in left[start : start + 6]:
-                self.measured[case.name] = self.run(case.config).step_seconds / seconds
-                self.keep()
+        before = self.run(base).step_seconds if left else 0.0
+        for start in range(0, len(left), 3):
+            some = [(case, self.run(case.config).step_seconds) for case in left[start : start + 3]]
+            after = self.run(base).step_seconds
+            self.measured |= {case.name: 2 * seconds / (before + after) for case, seconds in some}
+            self.keep()
+            before = after
         done = [replace(case, measured=self.measured[case.name]) for case in cases]
         for case in done:
             print(f"    {case.name}: {case.predicted:.3f} predicted, {case.measured:.3f} measured ({case.error:.1%})", flush=True)
@@ -305,7 +307,7 @@ def order(records: Records) -> list[Figure]:
 def from_quickstart(records: Records) -> list[Figure]:
     """What-ifs from the quickstart's own run."""
     own = [
-        "run.steps=10",
+        "run.steps=24",
         f"run.dir={records.folder}",
         "run.overwrite=true",
         f"model.path={TINY}",

@@ -3,7 +3,7 @@
     Costs    seconds of each piece of work, and how long responses are      (guessed, or measured: `planner/measured.py`)
     SleepingRolloutEngine     continuous batching: all active slots get a token at a time, as `costs.decode_step` says
     SleepingCritic            values, and their training, likewise
-    SleepingTrainEngine       one call after another, as in a compute thread
+    SleepingTrainEngine       one call after another, as in a compute thread, and passes of a call in its helpers
 
 consumes: what the real engines consume, and weights without tensors
 waits for: the clock, and nothing else
@@ -322,6 +322,65 @@ def _packed_tokens(micro_batch: MicroBatch) -> int:
     return len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
 
 
+def _result_of(micro_batch: MicroBatch) -> MicroBatchResult:
+    return MicroBatchResult(0.0, int(micro_batch.loss_mask.values.sum()), _packed_tokens(micro_batch))
+
+
+class SleepingPasses:
+    """Passes of a sleeping engine, and `Helpers` that take some of them: tasks of the event loop."""
+
+    def __init__(self, tokens: int | None = None, num_helpers: int = 0) -> None:
+        """`tokens`: of a pass, up to which it takes several micro-batches; None: each is computed by itself."""
+        self.allowed = 0
+        self.on_pass: Callable[[float, float], None] = lambda start, end: None
+        self._tokens, self._num_helpers, self._changed = tokens, num_helpers, asyncio.Event()
+
+    def allow(self, count: int) -> None:
+        """See `Helpers.allow`."""
+        self.allowed = min(count, self._num_helpers)
+        self._changed.set()
+
+    def cut(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """Packed tokens of each pass over these micro-batches."""
+        passes: list[int] = []
+        room = 0
+        for tokens in map(_packed_tokens, micro_batches):
+            if tokens > room:
+                passes.append(0)
+                room = self._tokens or 0
+            passes[-1] += tokens
+            room -= tokens
+        return passes
+
+    async def compute(
+        self, passes: Sequence[int], own: Callable[[int], Awaitable[None]], beside: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """Compute passes of so many tokens, here by `own` and in the helpers by `beside`; whoever is free takes the next one."""
+        left, clock = deque(passes), asyncio.get_running_loop().time
+
+        async def help_out(helper: int) -> None:
+            while left:
+                if helper < self.allowed:
+                    tokens, began = left.popleft(), clock()
+                    await beside(tokens)
+                    self.on_pass(began, clock())
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+        helping: list[asyncio.Task[None]] = []
+        try:
+            while left:
+                working = own(left.popleft())  # the first one is always the engine's own
+                helping = helping or [asyncio.create_task(help_out(n), name=f"helper {n}") for n in range(self._num_helpers)]
+                await working
+            self._changed.set()
+            await asyncio.gather(*helping)
+        finally:
+            for task in helping:
+                task.cancel()
+
+
 class SleepingTrainEngine:
     """`TrainEngine` that sleeps: its only weight is the number of updates, its losses are 0 and its log-probs -1."""
 
@@ -336,17 +395,17 @@ class SleepingTrainEngine:
         ranks: asyncio.Barrier | None = None,
         pool: str = TRAIN,
         cores: Cores | None = None,
-        tokens_per_pass: int | None = None,
+        passes: SleepingPasses | None = None,
     ) -> None:
         """Make an engine that has had no update. `learning_rate` is only reported; nothing is learnt.
 
-        `tokens_per_pass`: as in `TrainEngineOptions`. `ranks`: where the data-parallel ranks meet in each round. `cores`: those it
-        computes on, by the name `pool`; without them it has its own.
+        `ranks`: where the data-parallel ranks meet in each round. `cores`: those it computes on, by the name `pool`; without them
+        it has its own. `passes`: how it computes micro-batches; by default each by itself.
         """
         self.updates = 0
         self.data_parallel_rank = data_parallel_rank
         self._costs, self._learning_rate = costs, learning_rate
-        self._ranks, self._tokens_per_pass = ranks, tokens_per_pass
+        self._ranks, self._passes = ranks, passes or SleepingPasses()
         self._pool, self._cores = pool, cores or Cores()
         self._thread = asyncio.Lock()  # one call at a time, as a compute thread takes them
 
@@ -358,28 +417,21 @@ class SleepingTrainEngine:
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine`. Takes the time of computing the prompt once for all its responses."""
-        passes: list[list[MicroBatch]] = []
-        room = 0
-        for micro_batch in micro_batches:
-            if (tokens := _packed_tokens(micro_batch)) > room:
-                passes.append([])
-                room = self._tokens_per_pass or 0
-            passes[-1].append(micro_batch)
-            room -= tokens
-        results = [result for of_pass in passes for result in await self._train_on(of_pass)]
+        seconds = self._costs.forward_backward
+        await self._passes.compute(
+            self._passes.cut(micro_batches),
+            lambda tokens: self.occupied(seconds(tokens)),
+            lambda tokens: self._cores.compute(self._pool, seconds(tokens)),
+        )
         if self._ranks is not None and self._costs.collectives_seconds:
             await self._ranks.wait()
             await self.occupied(self._costs.collectives_seconds)
-        return results
+        return [_result_of(each) for each in micro_batches]
 
     async def train_on(self, micro_batch: MicroBatch) -> MicroBatchResult:
         """Sleep as long as one micro-batch takes; its loss is 0 under any objective."""
-        (result,) = await self._train_on([micro_batch])
-        return result
-
-    async def _train_on(self, of_pass: Sequence[MicroBatch]) -> list[MicroBatchResult]:
-        await self.occupied(self._costs.forward_backward(sum(map(_packed_tokens, of_pass))))
-        return [MicroBatchResult(0.0, int(each.loss_mask.values.sum()), _packed_tokens(each)) for each in of_pass]
+        await self.occupied(self._costs.forward_backward(_packed_tokens(micro_batch)))
+        return _result_of(micro_batch)
 
     async def set_hyperparameters(self, chosen: Hyperparameters) -> None:
         """See `TrainEngine`. The learning rate is only reported."""

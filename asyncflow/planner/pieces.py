@@ -26,6 +26,7 @@ from asyncflow.planner.contention import BusyWorkers
 from asyncflow.planner.fit import TimedWork
 from asyncflow.run.factories import tokens_per_pass
 from asyncflow.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncflow.telemetry.metrics import HELPER_TASK
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, join_pieces, read_spans
 from asyncflow.types import UserError
@@ -127,9 +128,15 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
     for worker in set(workers.tolist()):
         own = workers == worker
         beside[own] = busy.beside(worker, starts[own], ends[own])
+    helped = BusyWorkers(msgspec.structs.replace(span, is_lane=True) for span in spans if span.task == HELPER_TASK)
     for span, others in zip(spans, beside.tolist(), strict=True):
         if span.task in found and span.start >= begun and (of := amounts(span)) is not None:
-            found[span.task].append(TimedWork(tuple(float(each) for each in of), span.end - span.start, others))
+            seconds = span.end - span.start
+            if span.task == "forward_backward":  # with passes that helpers have taken, each beside the engine's own
+                by_helpers = seconds * float(helped.beside("", np.array([span.start]), np.array([span.end]))[0])
+                others = (seconds * others + 2 * by_helpers) / (seconds + by_helpers)
+                seconds += by_helpers
+            found[span.task].append(TimedWork(tuple(float(each) for each in of), seconds, others))
     return found
 
 

@@ -30,6 +30,7 @@ from asyncflow.transport import remote
 from asyncflow.waits import FREE_CORES
 
 if TYPE_CHECKING:
+    from asyncflow.engines.sleeping import SleepingPasses
     from asyncflow.engines.train.helpers import Helpers
 
 
@@ -80,7 +81,7 @@ class FreeCores:
         self._signal.notify()
 
 
-async def lend(cores: FreeCores, helpers: Helpers, spans: Recorder) -> None:
+async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recorder) -> None:
     """Let a trainer's helpers compute while there are cores for them, until the run stops. Their passes are spans."""
     loop = asyncio.get_running_loop()
 

@@ -30,7 +30,7 @@ from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import CheckpointConfig, Config, parse
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.costs import Costs
-from asyncflow.engines.sleeping import REFERENCE, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.sleeping import REFERENCE, SleepingCritic, SleepingPasses, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import EVALUATORS, Row
@@ -39,9 +39,10 @@ from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
-from asyncflow.run.connection import RunConnection, joined
+from asyncflow.run.connection import RunConnection, background, joined
+from asyncflow.run.cores import lend
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import episode_limits, make_schedule, shape_of, tokens_per_pass
+from asyncflow.run.factories import episode_limits, make_schedule, num_helpers, shape_of, tokens_per_pass
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.resume import Resumed
@@ -92,7 +93,7 @@ def simulate(
     """
     check_choices(config)
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-        variant = _variant(config, seed, run_dir or Path(scratch) / "run")
+        variant = _variant(config, costs, seed, run_dir or Path(scratch) / "run")
         loop = VirtualLoop()
         job = SimulatedJob(variant, costs or Costs(), faults, loop, listener, keeps_report=run_dir is not None)
         try:
@@ -121,7 +122,7 @@ def simulate_lives(
         run_dirs = [Path(scratch) / str(attempt) / "run" for attempt in range(len(ends) + 1)]
         audit: Audit | None = None
         for attempt, run_dir in enumerate(run_dirs):
-            variant = _variant(config, seed, run_dir, how_often)
+            variant = _variant(config, costs, seed, run_dir, how_often)
             loop = VirtualLoop()
             job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, audit=audit)
             audit = job.audit
@@ -175,12 +176,14 @@ def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
     return replace(drawn, deaths=drawn.deaths + deaths, slow={**drawn.slow, **slow}, stalls=drawn.stalls + stalls)
 
 
-def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS) -> Config:
+def _variant(
+    config: Config, costs: Costs | None, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS
+) -> Config:
     """Configuration with what the simulation chooses itself: where files go, and what would need a machine."""
     tree = config.model_dump(mode="json")
     tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
-    tree["train"] |= {"helpers": 0}
+    tree["train"] |= {"helpers": num_helpers(config) if costs is not None and costs.contention is not None else 0}
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
     tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # who is healthy
@@ -357,16 +360,19 @@ class SimulatedJob(Job):
             rank, follows = divmod(int(name.rpartition("/")[2]), layout.tp * layout.pp)
             if follows:  # what the leader takes is what all of them take
                 return
+            fields = read_json(Path(self.config.model.path) / "config.json")
+            passes = SleepingPasses(tokens_per_pass(self.config, fields), num_helpers(self.config))
             engine = SleepingTrainEngine(
                 self._costs_of(name),
                 learning_rate=self.config.train.learning_rate,
                 data_parallel_rank=rank,
                 ranks=self._ranks,
                 cores=self._cores,
-                tokens_per_pass=tokens_per_pass(self.config, read_json(Path(self.config.model.path) / "config.json")),
+                passes=passes,
             )
             sender = self._sync.sender(name) if rank == 0 else None
-            saving = await train_steps(run, engine, sender)
+            async with background(*([lend(run.cores, passes, run.reporter.recorder)] if num_helpers(self.config) else [])):
+                saving = await train_steps(run, engine, sender)
             await saving.written()
             run.reporter.recorder.waiting("stop")
             if sender is not None:

@@ -13,7 +13,7 @@ import pytest
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.engines.base import MicroBatch, Response, SampleKey, Sampling
 from asyncflow.engines.costs import Costs, Lengths
-from asyncflow.engines.sleeping import SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.sleeping import SleepingPasses, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.types import Ragged
 
 COSTS = Costs(
@@ -301,6 +301,33 @@ def test_ranks_meet_in_each_round_where_collectives_take_time() -> None:
         loop.finish()
     assert together == pytest.approx([0.1 + 30 * 0.01 + 0.5] * 2)
     assert apart == pytest.approx([0.1 + 30 * 0.01, 0.0])
+
+
+@pytest.mark.parametrize(("allowed", "seconds"), [(0, 4 * 1.1), (1, 2 * 1.1), (2, 2 * 1.1)])
+def test_helpers_take_passes_while_they_may(allowed: int, seconds: float) -> None:
+    seen: list[tuple[float, float]] = []
+
+    async def main() -> None:
+        helpers = SleepingPasses(num_helpers=2)
+        helpers.on_pass = lambda start, end: seen.append((start, end))
+        helpers.allow(allowed)
+        engine = SleepingTrainEngine(COSTS, passes=helpers)
+        results = await engine.forward_backward([micro_batch(100) for _ in range(4)], cast(Any, None))
+        assert [result.physical_tokens for result in results] == [100] * 4
+
+    assert run(main()) == pytest.approx(seconds)
+    assert len(seen) == 2 * min(allowed, 1) and all(end - start == pytest.approx(1.1) for start, end in seen)
+
+
+def test_a_helper_gives_its_core_back_within_a_pass() -> None:
+    async def main() -> None:
+        helpers, loop = SleepingPasses(num_helpers=1), asyncio.get_running_loop()
+        loop.call_later(0.5, helpers.allow, 1)
+        loop.call_later(2.0, helpers.allow, 0)
+        engine = SleepingTrainEngine(COSTS, passes=helpers)
+        await engine.forward_backward([micro_batch(100) for _ in range(5)], cast(Any, None))
+
+    assert run(main()) == pytest.approx(3 * 1.1)  # the helper's two are from 0.5 to 2.7
 
 
 def micro_batch(tokens: int) -> MicroBatch:

@@ -12,7 +12,7 @@ from asyncflow.config import Config, dump, load
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.engines.sleeping import SampleKey
-from asyncflow.planner.measured import fitted, measured, of_layers, residuals, what_if
+from asyncflow.planner.measured import fitted, measured, of_layers, predicted, residuals, what_if
 from asyncflow.planner.pieces import lengths_of, lognormal, samples
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import Simulated, simulate
@@ -71,6 +71,17 @@ def test_costs_of_a_run_are_recovered_and_foretell_it() -> None:
     assert costs.lengths.prompt_sigma == pytest.approx(0.4, rel=0.2)
     assert found.left_out == pytest.approx(1.0, abs=0.05)
     assert "warning: forward_backward" not in "\n".join(found.lines())
+
+
+def test_passes_that_helpers_take_cost_what_the_trainers_own_do() -> None:
+    of = config("schedule=synchronous", "train.helpers=1", "train.tokens_per_micro_batch=300")
+    done, spans = run_of(of, TRUE)
+    assert sum(row.get("perf/helper_seconds", 0.0) for row in done.rows.values()) > 0.2 * 8
+    found = fitted(of, join_pieces(spans), done.rows, cores=2)
+    assert found.costs.forward_backward(300) == pytest.approx(TRUE.forward_backward(300), rel=0.15)
+    assert found.left_out == pytest.approx(1.0, abs=0.05)
+    alone = predicted(config("schedule=synchronous", "train.helpers=0", "train.tokens_per_micro_batch=300"), found)
+    assert predicted(of, found).step_seconds < 0.95 * alone.step_seconds
 
 
 def test_a_pass_of_several_groups_costs_a_call_once() -> None:
