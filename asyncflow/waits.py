@@ -528,6 +528,15 @@ RAY: Final = _wait(
     " cluster/ray/host.py:RayHost.listen cluster/ray/places.py:RayPlaces._leave cluster/ray/process.py:RayProcess._follow"
     " cluster/ray/process.py:RayProcess._kill",
 )
+HANDOVER: Final = _wait(
+    "handover",
+    "{workers} workers that may stay for the next attempt to let go of this one",
+    "STAY_SECONDS (5 s)",
+    "run/handover.py:Handover.staying",
+)
+NEXT_ATTEMPT: Final = _wait(
+    "next attempt", "the next attempt of the run, after a worker's death", _STALL, "run/connection.py:next_attempt"
+)
 UNITS: Final = _wait("units", "{units} storage units to come", "UNITS_SECONDS (60 s)", "run/driver.py:Driver._units_there")
 WORKER_ENDS: Final = _wait(
     "worker's end",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,7 +37,8 @@ class WorkerSpec:
     a cluster that counts them. `outlives_others`: they need it until they have ended; it never ends by itself.
     `apart`: what its environment has instead where the workers of its pool lie on several machines. `imports`: modules that it
     needs, which a cluster may have imported for several workers at once; none: it wants an interpreter of its own. `device`: what
-    PyTorch must find where it is placed, `rollout.device=cuda`, a key of the configuration and a kind; empty: a CPU.
+    PyTorch must find where it is placed, `rollout.device=cuda`, a key of the configuration and a kind; empty: a CPU. `may_stay`:
+    its process may work for one attempt of a run after another.
     """
 
     name: str
@@ -49,6 +50,7 @@ class WorkerSpec:
     apart: Mapping[str, str] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
     device: str = ""
+    may_stay: bool = False
 
 
 class WorkerDied(RunError):
@@ -64,7 +66,8 @@ class Cluster(Protocol):
     """Places and ends workers. It moves no samples and no weights."""
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
-        """Start them all. Called again for those that join later; the name of a worker that has ended may be another's then."""
+        """Start them all. Called again for those that join later; the name of a worker that has ended may be another's then. Of
+        those that were kept by `stop` the processes are taken, where they are alive."""
         ...
 
     async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
@@ -86,8 +89,11 @@ class Cluster(Protocol):
         """
         ...
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
         """Wait so long for the workers to end, then kill. Returns the names of those that were killed.
+
+        `keep`: names of workers whose processes stay, for whoever starts workers of these names next; only where the cluster has
+        such (`WorkerSpec.may_stay`).
 
         Those that outlive the others are ended after them, at once, when `settle` has returned: who else needs them is done then.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class InlineCluster:
             await asyncio.wait([task])
         return not late
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
         mortal = {name: task for name, task in self._tasks.items() if name not in self._lasting}
         if mortal:
             await asyncio.wait(mortal.values(), timeout=grace_seconds)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,7 +87,7 @@ class SimulatedCluster:
         del self._workers[name], self._lives[name]
         return not was_running
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
         """See `Cluster`. Whoever stands still goes on, and nobody dies or is started any more. Nobody outlives the others."""
         for timer in self._timers:
             timer.cancel()

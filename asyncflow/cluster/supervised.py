@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ class SupervisedCluster(ABC):
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._children: dict[str, _Child] = {}
+        self._kept: dict[str, _Child] = {}  # until a worker of this name is started
         self._on_death: Callable[[str, str, bool], None] | None = None
         self._goes_on_without: Callable[[str], bool] = needs_all
         self._over: asyncio.Future[None] | None = None  # from when somebody has waited
@@ -67,7 +68,12 @@ class SupervisedCluster(ABC):
         (self._run_dir / "logs").mkdir(exist_ok=True)
         for spec in workers:
             log = self._run_dir / "logs" / f"{spec.name.replace('/', '-')}.log"
-            self._children[spec.name] = child = _Child(spec, await self._spawn(spec, log), log)
+            kept = self._kept.pop(spec.name, None)
+            if kept is not None and kept.process.returncode is None:
+                process = kept.process
+            else:
+                process = await self._spawn(spec, log)
+            self._children[spec.name] = child = _Child(spec, process, log)
             if self._over is not None:
                 self._watch(child, self._over)
 
@@ -138,8 +144,11 @@ class SupervisedCluster(ABC):
             await self._end(child, 0.0)
         return is_in_time
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
-        children = list(self._children.values())
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+        await _unwatch([child for name, child in self._children.items() if name in keep])
+        everybody = self._kept | self._children
+        self._kept = {name: child for name, child in everybody.items() if name in keep}
+        children = [child for name, child in everybody.items() if name not in keep]
         mortal, lasting = ([child for child in children if child.spec.outlives_others == outlives] for outlives in (False, True))
         await _unwatch(mortal)
         try:
@@ -151,6 +160,8 @@ class SupervisedCluster(ABC):
             if self._over is not None and self._over.done():
                 self._over.exception()  # taken, if it came too late to be why the run ended
             await asyncio.gather(*(self._end(child, 0.0) for child in lasting))
+            if keep:  # the workers that are started next are watched anew
+                self._children, self._over = {}, None
         return [child.spec.name for child, is_in_time in zip(mortal, in_time, strict=True) if not is_in_time]
 
     async def _end(self, child: _Child, grace_seconds: float) -> bool:

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.attestation import Attestation
 from asyncflow.control.policy_versions import Target
@@ -45,6 +45,17 @@ RETRY_SECONDS = (0.5, 2.0)
 """After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
 
 
+class Weights(NamedTuple):
+    """Weights that an engine has: their version, and the hash in its manifest; "" for those of the worker's own files."""
+
+    version: int
+    hash: str
+
+
+FIRST = Weights(0, "")
+"""Those that an engine was built with."""
+
+
 def share_of(num_prompts: int, place: int, num_workers: int, version: int) -> int:
     """Prompts of a step that the worker at this place (0 to `num_workers` - 1) generates at once, while all serve this version.
 
@@ -54,13 +65,15 @@ def share_of(num_prompts: int, place: int, num_workers: int, version: int) -> in
     return len(range((place - version * num_prompts) % num_workers, num_prompts, num_workers))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServedWeights:
     """Weights that a rollout worker serves: published ones from its `receiver`, and those of its own files."""
 
     receiver: WeightReceiver
     original: Callable[[], Mapping[str, Tensor]]
     """Tensors of the worker's own files: of the version that has no manifest."""
+    has: Weights | None = FIRST
+    """Those that the engine has; None: some, or parts of some."""
 
 
 class Rollout:
@@ -101,11 +114,11 @@ class Rollout:
     async def run(self) -> None:
         """Generate until the worker is to leave, or the run is stopping; unfinished groups are then abandoned."""
         while (target := await self._versions.join()) is not None:
-            if target.manifest is None:  # what the engine was built with
-                await self._versions.installed(target.version, None)
-                self._serve(target)
-                break
-            if (tensors := await self._fetched(target)) is not None:
+            if self._weights.has == _weights_of(target):
+                if await self._is_confirmed(target):
+                    self._serve(target)
+                    break
+            elif (tensors := await self._fetched(target)) is not None:
                 await self._install(target, tensors)
                 if not self._is_stale:
                     break
@@ -255,18 +268,26 @@ class Rollout:
         if is_in_flight:
             await self._engine.pause()
         with self._spans.busy("install", version=target.version):
+            self._weights.has = None
             await self._engine.install(target.version, tensors)
+            self._weights.has = _weights_of(target)
         await self._weights.receiver.release()
-        attested = None if target.manifest is None else await self._attested(target)
-        if fault := await self._versions.installed(target.version, attested):
-            log.warning("version %d is not what the engine generates with: %s", target.version, fault)
-            self._is_stale = True
-            await asyncio.sleep(self._retry_seconds)
-            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
+        if not await self._is_confirmed(target):
             return
         if is_in_flight:
             await self._engine.resume()
         self._serve(target)
+
+    async def _is_confirmed(self, target: Target) -> bool:
+        """Say that the engine has a version. False, after a pause, if it generates with anything else: the worker is stale then."""
+        attested = None if target.manifest is None else await self._attested(target)
+        if fault := await self._versions.installed(target.version, attested):
+            log.warning("version %d is not what the engine generates with: %s", target.version, fault)
+            self._weights.has, self._is_stale = None, True
+            await asyncio.sleep(self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
+            return False
+        return True
 
     async def _attested(self, target: Target) -> Attestation | None:
         """What the engine says that it generates with, if it can."""
@@ -295,3 +316,7 @@ class Rollout:
             self._spans.waiting("reward")
         else:
             self._spans.waiting("weights" if self._has_served else "prompts")
+
+
+def _weights_of(target: Target) -> Weights:
+    return Weights(target.version, "" if target.manifest is None else target.manifest.hash)

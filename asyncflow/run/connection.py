@@ -31,6 +31,7 @@ from asyncflow.loops.samples import Shape
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
 from asyncflow.run.factories import shape_of
+from asyncflow.run.handover import Handover
 from asyncflow.run.model_files import ModelFiles, model_here
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.saving import CheckpointCoordinator
@@ -39,12 +40,14 @@ from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Credentials, Peer, proxy
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
+from asyncflow.waits import NEXT_ATTEMPT, waiting
 
 EVALUATORS_VERSIONS = f"versions/{EVALUATORS}"
 """The service of theirs; the rollout workers' and the trainer's is `versions`."""
 CRITIC_VERSIONS = "versions/critic"
 """The service of the critic, and of the workers that compute values by it."""
+_LOOK_SECONDS = 0.02
 S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
 
 
@@ -102,6 +105,7 @@ class RunConnection:
     rendezvous: Rendezvous
     desk: TrainDesk
     cores: FreeCores
+    handover: Handover
 
 
 @asynccontextmanager
@@ -169,11 +173,24 @@ async def joined(
             versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
             of_critic, rendezvous = proxy(CriticVersions, peer, CRITIC_VERSIONS), proxy(Rendezvous, peer, "rendezvous")
             desk, shape, cores = proxy(TrainDesk, peer, "desk"), shape_of(config), proxy(FreeCores, peer, "cores")
-            yield RunConnection(config, job, shape, queue, ledger, versions, of_critic, saves, reporter, rendezvous, desk, cores)
+            parts = versions, of_critic, saves, reporter, rendezvous, desk, cores, proxy(Handover, peer, "handover")
+            yield RunConnection(config, job, shape, queue, ledger, *parts)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()
         await peer.close()
+
+
+async def next_attempt(run_dir: Path, over: JobFile, deadline_seconds: float) -> None:
+    """Wait until the driver of the attempt that follows the one that is `over` listens at the same place. Raises `RunError` at the
+    deadline."""
+    try:
+        with waiting(NEXT_ATTEMPT, seconds=deadline_seconds):
+            async with asyncio.timeout(deadline_seconds):
+                while not control_socket(run_dir).exists() or called_by(run_dir).job.weights_dir == over.weights_dir:
+                    await asyncio.sleep(_LOOK_SECONDS)
+    except TimeoutError as error:
+        raise RunError(f"no other attempt of the run in {run_dir} has begun within {deadline_seconds:g} s") from error
 
 
 def config_of(run_dir: Path) -> Config:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 from collections import ChainMap, Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from asyncflow.run.factories import (
     update_plan,
     weights_need_key,
 )
+from asyncflow.run.handover import Handover
 from asyncflow.run.health import Health
 from asyncflow.run.journal import Kept
 from asyncflow.run.memory import Shapes, checkpoint_bytes
@@ -141,6 +142,7 @@ class Driver:
         pace = self._memory_pace(memory, fields) if memory is not None else None
         self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record, pace)
         self.desk = TrainDesk(self.progress)
+        self.handover = Handover()
         self.cores = FreeCores(config, signal, self._generating, self._is_training)
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
@@ -152,6 +154,7 @@ class Driver:
             "rendezvous": Rendezvous(),
             "desk": self.desk,
             "cores": self.cores,
+            "handover": self.handover,
         }
         if evaluators is not None:
             self._own_services[EVALUATORS_VERSIONS] = evaluators
@@ -243,6 +246,7 @@ class Driver:
         for versions in self.all_versions:
             versions.forget(worker)
         self.hub.left(worker)
+        self.handover.left(worker)
         is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
         if worker.startswith("trainer/") and launch_of(os.environ) and is_needed:
             self.background.fail(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
@@ -297,6 +301,14 @@ class Driver:
         self.desk.stop()
         self.cores.stop()
         self.transfer_queue.stop()
+
+    async def hand_over(self, may_stay: Collection[str]) -> Collection[str]:
+        """Tell every loop that the attempt is over, and these workers that another follows. Returns those that stay for it, and
+        have let go of this one. Who is not connected, or loads a model, cannot."""
+        states = self.hub.states
+        self.handover.begin({name for name in may_stay if name in states and states[name].task != "load"})
+        await self.stop()
+        return await self.handover.staying()
 
     async def settle(self) -> None:
         """Do what is to be done beside the run with storage units that are in processes of their own, while there are any."""

@@ -82,7 +82,16 @@ def _generating(config: Config, name: str, main: str, key: str, device: str) -> 
     num_devices = own_devices_each(config)
     needs, there = devices(device, rollout.least_threads, num_devices), asked(key, device) if num_devices else ""
     environment, known = thread_environment(rollout.least_threads), rollout_imports(config, device)
-    return WorkerSpec(name, f"{MAINS}:{main}", environment, rollout.max_restarts, needs, imports=known, device=there)
+    return WorkerSpec(
+        name,
+        f"{MAINS}:{main}",
+        environment,
+        rollout.max_restarts,
+        needs,
+        imports=known,
+        device=there,
+        may_stay=config.cluster.name == "local" and config.queue.place == "driver",
+    )
 
 
 def storage_unit(number: int) -> WorkerSpec:

@@ -20,7 +20,7 @@ import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -104,6 +104,8 @@ class Job:
         self.certificate: Certificate | None = None  # at the end
         self.ended_by: int | None = None  # the signal that has interrupted it
         self.driver: Driver | None = None
+        self._cluster: Cluster | None = None
+        self._have_stayed = False  # workers of the attempt before
         self._evaluate_only, self._resume, self._is_served = evaluate_only, resume, is_served
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._attempt = Attempt(config, self.listener.log, resume=resume)
@@ -137,17 +139,19 @@ class Job:
         kept = self._kept if self.journal is not None else None
         driver = Driver(config, begun.prepared, observer, begun.resumed, kept, attempt.memory)
         driver.saves.on_settled = self._changed.notify
-        self._server, self._cluster = self._place(driver, attempt.weights_dir)
+        server, cluster = self._place(driver, attempt.weights_dir)
+        self._server, self._cluster = server, cluster
         fleet = self._fleet(attempt.weights_dir)
+        self._may_stay = {spec.name for spec in fleet if spec.may_stay}
         names = [spec.name for spec in fleet]
-        self.standstill = Standstill(driver, waits, names, self._cluster.pids, writes=self._writes_situations)
+        self.standstill = Standstill(driver, waits, names, cluster.pids, writes=self._writes_situations)
         self.watch = watch = Watch(driver, self.standstill)
         driver.serve("status", watch)
-        self._running = Running(driver, self._cluster, self._interrupted, listener.log)
+        self._running = Running(driver, cluster, self._interrupted, listener.log)
         self.scaling = Scaling(
             config,
             driver.versions,
-            self._cluster,
+            cluster,
             driver.devices,
             spec=partial(rollout_worker, config),
             start=driver.background.start,
@@ -220,6 +224,8 @@ class Job:
                     await self._say_why()
                 finally:
                     await self._stop(self.driver)
+            elif self._cluster is not None and self._have_stayed:  # for an attempt that could not be made
+                await self._cluster.stop(0.0)
         finally:
             self.driver = None
             self._attempt.remove_weights()
@@ -255,10 +261,11 @@ class Job:
         return make_shared_dir() if config.checkpoint.in_memory and config.train.max_restarts and has_trainers else None
 
     async def _stop(self, driver: Driver, *, goes_on: bool = False) -> None:
-        """`goes_on`: another attempt follows, so workers are ended at once, and what a run leaves at its end is not written."""
+        """`goes_on`: another attempt follows, so workers are ended at once, but for those that stay for it, and what a run leaves
+        at its end is not written."""
         if goes_on:
             await driver.saves.settle()
-            await self._running.abandon(partial(self._settle, driver, 0.0))
+            self._have_stayed = await self._running.abandon(partial(self._settle, driver, 0.0), self._may_stay)
         await driver.stop()
         await self._running.finish_step(self.config.run.stop_grace_seconds)
         await self.scaling.stop()
@@ -354,7 +361,7 @@ class Job:
 
     def kill(self, worker: str) -> None:
         """End a worker's process by SIGKILL, to see what becomes of the run. Raises `RunError` for one that has none."""
-        pids = self._cluster.pids()
+        pids = self._cluster.pids() if self._cluster is not None else {}
         if worker not in pids:
             raise RunError(f"worker {worker} has no process of its own that could be killed")
         os.kill(pids[worker], signal.SIGKILL)
@@ -390,9 +397,10 @@ class Job:
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         """Server of the workers, and the cluster that runs them."""
-        chosen = self.config.cluster
-        cluster = build("cluster", chosen.name, chosen.options, CLUSTERS, {"run_dir": self.config.run_dir})
-        return driver.server(weights_dir / "queue"), cluster
+        chosen, cluster = self.config.cluster, self._cluster
+        if cluster is None or not self._have_stayed:
+            cluster = build("cluster", chosen.name, chosen.options, CLUSTERS, {"run_dir": self.config.run_dir})
+        return driver.server(weights_dir / "queue"), cast(Cluster, cluster)
 
     async def _say_why(self) -> None:
         """The last situation on the disk says why the run ends. So does the log, with who waited for whom, where that is not in

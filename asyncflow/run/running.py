@@ -8,7 +8,7 @@ is unblocked by: whichever of them comes first
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from asyncflow.cluster.base import Cluster, Settle, WorkerSpec
@@ -102,12 +102,17 @@ class Running:
             self._log(f"worker {name} did not end within {grace_seconds:g} s and was killed")
         await self._end_loops()
 
-    async def abandon(self, settle: Settle) -> None:
+    async def abandon(self, settle: Settle, may_stay: Collection[str]) -> bool:
         """End the loops and the background tasks, then the workers, at once: no evaluation is written that lacks what a worker had
-        yet to report."""
+        yet to report. Of the workers those stay that may and can. Returns whether any do."""
         await self._end_loops()
         await self._driver.background.abandon()
-        await self._cluster.stop(0.0, settle)
+        await self._cluster.stop(0.0, settle, may_stay)
+        if not may_stay:
+            return False
+        staying = await self._driver.hand_over(may_stay)
+        await self._cluster.stop(0.0, keep=staying)
+        return bool(staying)
 
     async def _end_loops(self) -> None:
         for loop in self._loops:

@@ -23,11 +23,11 @@ from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.critic import add_values, publish_critic, train_critic
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import position_of
-from asyncflow.loops.rollout import Rollout, ServedWeights
+from asyncflow.loops.rollout import FIRST, Rollout, ServedWeights, Weights
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
-from asyncflow.run.connection import RunConnection, background, called_by, connected
+from asyncflow.run.connection import RunConnection, background, called_by, connected, next_attempt
 from asyncflow.run.cores import lend, widen
 from asyncflow.run.engines import (
     base_sum,
@@ -72,15 +72,26 @@ async def evaluator(name: str, run_dir: Path) -> None:
 
 
 async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *, is_evaluator: bool = False) -> None:
-    async with connected(name, run_dir, device) as run, scoring(run, name) as score:
-        run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(rollout_engine, run.config, Path(run.job.model), run.job.max_context, device(run.config))
-        receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
-        weights = ServedWeights(receiver, partial(first_tensors, run.config, Path(run.job.model)))
-        tokenizer = CheckpointTokenizer(Path(run.job.model))
-        async with environments(run, name) as pool, capture_endpoint(pool) as endpoint:
-            episodes = None if pool is None else episode_player(run, engine, pool, tokenizer, endpoint)
-            await roll_out(run, engine, weights, score, tokenizer.decode, episodes, is_evaluator=is_evaluator)
+    engine: RolloutEngine | None = None
+    has: Weights | None = FIRST
+    while True:
+        async with connected(name, run_dir, device) as run, scoring(run, name) as score:
+            model, place = Path(run.job.model), device(run.config)
+            if engine is None:
+                run.reporter.recorder.enter("load")
+                engine = await asyncio.to_thread(rollout_engine, run.config, model, run.job.max_context, place)
+            receiver, tokenizer = weight_sync(run, place, receives=True).receiver(name), CheckpointTokenizer(model)
+            weights = ServedWeights(receiver, partial(first_tensors, run.config, model), has)
+            async with environments(run, name) as pool, capture_endpoint(pool) as endpoint:
+                episodes = None if pool is None else episode_player(run, engine, pool, tokenizer, endpoint)
+                await roll_out(run, engine, weights, score, tokenizer.decode, episodes, is_evaluator=is_evaluator)
+            has = weights.has
+            reset: Callable[[], Awaitable[None]] | None = getattr(engine, "reset", None)
+            if reset is None or not await run.handover.stays():
+                break
+        await reset()  # with the engine it stays for the attempt that follows
+        await next_attempt(run_dir, run.job, run.config.run.stall_timeout_seconds)
+    await engine.close()
 
 
 async def roll_out(
@@ -93,7 +104,7 @@ async def roll_out(
     *,
     is_evaluator: bool = False,
 ) -> None:
-    """A rollout worker's work, or an evaluator's, with what was built for it, which is closed at the end."""
+    """A rollout worker's work, or an evaluator's, with what was built for it; the receiver is closed at the end."""
     task, schedule, shape = "rollout", make_schedule(run.config), run.shape
     if is_evaluator:
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
@@ -110,7 +121,6 @@ async def roll_out(
         await Rollout(context, engine, weights, by_worker, task, episodes, run.config.episodes_at_once).run()
     run.reporter.recorder.waiting("stop")
     await weights.receiver.close()
-    await engine.close()
 
 
 async def unit_worker(name: str, run_dir: Path) -> None:

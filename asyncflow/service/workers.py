@@ -122,6 +122,7 @@ class OutsideWorkers:
             has_joined.set()
             weights, decode = ServedWeights(files, no_tensors), CheckpointTokenizer(Path(run.job.model)).decode
             await roll_out(run, engine, weights, score, decode)
+            await engine.close()
 
     def _ended(self, session: GeneratorSession, task: asyncio.Task[None]) -> None:
         """The rollout loop has ended: for good, with its client, or by an error, which is that worker's alone."""

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from asyncflow.cluster.base import Cluster
+from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
@@ -259,6 +259,9 @@ class SimulatedJob(Job):
         held_out = [_prompt(number, length) for number in range((config.eval.num_prompts or 256) if config.eval.path else 0)]
         return Prepared(Path(config.model.path), prompts, held_out, length + config.rollout.max_new_tokens)
 
+    def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
+        return [replace(spec, may_stay=False) for spec in super()._fleet(weights_dir)]
+
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains = {
@@ -333,6 +336,7 @@ class SimulatedJob(Job):
             score, episodes = _Scorer(self, name).score, self._episodes(name, engine)
             weights = ServedWeights(self._sync.receiver(name), dict)
             await roll_out(run, engine, weights, score, _decode, episodes, is_evaluator=is_evaluator)
+            await engine.close()
 
     def _episodes(self, name: str, engine: SleepingRolloutEngine) -> EpisodePlayer | None:
         if self.config.environment is None:

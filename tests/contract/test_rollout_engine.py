@@ -330,6 +330,21 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
     assert (tail[change:].max() < 1e-5) == (kv_on_install == "recompute")
 
 
+async def test_an_engine_that_was_reset_has_ended_all_requests_and_makes_the_same_responses(opened: Opened) -> None:
+    async with opened(num_slots=2) as engine:
+        if (reset := getattr(engine, "reset", None)) is None:
+            pytest.skip("a worker with this engine does not stay for another attempt of its run")
+        expected = await responses(engine, (5, 6), 60)
+        under_way = asyncio.create_task(responses(engine, range(12), 200))
+        await asyncio.sleep(0.05)
+        await engine.pause()
+        await reset()
+        with pytest.raises(RuntimeError, match="was reset"):
+            await under_way
+        again = await responses(engine, (5, 6), 60)
+        assert [again[sample].token_ids.tolist() for sample in (5, 6)] == [expected[sample].token_ids.tolist() for sample in (5, 6)]
+
+
 async def test_pausing_stops_and_loses_nothing(opened: Opened) -> None:
     async with opened() as engine:
         samples = range(24)  # more than any engine here makes at once, so that the pause comes long before the last

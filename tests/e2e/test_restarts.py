@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ TWO_RANKS = merged(PERIODIC, {"plan": {"train": {"dp": 2}}})
 CRITIC = merged(PERIODIC, {"algorithm": "ppo"})
 CUT = merged(PERIODIC, {"plan": {"train": {"tp": 2}}})
 ADAPTER = merged(DELAYED, {"model": {"lora": {"rank": 4}}})
+MANY = merged(DELAYED, {"rollout": {"num_workers": 2}, "eval": {"num_workers": 1}})
 ON_DISK: dict[str, Any] = {"checkpoint": {"in_memory": False}}
 
 
@@ -42,6 +44,7 @@ class Killer(Listener):
         self.said: list[str] = []
         self.steps: list[int] = []
         self.open: list[int] = []
+        self.rollouts: list[int] = []  # processes at each step
         self._kills = dict(kills)
         self.job = Job(parse(config), self)
 
@@ -50,6 +53,7 @@ class Killer(Listener):
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
         self.steps.append(step)
+        self.rollouts.append(self.job._cluster.pids().get("rollout/0", 0) if self.job._cluster is not None else 0)
         if (worker := self._kills.pop(step, None)) is not None:
             self._killing = asyncio.ensure_future(self._kill(worker))
 
@@ -84,6 +88,7 @@ class Killer(Listener):
             (CRITIC, {2: "critic", 4: "trainer/0"}),
             (merged(CRITIC, ON_DISK), {4: "critic", 6: "trainer/0"}),
             (ADAPTER, {2: "trainer/0", 4: "trainer/0"}),
+            (MANY, {2: "trainer/0", 4: "trainer/0"}),
         ],
     ),
 )
@@ -107,8 +112,31 @@ def test_a_run_whose_trainers_die_comes_to_the_bits_of_one_that_nothing_disturbe
         assert not list(Path("/dev/shm").glob(f"asyncflow-{os.getpid()}-*"))
     else:
         assert len(certificate.resumed_at) == sum(step >= 3 for step in kills)  # before the first checkpoint it begins anew
+    assert len(set(killer.rollouts)) == 1, "a rollout worker stays, with its engine"
     assert killer.steps[-1] == STEPS - 1 and len(killer.job.rows) == STEPS
     assert killer.job.evaluations == rows(run_dir / "eval.jsonl")
+
+
+class Waiting(Killer):
+    """Observer that kills the rollout worker, too, while it waits for the next attempt."""
+
+    async def _kill(self, worker: str) -> None:
+        assert self.job._cluster is not None
+        rollout = self.job._cluster.pids()["rollout/0"]
+        await super()._kill(worker)
+        while self.job.driver is not None:
+            await asyncio.sleep(0.002)
+        os.kill(rollout, signal.SIGKILL)
+
+
+def test_a_rollout_worker_that_dies_while_it_waits_for_the_next_attempt_is_started_again(tmp_path: Path) -> None:
+    whole = Killer(tree(tmp_path / "whole", PERIODIC), {})
+    assert whole.run(), whole.said
+    killer = Waiting(tree(tmp_path / "killed", PERIODIC), {2: "trainer/0"})
+    assert killer.run(), killer.said
+    check_same(killer.job.config.run_dir, whole.job.config.run_dir)
+    before, after = dict.fromkeys(killer.rollouts)
+    assert before and after and killer.steps == list(range(STEPS))
 
 
 def test_a_trainer_that_dies_more_often_than_it_may_ends_the_run(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ class FullCluster(InlineCluster):
         self.started += [spec.name for spec in workers]
         await super().start(workers)
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
         self.was_stopped = True
-        return await super().stop(grace_seconds, settle)
+        return await super().stop(grace_seconds, settle, keep)
 
 
 class WaitingJob(Job):

@@ -27,7 +27,7 @@ import hashlib
 import importlib.util
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,10 @@ class RayCluster(SupervisedCluster):
             await self._places.leave(name)
         return is_in_time
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
         self._places.is_closed = True
         try:
-            late = await super().stop(grace_seconds, settle)
+            late = await super().stop(grace_seconds, settle, keep)
             await self._places.leave_all()
             if self._at_work:  # their workers have ended: they have only to leave
                 await asyncio.wait(self._at_work, timeout=HOST_SECONDS)

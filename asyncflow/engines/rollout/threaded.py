@@ -155,13 +155,13 @@ class ThreadedEngine(RolloutEngine):
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            failed = self._hand_in(self._end_requests)
+            failed = self._hand_in(partial(self._end_requests, "the rollout engine is closed"))
             self._inbox.put(None)
             await asyncio.wrap_future(failed)
 
-    def _end_requests(self) -> None:
-        self._slots.fail(RuntimeError("the rollout engine is closed"))
-        self._deliveries.hand_over()  # before whoever closes hears of the end
+    def _end_requests(self, why: str) -> None:
+        self._slots.fail(RuntimeError(why))
+        self._deliveries.hand_over()  # before the caller hears of the end
 
     def _hand_in(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have the thread run `call` between two steps, even if nobody awaits the future any more."""

@@ -20,6 +20,7 @@ from asyncflow.cluster.local import LocalCluster
 from asyncflow.types import UserError
 from tests.depth import in_gate
 from tests.patience import patience
+from tests.processes import is_alive
 
 WORKERS = """
 import asyncio, os, time
@@ -329,6 +330,43 @@ async def test_who_outlives_the_others_is_ended_even_if_they_could_not_settle(cl
     with pytest.raises(ValueError, match="in vain"):
         await cluster.stop(0.5, settle)
     assert cluster.pids() == {}
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("dies", [False, True])
+async def test_workers_that_are_kept_are_those_that_are_started_next(cluster: LocalCluster, tmp_path: Path, dies: bool) -> None:
+    """They are watched anew then. One that has died meanwhile is started."""
+    names = ("kept", "other")
+    await cluster.start([spec(tmp_path, "stays", name, max_restarts=3) for name in names])
+    waiting, before = asyncio.create_task(cluster.wait(Deaths())), cluster.pids()
+    await asyncio.sleep(0)
+    assert await cluster.stop(0.0, keep={"kept"}) == ["other"] and not is_alive(before["other"]) and cluster.pids() == {}
+    waiting.cancel()
+    if dies:
+        os.kill(before["kept"], signal.SIGKILL)
+        async with asyncio.timeout(patience(60.0)):
+            while is_alive(before["kept"]):
+                await asyncio.sleep(0.01)
+    await cluster.start([spec(tmp_path, "stays", name, max_restarts=3) for name in names])
+    now = cluster.pids()
+    assert now.keys() == set(names) and (now["kept"] == before["kept"]) != dies and now["other"] != before["other"]
+    deaths = Deaths()
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    await asyncio.sleep(0)
+    os.kill(now["kept"], signal.SIGKILL)
+    await asyncio.wait_for(deaths.first.wait(), patience(60.0))
+    assert [name for name, _ in deaths.told] == ["kept"]
+    assert "other" in await cluster.stop(0.0)
+    waiting.cancel()
+
+
+async def test_workers_that_are_kept_and_not_started_again_end_when_the_cluster_is_stopped(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    await cluster.start([spec(tmp_path, "stays")])
+    (pid,) = cluster.pids().values()
+    assert await cluster.stop(0.0, keep={"w"}) == [] and is_alive(pid)
+    assert await cluster.stop(0.0) == ["w"] and not is_alive(pid)
 
 
 @pytest.mark.usefixtures("soon")

@@ -21,7 +21,7 @@ from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.loops import rollout
 from asyncflow.loops.context import LoopContext, ResponseScoring
-from asyncflow.loops.rollout import Rollout, ServedWeights, share_of
+from asyncflow.loops.rollout import FIRST, Rollout, ServedWeights, Weights, share_of
 from asyncflow.loops.samples import Prompt, Shape, admission, priority_of, schema
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
@@ -101,7 +101,7 @@ class Receiver:
         return {"of": wanted.version}
 
     async def release(self) -> None:
-        self.released.append(self.asked[-1])
+        self.released += self.asked[-1:]
 
     async def close(self) -> None:
         pass
@@ -134,7 +134,8 @@ class World:
         nobodys: Any = None
         context = LoopContext(self.client, nobodys, self.versions, self.schedule, self.shape, recorder)
         scoring = ResponseScoring(self._score, lambda ids: "", lambda sample: None)
-        self.loop = Rollout(context, self.engine, ServedWeights(self.receiver, lambda: {"of": 0}), scoring)
+        self.weights = ServedWeights(self.receiver, lambda: {"of": 0})
+        self.loop = Rollout(context, self.engine, self.weights, scoring)
 
     def _done(self, rows: list[int]) -> None:
         self.ledger.done("rollout", rows)
@@ -202,6 +203,37 @@ async def a_worker(
         yield world
         world.versions.stop()
         await asyncio.wait_for(running, 5)
+
+
+@pytest.mark.parametrize(
+    ("has", "installs"),
+    [
+        (Weights(2, "h2"), []),
+        (Weights(2, "another"), ["install 2"]),  # of an attempt that is over, trained again to other bits
+        (Weights(1, "h2"), ["install 2"]),
+        (None, ["install 2"]),
+    ],
+)
+async def test_a_worker_that_stayed_for_an_attempt_installs_what_its_engine_does_not_have(
+    has: Weights | None, installs: list[str]
+) -> None:
+    async def prepare(world: World) -> None:
+        await world.versions.publish(Manifest("i", 2, "", "h2", 0, {}))
+        world.weights.has = has
+
+    async with a_worker(before=prepare) as world:
+        assert [done for done in world.engine.done if done.startswith("install")] == installs
+        assert world.versions.serving == {WORKER: 2} and world.weights.has == Weights(2, "h2")
+    assert world.receiver.asked == [2] * len(installs)
+
+
+async def test_a_worker_that_stayed_installs_its_own_files_where_the_first_version_is_needed() -> None:
+    async def prepare(world: World) -> None:
+        world.weights.has = Weights(3, "h3")
+
+    async with a_worker(before=prepare) as world:
+        assert [done for done in world.engine.done if done.startswith("install")] == ["install 0"]
+        assert world.versions.serving == {WORKER: 0} and world.weights.has == FIRST
 
 
 async def test_a_worker_takes_what_its_version_may_generate_and_stores_it_with_its_version() -> None:
