@@ -88,7 +88,7 @@ class Killer(Listener):
             (CRITIC, {2: "critic", 4: "trainer/0"}),
             (merged(CRITIC, ON_DISK), {4: "critic", 6: "trainer/0"}),
             (ADAPTER, {2: "trainer/0", 4: "trainer/0"}),
-            (MANY, {2: "trainer/0", 4: "trainer/0"}),
+            (MANY, {1: "trainer/0"}),
         ],
     ),
 )
