@@ -345,8 +345,7 @@ async def test_workers_that_are_kept_are_those_that_are_started_next(cluster: Lo
     if dies:
         os.kill(before["kept"], signal.SIGKILL)
         async with asyncio.timeout(patience(60.0)):
-            while is_alive(before["kept"]):
-                await asyncio.sleep(0.01)
+            await cluster._kept["kept"].process.wait()
     await cluster.start([spec(tmp_path, "stays", name, max_restarts=3) for name in names])
     now = cluster.pids()
     assert now.keys() == set(names) and (now["kept"] == before["kept"]) != dies and now["other"] != before["other"]
