@@ -41,7 +41,8 @@ class SleepingWeightSync:
         self.kept: list[tuple[str, int]] = []  # (incarnation, version), oldest first
 
     def sender(self, incarnation: str) -> SleepingSender:
-        """See `WeightSync`."""
+        """See `WeightSync`. What the sender of an earlier attempt has published is gone with it."""
+        self.kept.clear()
         return SleepingSender(self, incarnation)
 
     def receiver(self, name: str) -> SleepingReceiver:

@@ -67,10 +67,10 @@ def test_checkpoints_by_the_virtual_clock_are_of_one_step_for_the_policy_and_its
     whole, resumed_at = simulate(config, costs=costs), list[int]()
     monkeypatch.setattr(saving, "MAX_SHARE", 1e9)  # each of them may take as long as it will
     monkeypatch.setattr(Audit, "go_back", noted := mock.Mock(side_effect=lambda version, rows: resumed_at.append(version)))
-    run = simulate_lives(config, [0.9 * whole.seconds], costs=costs)
+    run = simulate_lives(config, [0.6 * whole.seconds], costs=costs)
     assert noted.called and resumed_at[0] > 0 and run.rows.keys() == whole.rows.keys()
     monkeypatch.setattr(saving, "MAX_SHARE", 1e-9)
-    run = simulate_lives(config, [0.9 * whole.seconds], costs=costs)
+    run = simulate_lives(config, [0.6 * whole.seconds], costs=costs)
     assert resumed_at[1] in (0, 1)  # after the first there was none for ever
 
 
@@ -96,7 +96,8 @@ def test_a_trainer_that_dies_costs_the_step_that_is_open_and_no_more_than_one_th
         faults = Faults(deaths=((first, "trainer/0"), (second, "trainer/0")))
         run = simulate(config, costs=costs, faults=faults, seed=seed, listener=told)
         assert run.violations == [] and run.rows.keys() == whole.rows.keys() == set(told.steps)
-        assert run.counts["lives"] == 2 and len(told.steps) <= len(whole.rows) + 2, told.steps
+        lives = run.counts["lives"]  # the second one may find the trainer of the first not started again yet
+        assert lives in (1, 2) and len(told.steps) <= len(whole.rows) + lives, told.steps
 
 
 def has_critic(config: Config) -> bool:
