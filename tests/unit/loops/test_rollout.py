@@ -21,7 +21,7 @@ from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.loops import rollout
 from asyncflow.loops.context import LoopContext, ResponseScoring
-from asyncflow.loops.rollout import FIRST, Rollout, ServedWeights, Weights, share_of
+from asyncflow.loops.rollout import FIRST, InstalledWeights, Rollout, ServedWeights, share_of
 from asyncflow.loops.samples import Prompt, Shape, admission, priority_of, schema
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
@@ -208,8 +208,8 @@ async def a_worker(
 @pytest.mark.parametrize(
     ("has", "installs"),
     [
-        (Weights(2, "h2"), []),
-        (Weights(2, "another"), ["install 2"]),  # of an attempt that is over, trained again to other bits
+        (InstalledWeights(2, "h2"), []),
+        (InstalledWeights(2, "another"), ["install 2"]),  # of an attempt that is over, trained again to other bits
         (Weights(1, "h2"), ["install 2"]),
         (None, ["install 2"]),
     ],
