@@ -45,14 +45,14 @@ RETRY_SECONDS = (0.5, 2.0)
 """After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
 
 
-class InstalledWeights(NamedTuple):
+class EngineVersion(NamedTuple):
     """Weights that an engine has: their version, and the hash in its manifest; "" for those of the worker's own files."""
 
     version: int
     hash: str
 
 
-FIRST = InstalledWeights(0, "")
+FIRST = EngineVersion(0, "")
 """Those that an engine was built with."""
 
 
@@ -72,7 +72,7 @@ class ServedWeights:
     receiver: WeightReceiver
     original: Callable[[], Mapping[str, Tensor]]
     """Tensors of the worker's own files: of the version that has no manifest."""
-    has: InstalledWeights | None = FIRST
+    has: EngineVersion | None = FIRST
     """Those that the engine has; None: some, or parts of some."""
 
 
@@ -318,5 +318,5 @@ class Rollout:
             self._spans.waiting("weights" if self._has_served else "prompts")
 
 
-def _weights_of(target: Target) -> InstalledWeights:
-    return InstalledWeights(target.version, "" if target.manifest is None else target.manifest.hash)
+def _weights_of(target: Target) -> EngineVersion:
+    return EngineVersion(target.version, "" if target.manifest is None else target.manifest.hash)

@@ -23,7 +23,7 @@ from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.critic import add_values, publish_critic, train_critic
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import position_of
-from asyncflow.loops.rollout import FIRST, InstalledWeights, Rollout, ServedWeights
+from asyncflow.loops.rollout import FIRST, EngineVersion, Rollout, ServedWeights
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
@@ -73,7 +73,7 @@ async def evaluator(name: str, run_dir: Path) -> None:
 
 async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *, is_evaluator: bool = False) -> None:
     engine: RolloutEngine | None = None
-    has: InstalledWeights | None = FIRST
+    has: EngineVersion | None = FIRST
     while True:
         async with connected(name, run_dir, device) as run, scoring(run, name) as score:
             model, place = Path(run.job.model), device(run.config)

@@ -21,7 +21,7 @@ from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.loops import rollout
 from asyncflow.loops.context import LoopContext, ResponseScoring
-from asyncflow.loops.rollout import FIRST, InstalledWeights, Rollout, ServedWeights, share_of
+from asyncflow.loops.rollout import FIRST, EngineVersion, Rollout, ServedWeights, share_of
 from asyncflow.loops.samples import Prompt, Shape, admission, priority_of, schema
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
@@ -208,14 +208,14 @@ async def a_worker(
 @pytest.mark.parametrize(
     ("has", "installs"),
     [
-        (InstalledWeights(2, "h2"), []),
-        (InstalledWeights(2, "another"), ["install 2"]),  # of an attempt that is over, trained again to other bits
-        (Weights(1, "h2"), ["install 2"]),
+        (EngineVersion(2, "h2"), []),
+        (EngineVersion(2, "another"), ["install 2"]),  # of an attempt that is over, trained again to other bits
+        (EngineVersion(1, "h2"), ["install 2"]),
         (None, ["install 2"]),
     ],
 )
 async def test_a_worker_that_stayed_for_an_attempt_installs_what_its_engine_does_not_have(
-    has: Weights | None, installs: list[str]
+    has: EngineVersion | None, installs: list[str]
 ) -> None:
     async def prepare(world: World) -> None:
         await world.versions.publish(Manifest("i", 2, "", "h2", 0, {}))
@@ -223,13 +223,13 @@ async def test_a_worker_that_stayed_for_an_attempt_installs_what_its_engine_does
 
     async with a_worker(before=prepare) as world:
         assert [done for done in world.engine.done if done.startswith("install")] == installs
-        assert world.versions.serving == {WORKER: 2} and world.weights.has == Weights(2, "h2")
+        assert world.versions.serving == {WORKER: 2} and world.weights.has == EngineVersion(2, "h2")
     assert world.receiver.asked == [2] * len(installs)
 
 
 async def test_a_worker_that_stayed_installs_its_own_files_where_the_first_version_is_needed() -> None:
     async def prepare(world: World) -> None:
-        world.weights.has = Weights(3, "h3")
+        world.weights.has = EngineVersion(3, "h3")
 
     async with a_worker(before=prepare) as world:
         assert [done for done in world.engine.done if done.startswith("install")] == ["install 0"]
