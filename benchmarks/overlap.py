@@ -109,7 +109,14 @@ def run(
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
             "rollout": {"engine": {**ENGINE, **lengths}, "num_slots": slots, "group_size": 8, "max_new_tokens": longest},
-            "train": {"prompts_per_step": 40, "learning_rate": 1e-6},
+            # The recurrence is that of groups which are trained one by one, all of them, on one core.
+            "train": {
+                "prompts_per_step": 40,
+                "learning_rate": 1e-6,
+                "skip_zero_advantages": False,
+                "tokens_per_micro_batch": 1,
+                "helpers": 0,
+            },
             # A slot is known to be free to half a flush, see `Run.occupancy`.
             "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.1},
         }

@@ -52,7 +52,9 @@ def of_metric(run_dir: Path, name: str) -> list[float]:
 
 @deep
 def test_data_parallel_training_gives_the_bits_of_one_process(small: Small, tmp_path: Path) -> None:
-    one, two = trained(small, tmp_path, "one"), trained(small, tmp_path, "two", plan={"train": {"dp": 2}})
+    every_row = {"skip_zero_advantages": False}
+    one = trained(small, tmp_path, "one", train=every_row)
+    two = trained(small, tmp_path, "two", train=every_row, plan={"train": {"dp": 2}})
     assert sum(norm > 0.01 for norm in of_metric(one, "policy/grad_norm")) >= 3  # the clip is at work
     assert of_metric(one, "policy/grad_norm") == of_metric(two, "policy/grad_norm")
     for alone, together in zip(prints(one), prints(two), strict=True):

@@ -209,7 +209,8 @@ def test_too_many_that_cannot_be_scored_stop_the_run(small: Small, tmp_path: Pat
     reward = {"scorer": scorer, "max_attempts": 1, "max_failed_fraction": 0.1, "value_on_failure": value}
     command, _ = train(tmp_path, small(run={"name": "stopped", "steps": 2}, reward=reward))
     assert command.returncode == 1
-    assert "could not be scored, more than reward.max_failed_fraction=0.1" in command.stderr
+    early = "none of the first 8 responses could be scored"  # whichever is seen first
+    assert early in command.stderr or "could not be scored, more than reward.max_failed_fraction=0.1" in command.stderr
     if value is None:
         assert "no network" in command.stderr
 

@@ -164,7 +164,7 @@ def test_the_reward_as_a_task_changes_no_bit(small: Small, tmp_path: Path) -> No
     ]
     assert prints[0] == prints[1] and len({reward for step in prints[0] for reward in step.values()}) > 1
     scored = [span for span in read_spans(runs[1] / "spans.jsonl") if span.task == "reward"]
-    assert sum(span.rows for span in scored) == STEPS * PROMPTS * GROUP_SIZE and {span.worker for span in scored} == {"reward"}
+    assert sum(span.rows for span in scored) == STEPS * PROMPTS * GROUP_SIZE and {span.worker for span in scored} == {"reward/0"}
 
 
 def test_new_weights_are_installed_in_mid_response(small: Small, tmp_path: Path) -> None:
