@@ -18,10 +18,15 @@ from typing import Any, Final
 Sums = dict[str, tuple[int, float]]
 """By name, how many numbers there were, and their sum."""
 
+StepSums = dict[int, Sums]
+"""Sums by training step."""
+
 PREFIX: Final = "own/"
 MAX_NAMES: Final = 64
 _NAME: Final = re.compile(r"[\w.][\w./-]{0,99}")
 _collected: ContextVar[Sums | None] = ContextVar("collected", default=None)
+step_scored: ContextVar[int | None] = ContextVar("step_scored", default=None)
+"""Training step whose response is scored in this context; None: an evaluation's."""
 
 
 def log_metric(name: str, value: Any) -> None:

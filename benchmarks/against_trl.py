@@ -91,7 +91,7 @@ def of_trl(python: Path, folder: Path, settings: dict[str, Any]) -> Seen:
 
 
 def of_asyncflow(world: World, folder: Path, seed: int, steps: int, way: Sequence[str]) -> Seen:
-    """One run of the command."""
+    """Run of the command."""
     settings = [
         f"run.dir={folder.parent}",
         f"run.name={folder.name}",

@@ -101,7 +101,7 @@ def in_turn(of_workload: Callable[[str, Any], Run]) -> Iterator[tuple[every_othe
 def run(
     folder: Path, model: Path, slots: int, steps: int, lengths: Mapping[str, float], longest: int, name: str, schedule: Any
 ) -> Run:
-    """One of so many measured steps."""
+    """Run of so many measured steps."""
     return run_real(
         {
             "run": {"name": f"{name}-{slots}", "dir": str(folder), "steps": FIRST + steps + LAST, "overwrite": True},

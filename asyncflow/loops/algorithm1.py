@@ -49,6 +49,7 @@ from asyncflow.loops.samples import (
 )
 from asyncflow.loops.score_batching import ScoredRows, why_failed
 from asyncflow.loops.transcript import Played
+from asyncflow.own_metrics import step_scored
 from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
@@ -201,6 +202,7 @@ async def _score_and_enqueue(group: ProducedGroup, played: Played) -> None:
         prompt_ids=request.prompt_ids.tolist(),
         turn_rewards=played.turn_rewards,
     )
+    step_scored.set(request.meta.partition if request.meta.topic == "train" else None)
     try:
         check_response(response)
         reward = None if by.scoring.score is None else await by.scoring.score(sample)  # 7

@@ -14,6 +14,7 @@ from asyncflow.engines.base import LogProbEngine
 from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.samples import REFERENCE_COLUMN, Shape, kept_sample, pieces, reward_outputs, samples_of, token_outputs
 from asyncflow.loops.score_batching import why_failed
+from asyncflow.own_metrics import step_scored
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import SharedLane
 from asyncflow.transfer_queue.client import Leased
@@ -74,6 +75,7 @@ def reward(scoring: ResponseScoring, shape: Shape) -> Work:
         failures: dict[int, Exception] = {}
 
         async def score_row(meta: GroupMeta, row: int, sample: Sample) -> None:
+            step_scored.set(meta.partition if meta.topic == "train" else None)
             try:
                 scores[row] = await score(sample)
             except RewardFailure as failure:  # it fails its row; it does not become a 0

@@ -47,11 +47,11 @@ class MemoryPace:
         return not self._is_over
 
     def begun(self) -> None:
-        """One is begun."""
+        """Note that a checkpoint is begun."""
         self._begun_at = self._clock()
 
     def written(self, held_seconds: float) -> None:
-        """It is written, and the trainer has waited for it so long."""
+        """Note that the checkpoint is written, for which the trainer has waited so long."""
         self._next_at = self._begun_at + held_seconds / MAX_SHARE
 
     def end(self, why: str) -> None:

@@ -316,8 +316,10 @@ class RunRecord:
             row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
             if (of_critic := self._critic_metrics.pop(step, None)) is not None:
                 row |= of_critic.critic_row()
-            own, self.hub.own_metrics = self.hub.own_metrics, {}
-            row |= means(own)
+            own = self.hub.own_metrics
+            row |= means(own.pop(step, {}))
+            for before in [each for each in own if each < step]:  # of rows that came too late for it
+                del own[before]
             row |= run_metrics(*await self._context.client.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             if (newest := self._context.versions.newest) is not None:

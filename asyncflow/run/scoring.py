@@ -20,7 +20,7 @@ from asyncflow.config import RewardModelConfig
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import ClassifierEngine
 from asyncflow.engines.train import CLASSIFIER_ENGINES
-from asyncflow.own_metrics import add
+from asyncflow.own_metrics import add, step_scored
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import Scoring, by_environment, by_model, delayed, together, with_fallback
@@ -79,7 +79,8 @@ def _told(scoring: Scoring, run: RunConnection) -> Scoring:
                 )
             raise
         run.reporter.num_scored += 1
-        add(run.reporter.own_metrics, found.metrics)
+        if found.metrics and (step := step_scored.get()) is not None:
+            add(run.reporter.own_metrics.setdefault(step, {}), found.metrics)
         return found
 
     return score

@@ -109,7 +109,7 @@ class Gate:
         self._repeats = Repeats(REPEATS_BYTES)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """One request, or the application's life."""
+        """Request, or the application's life."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

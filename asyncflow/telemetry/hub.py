@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from asyncflow.own_metrics import Sums, add
+from asyncflow.own_metrics import StepSums, add
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SpanLog
@@ -56,7 +56,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     why_not_deterministic: str
     reward_failures: dict[str, int]
     num_scored: int
-    own_metrics: Sums = {}
+    own_metrics: StepSums = {}
     waits: list[OpenWait] = []
     threads: list[str] = []
 
@@ -75,7 +75,7 @@ class Hub:
     ) -> None:
         self.log = log
         self.states: dict[str, WorkerState] = {}
-        self.own_metrics: Sums = {}  # of all workers, until they are taken
+        self.own_metrics: StepSums = {}  # of all workers, until they are taken
         self.past: list[WorkerState] = []  # the last ones of workers that have gone; one that was started again is in both
         self._on_sample, self._on_trained, self._on_unscored, self._on_tokens = on_sample, on_trained, on_unscored, on_tokens
         self._reported = asyncio.Event()
@@ -100,7 +100,8 @@ class Hub:
         for row in trained:
             self._on_trained(row)
         self.states[state.worker], self._heard[state.worker] = state, self._clock()
-        add(self.own_metrics, state.own_metrics)
+        for step, sums in state.own_metrics.items():
+            add(self.own_metrics.setdefault(step, {}), sums)
         for each in unscored:
             self._on_unscored(each)
         if any(span.tokens for span in spans):
@@ -171,7 +172,7 @@ class Reporter:
         self.why_not_deterministic = ""
         self.reward_failures: Mapping[str, int] = {}
         self.num_scored = 0
-        self.own_metrics: Sums = {}
+        self.own_metrics: StepSums = {}
         self._hub, self._clock, self._flush_seconds = hub, clock, flush_seconds
         self._spans: list[Span] = []
         self._samples: list[dict[str, Any]] = []

@@ -135,8 +135,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "install, that it generates with the version that it was given (0 to 1). Only once a version is published, by a trainer that "
     "promises what engines will have.",
     "run/num_resumes": "How often the run has been resumed from a checkpoint; only where it has been.",
-    "own/<name>": "Metric of the user's own: mean over what `log_metric` was given, in `advantages` for the step's groups, by "
-    "scorers since the commit before the step's, whichever step the responses are of.",
+    "own/<name>": "Metric of the user's own: mean over what `log_metric` was given, in `advantages` for the step's groups, and "
+    "by scorers of the responses that were begun for the step.",
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 

@@ -109,10 +109,7 @@ def test_a_scorer_that_raises_is_found_by_a_dry_run_with_its_line(small: Callabl
 def test_a_scorer_s_own_metrics_and_a_file_of_responses(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     config = scored_by(small, tmp_path, "counts")
     assert run_command("train", config).returncode == 0
-    own = [row.get("own/length") for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl")]
-    assert any(own) and all(
-        length is None or length > 0 for length in own
-    )  # all of a step's may have come before the last one's row
+    assert all(row["own/length"] > 0 for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl"))
     (tmp_path / "responses.jsonl").write_text('{"prompt": "How many?", "response": "123", "answer": "3"}\n{"response": "12"}\n')
     scored = run_command("reward", config, "--responses", str(tmp_path / "responses.jsonl"))
     assert scored.returncode == 0 and "2 of 2 responses scored, mean 0.5, 0 failed" in scored.stdout
