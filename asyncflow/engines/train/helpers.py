@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -33,6 +34,7 @@ class Helpers:
 
     def __init__(self, passes: Sequence[Passes], num_threads: int) -> None:
         self.passes = passes
+        self._num_threads = num_threads
         self.on_pass: Callable[[float, float], None] = lambda start, end: None
         self._turn = threading.Condition()
         self._allowed = 0
@@ -83,6 +85,18 @@ class Helpers:
         if self._error is not None:
             raise self._error
         return [results[number] for number in range(count)]
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Context in which the calling thread computes with the cores of the allowed helpers, too: they compute nothing then.
+
+        For what has the same bits with any number of threads, such as an update: elementwise operations, and exact sums.
+        """
+        torch.set_num_threads(self._num_threads * (1 + self._allowed))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._num_threads)
 
     def close(self) -> None:
         """End the threads."""

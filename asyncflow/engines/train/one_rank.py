@@ -115,14 +115,14 @@ class OneRank(OneModel, PolicyTraining):
             write_lora(path, self._lora, self._model_path, {name: self.gather(name).numpy() for name in self.specs})
 
     def _update(self, normaliser: int) -> OptimResult:
-        for passes in self._helping():
-            self._sums.join(passes.sums)
-        return super()._update(normaliser)
+        if self.helpers is None:
+            return super()._update(normaliser)
+        with self.helpers.sharing():
+            for passes in self.helpers.passes:
+                self._sums.join(passes.sums)
+            return super()._update(normaliser)
 
     def _clear(self) -> None:
         super()._clear()
-        for passes in self._helping():
+        for passes in () if self.helpers is None else self.helpers.passes:
             passes.sums.clear()
-
-    def _helping(self) -> Sequence[Passes]:
-        return () if self.helpers is None else self.helpers.passes

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import compress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, compress
 from operator import not_
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
+from asyncflow.devices import CPU
 from asyncflow.engines.base import Hyperparameters, OptimResult, TrainEngineOptions
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 PIECE_ELEMENTS: Final = 2**26
 """Parameters whose state is on the device at the same time, if it is kept in host memory: half a GiB of state."""
+CACHED_ELEMENTS: Final = 2**18
+"""Elements that a CPU updates at once: AdamW's ten operations go over them and their state, 4 MiB, while these are in its cache."""
 
 
 class Optimizer:
@@ -35,7 +39,8 @@ class Optimizer:
         self._parameters = parameters
         self._options = options
         self._max_grad_norm = math.inf if options.max_grad_norm is None else options.max_grad_norm
-        self._offloads = options.offload_optimizer and any(p.device.type != "cpu" for p in parameters.values())
+        self._is_on_cpu = all(p.device.type == CPU for p in parameters.values())
+        self._offloads = options.offload_optimizer and not self._is_on_cpu
         decays = [has_weight_decay(name, p, options.no_weight_decay) for name, p in parameters.items()]
         self.adamw = torch.optim.AdamW(
             [
@@ -78,6 +83,8 @@ class Optimizer:
             group["lr"] = learning_rate
         if self._offloads:
             self._step_by_piece()
+        elif self._is_on_cpu:
+            self._step_in_cache()
         else:
             self.adamw.step()
         self.num_updates += 1
@@ -88,9 +95,37 @@ class Optimizer:
         self.num_updates = num_updates
         self.adamw.state.clear()
         for parameter in self._parameters.values() if num_updates else ():
-            device = "cpu" if self._offloads else parameter.device
-            moments = {kind: torch.zeros_like(parameter, device=device) for kind in MOMENTS}
-            self.adamw.state[parameter] = {"step": torch.tensor(float(num_updates)), **moments}
+            self.adamw.state[parameter] = _state(parameter, num_updates, CPU if self._offloads else parameter.device)
+
+    def _step_in_cache(self) -> None:
+        """AdamW's step over pieces that fit the cache, of large parameters and of several small ones. The bits are the same."""
+        state = self.adamw.state
+        for group in self.adamw.param_groups:
+            beta1, beta2 = group["betas"]
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in updated:
+                if not state[parameter]:
+                    state[parameter] = _state(parameter, 0, parameter.device)
+            for together in _cached(_Piece(p, p.grad, **state[p]) for p in updated):
+                with torch.no_grad():
+                    adamw(
+                        [piece.parameter for piece in together],
+                        [piece.gradient for piece in together],
+                        [piece.exp_avg for piece in together],
+                        [piece.exp_avg_sq for piece in together],
+                        [],
+                        [piece.step.clone() for piece in together],  # it is counted up, and a parameter may be in several pieces
+                        foreach=True,
+                        amsgrad=False,
+                        beta1=beta1,
+                        beta2=beta2,
+                        lr=group["lr"],
+                        weight_decay=group["weight_decay"],
+                        eps=group["eps"],
+                        maximize=False,
+                    )
+            for parameter in updated:
+                state[parameter]["step"] += 1
 
     def _step_by_piece(self) -> None:
         """Update some parameters at a time, with their state brought from host memory and back. The bits are the same."""
@@ -139,6 +174,45 @@ def has_weight_decay(name: str, parameter: Tensor, exceptions: Sequence[str] | N
     if exceptions is None:
         return parameter.ndim > 1
     return not any(re.search(pattern, name) for pattern in exceptions)
+
+
+def _state(parameter: nn.Parameter, num_updates: int, device: torch.device | str) -> dict[str, Tensor]:
+    """State of a parameter after so many updates, with zeros for moments."""
+    moments = {kind: torch.zeros_like(parameter, device=device) for kind in MOMENTS}
+    return {"step": torch.tensor(float(num_updates)), **moments}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A parameter, or some of its elements, with what AdamW reads and writes. `step`: number of the updates before."""
+
+    parameter: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    def cut(self) -> list[_Piece]:
+        """Pieces of at most `CACHED_ELEMENTS`, views; itself, if a tensor is not contiguous."""
+        tensors = (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
+        if self.parameter.numel() <= CACHED_ELEMENTS or not all(tensor.is_contiguous() for tensor in tensors):
+            return [self]
+        flat = [torch.split(tensor.detach().view(-1), CACHED_ELEMENTS) for tensor in tensors]
+        return [_Piece(p, g, first, second, self.step) for p, g, first, second in zip(*flat, strict=True)]
+
+
+def _cached(wholes: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces that are updated together: some small ones, or one of a large one, of about `CACHED_ELEMENTS`."""
+    together: list[_Piece] = []
+    count = 0
+    for piece in chain.from_iterable(whole.cut() for whole in wholes):
+        if together and count + piece.parameter.numel() > CACHED_ELEMENTS:
+            yield together
+            together, count = [], 0
+        together.append(piece)
+        count += piece.parameter.numel()
+    if together:
+        yield together
 
 
 def _pieces(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -4,18 +4,30 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
+from torch import nn
 
+from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
 from asyncflow.engines.train.helpers import Helpers
+from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.passes import Passes
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec
 from tests.patience import patience
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.test_pass_gradients import batches, with_entropy
-from tests.unit.engines.train.training import ModelPath, Sum, assert_same, policy_gradient, torch_engine, weights_of
+from tests.unit.engines.train.training import (
+    ModelPath,
+    Sum,
+    assert_same,
+    policy_gradient,
+    torch_engine,
+    train_options,
+    weights_of,
+)
 
 OWN, OTHERS = object(), [object(), object()]
 """Of tests without a model: what the compute thread and two helpers compute with."""
@@ -129,6 +141,57 @@ async def test_helpers_read_the_weights_that_an_update_has_made(model_path: Mode
     assert_same(after, dict(made.passes[0].policy.parameters))
     assert any(not after[name].equal(before[name]) for name in after)
     await engine.close()
+
+
+async def test_an_update_uses_the_cores_of_the_helpers_that_are_allowed(
+    model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = torch_engine(model_path("qwen2-tiny"), accumulate="exact", num_helpers=2, check_shared_prompt=False)
+    made, seen = engine.helpers, []
+    assert made is not None
+    update = Optimizer.update
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return update(*arguments)
+
+    monkeypatch.setattr(Optimizer, "update", watched)
+    for allowed in (0, 1, 2):
+        made.allow(allowed)
+        await engine.forward_backward([micro_batch(0)], Sum(policy_gradient))
+        await engine.optim_step(8)
+    assert seen == [1, 2, 3]
+    assert await engine._thread.run(torch.get_num_threads) == 1
+    await engine.close()
+
+
+@pytest.mark.parametrize("kind", ["exact", "fp32"])
+def test_no_bit_of_an_update_depends_on_the_number_of_threads(kind: Literal["exact", "fp32"]) -> None:
+    updated, options = [], train_options(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.1)
+    for num_threads in (1, 2, 3):
+        generator = torch.Generator().manual_seed(0)
+        parameters = {str(n): nn.Parameter(torch.randn(n, generator=generator)) for n in (300_017, 70_001, 5)}
+        sums, others, optimizer = (
+            make_accumulator(kind, parameters),
+            make_accumulator(kind, parameters),
+            Optimizer(parameters, options),
+        )
+        torch.set_num_threads(num_threads)
+        try:
+            for _ in range(2):
+                for each in (sums, others):
+                    for parameter in parameters.values():
+                        parameter.grad = torch.randn(parameter.shape, generator=generator)
+                    each.add()
+                if kind == "exact":
+                    sums.join(others)
+                gradients = sums.gradients(3)
+                assert not optimizer.update(gradients, order_free_norm(gradients)).skipped
+                sums.clear()
+        finally:
+            torch.set_num_threads(1)
+        updated.append(torch.cat([p.detach() for p in parameters.values()]))
+    assert updated[0].equal(updated[1]) and updated[0].equal(updated[2])
 
 
 def test_without_leave_the_compute_thread_does_all_itself() -> None:

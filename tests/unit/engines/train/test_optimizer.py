@@ -185,3 +185,28 @@ def test_less_is_kept_for_the_backward_pass(model_path: Callable[[str], Path], m
         kept.append(sum(e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"))
         del made
     assert kept[1] < 0.5 * kept[0]
+
+
+@pytest.mark.parametrize("elements", [1, 7, 16, 2**18])
+def test_pieces_that_fit_the_cache_have_the_bits_of_torchs_own_step(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_file, "CACHED_ELEMENTS", elements)
+    options = train_options(learning_rate=0.1, weight_decay=0.1, max_grad_norm=None)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 33), (3,), (4, 4), (1,)]
+    ours = {str(i): nn.Parameter(torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)}
+    ours["turned"] = nn.Parameter(torch.randn(6, 9, generator=generator).t())  # not contiguous
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours.values()]
+    rates = {"lr": options.learning_rate, "betas": options.betas, "eps": options.epsilon}
+    matrices = [p for p in theirs if p.ndim > 1]
+    vectors = [p for p in theirs if p.ndim == 1]
+    torchs = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], **rates)
+    optimizer = Optimizer(ours, options)
+    for step in range(4):
+        for i, (own, their) in enumerate(zip(ours.values(), theirs, strict=True)):
+            own.grad = their.grad = None if (i, step) == (2, 0) else torch.randn(own.shape, generator=generator)
+        optimizer.update([p.grad for p in ours.values() if p.grad is not None], 1.0)
+        torchs.step()
+    assert all(map(torch.equal, ours.values(), theirs))
+    states = {(name, kind): state for name, kind, state in optimizer.states()}
+    for name, their in zip(ours, theirs, strict=True):
+        assert all(torch.equal(states[name, kind], torchs.state[their][kind]) for kind in ("step", "exp_avg", "exp_avg_sq"))
