@@ -293,12 +293,6 @@ class Job:
         """The prompts that evaluations ask, once the run has been started."""
         return self._prepared.held_out
 
-    @property
-    def has_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
-        assert self.driver is not None
-        return len(self.driver.ledger.ledger.tasks.trained) > 1
-
     @cached_property
     def _tokenizer(self) -> CheckpointTokenizer:
         return CheckpointTokenizer(self._prepared.model)

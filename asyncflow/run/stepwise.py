@@ -72,13 +72,11 @@ class StepwiseRun:
         config = self.config
         if not config.checkpoint.keep:
             raise UserError("checkpoint.keep=0: this run keeps no checkpoints")
-        if self.job.has_critic:
-            raise UserError("a run with a critic writes checkpoints by itself: set checkpoint.every_steps")
         if self.driver.ledger.ledger.committed == config.run.steps:
             raise UserError(
                 "all steps of this run are committed, so no checkpoint follows: the one of its end is written by itself"
             )
-        return self.driver.ledger.ask_for_checkpoint()
+        return min(self.driver.ledger.ask_for_checkpoint(), config.run.steps)  # the last step has one in any case
 
     async def save(self, folder: Path) -> int:
         """Write the model after the last committed step. See `Trainer.save`."""

@@ -205,6 +205,16 @@ def test_a_model_is_evaluated_saved_and_kept_when_one_asks(
             trainer.checkpoint()
 
 
+def test_a_checkpoint_that_one_asks_for_has_the_critic_too(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    tree = small(run={"steps": 3}, cluster="inline", algorithm="ppo", checkpoint={"keep": 2})
+    with Trainer.from_config(tree) as trainer:
+        assert trainer.step() is not None
+        assert trainer.checkpoint() == 2
+        assert trainer.step() is not None and trainer.step() is not None
+    parts = {path.name for path in (tmp_path / "runs/test/checkpoints/step-000002").iterdir()}
+    assert parts >= {"critic", "trainer"}
+
+
 @pytest.mark.parametrize(
     "schedule",
     in_gate(

@@ -261,7 +261,7 @@ class LedgerService:
     @remote
     async def commit(self, step: int, updates: list[Update], task: str = "train") -> CheckpointPlace | None:
         """The optimiser has stepped: the step is final for the task. Returns where a checkpoint is written after it, if one is."""
-        if self._is_checkpoint_asked and task == self.ledger.tasks.policy:
+        if self._is_checkpoint_asked and step == self._next_to_commit:  # the first model that commits decides for all
             self._is_checkpoint_asked = False
             self._steps_to_keep[step] = "disk"
         self.on_committed(task, self.ledger.commit(step, task), updates)
@@ -276,9 +276,13 @@ class LedgerService:
         return self._steps_to_keep.get(step)
 
     def ask_for_checkpoint(self) -> int:
-        """Have a checkpoint written with the next commit. Returns its version."""
+        """Have a checkpoint written with the next step that no model has committed. Returns its version."""
         self._is_checkpoint_asked = True
-        return self.ledger.committed + 1
+        return self._next_to_commit + 1
+
+    @property
+    def _next_to_commit(self) -> int:
+        return max(map(self.ledger.committed_by, self.ledger.tasks.trained))
 
     def done(self, task: str, rows: list[int]) -> None:
         """Told by a task's controller."""

@@ -418,6 +418,20 @@ async def test_the_books_are_told_in_order() -> None:
     assert books.told == [("opened", 0), ("consumed", 0, [0, 1]), ("committed", 0, UPDATE)]
 
 
+@pytest.mark.parametrize("first", ["train", "critic"])
+async def test_a_checkpoint_that_is_asked_for_is_of_a_step_that_no_model_has_committed(first: str) -> None:
+    books = Service(tasks=TWO_MODELS)
+    (second,) = set(TWO_MODELS.trained) - {first}
+    await books.service.open([meta(step, step) for step in range(3)])
+    books.service.fail(dead(0, 1, 4, 5, 8, 9))
+    assert books.service.ask_for_checkpoint() == 1
+    assert await books.service.commit(0, [UPDATE], first) == "disk"
+    assert books.service.ask_for_checkpoint() == 2  # one model has committed step 0 without it
+    assert await books.service.commit(0, [UPDATE], second) == "disk"
+    assert [await books.service.commit(1, [UPDATE], task) for task in (second, first)] == ["disk", "disk"]
+    assert [await books.service.commit(2, [UPDATE], task) for task in (first, second)] == [None, None]
+
+
 async def test_a_step_of_which_nothing_is_left_ends_too() -> None:
     books = Service()
     await books.service.open([meta(0)])
