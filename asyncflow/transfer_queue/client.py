@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -283,8 +283,10 @@ class TransferQueueClient:
     async def status(self) -> tuple[dict[str, TaskStatus], dict[int, UnitStatus]]:
         """The tasks' rows by state, and what each unit holds; without those who do not answer within `STATUS_SECONDS`."""
         tasks, units = [task.name for task in self.schema.tasks], self._places.units
-        asked = [self._controller(name).status() for name in tasks], [self._unit(number).status() for number in units]
-        of_tasks, of_units = await asyncio.gather(_all_that_answer(asked[0]), _all_that_answer(asked[1]))
+        of_tasks, of_units = await asyncio.gather(
+            _all_that_answer([self._controller(name).status for name in tasks]),
+            _all_that_answer([self._unit(number).status for number in units]),
+        )
         return {tasks[i]: found for i, found in of_tasks.items()}, {units[i]: found for i, found in of_units.items()}
 
     async def wait_for_units(self, count: int) -> None:
@@ -319,12 +321,14 @@ class TransferQueueClient:
         return self._places.get(StorageUnit, f"unit/{number}")
 
 
-async def _all_that_answer(asked: Sequence[Awaitable[T]]) -> dict[int, T]:
+async def _all_that_answer(asks: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> dict[int, T]:
     """Answers that come soon, by position."""
-    waiting = [asyncio.ensure_future(one) for one in asked]
-    done, late = await asyncio.wait(waiting, timeout=STATUS_SECONDS) if waiting else (set(), set())
-    for one in late:
-        one.cancel()
+    waiting = [asyncio.create_task(ask()) for ask in asks]
+    try:
+        done, _ = await asyncio.wait(waiting, timeout=STATUS_SECONDS) if waiting else (set(), set())
+    finally:
+        for one in waiting:
+            one.cancel()
     return {i: one.result() for i, one in enumerate(waiting) if one in done and one.exception() is None}
 
 
