@@ -132,11 +132,9 @@ class SlotEngine(ThreadedEngine):
         self._prepared = (version, await self._preparing.run(self._decoder.prepare, tensors))
 
     async def reset(self) -> None:
-        """End all requests, and forget what is kept of earlier ones, such as parked slots; the weights stay. A worker whose engine
-        has this method stays for the next attempt of its run."""
+        """See `ThreadedEngine.reset`: parked slots are forgotten, too, and weights that were prepared."""
         self._prepared = (None, None)
-        await asyncio.wrap_future(self._hand_in(partial(self._end_requests, "the rollout engine was reset")))
-        await self.resume()
+        await super().reset()
 
     def _take_prepared(self, version: int) -> list[Tensor] | None:
         prepared_version, prepared = self._prepared

@@ -152,6 +152,12 @@ class ThreadedEngine(RolloutEngine):
             raise RuntimeError("the rollout engine is closed")
         await asyncio.wrap_future(self._hand_in(partial(setattr, self._slots, "is_paused", is_paused)))
 
+    async def reset(self) -> None:
+        """End all requests, and forget what is kept of earlier ones; the weights stay. A worker whose engine has this method stays
+        for the next attempt of its run."""
+        await asyncio.wrap_future(self._hand_in(partial(self._end_requests, "the rollout engine was reset")))
+        await self.resume()
+
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True

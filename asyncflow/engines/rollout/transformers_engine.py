@@ -169,9 +169,10 @@ class Batches:
             row.is_done |= row.request is request
 
     def fail(self, error: Exception) -> None:
-        """End every request with `error`."""
+        """End every request with `error`. A batch that is generated meanwhile ends with its next token."""
         requests = dict.fromkeys([*(row.request for row in self._rows if not row.is_done), *self._waiting])
-        self._rows.clear()
+        for row in self._rows:
+            row.is_done = True
         self._waiting.clear()
         for request in requests:
             request.deliver(error)
@@ -196,6 +197,7 @@ class Batches:
 
     def step(self) -> None:
         """Generate a batch to its end: the oldest request's samples, and those of others with prompts of the same length."""
+        self._rows.clear()  # of a batch that has failed
         self._fill()
         ids_NL = torch.from_numpy(np.stack([_prompt(row.request) for row in self._rows])).to(self._model.device)
         most = max(row.request.sampling.max_new_tokens for row in self._rows)
