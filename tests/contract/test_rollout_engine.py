@@ -24,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from asyncflow.attestation import fault_of
+from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.rollout.vllm.client import ServerLost
@@ -287,6 +289,20 @@ async def test_a_response_ends_with_its_stop_string(opened: Opened, is_model: No
         (ended,) = [response async for response in stream]
         assert ended.token_ids.tolist() == whole[:count] and ended.finish_reason == "stop"
         assert len(ended.logprobs) == count
+
+
+@pytest.mark.smoke
+async def test_what_it_attests_is_what_was_installed(opened: Opened) -> None:
+    """Each time, by every tensor's name; and nothing else."""
+    async with opened() as engine:
+        for version in (1, 2):
+            installed, other = changed(0.01 * version), changed(0.01 * version + 0.001)
+            await engine.install(version, installed)
+            attested = await engine.attest()
+            assert attested is not None
+            assert fault_of(attested, version, {name: sum_of_bits(tensor) for name, tensor in installed.items()}) == ""
+            found = fault_of(attested, version, {name: sum_of_bits(tensor) for name, tensor in other.items()})
+            assert f"in {len(attested.parts)} of {len(attested.parts)} parts" in found
 
 
 @pytest.mark.smoke

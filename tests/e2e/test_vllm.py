@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
+from tests.conftest import MODEL
 from tests.depth import deep, in_gate
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 from tests.vllm.servers import fake_python
@@ -30,12 +32,29 @@ def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: 
     assert "vLLM's sums depend on what else is in its batch" in done.stdout
     steps = rows(run_dir / "metrics.jsonl")
     assert [step["rows/trained"] for step in steps] == [16, 16, 16]
+    assert [step["weights/attested"] for step in steps[1:]] == [1.0, 1.0], "both servers have shown what they generate with"
     assert steps[0]["mismatch/kl"] > 0.01 and steps[0]["mismatch/logprob_difference"] > 0.1
     certificate = read_certificate(run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.max_staleness <= (schedule != "periodic")
     log = (run_dir / "logs" / "rollout-0.log").read_text()
     assert "[vLLM 0]" in log and "[vLLM 1]" in log
     assert not processes_of(run_dir)
+
+
+@deep
+def test_servers_that_load_nothing_get_no_prompts_and_end_the_run_by_name(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    (model / "deaf").write_text("nothing")
+    changes: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "rollout": {"engine": {"name": "vllm", "python": str(fake_python(tmp_path))}},
+        "weight_sync": {"deadline_seconds": 2},
+    }
+    done = run_command("train", write_config(tmp_path, small(**changes)))
+    assert done.returncode == 1 and "the engine generates with other weights than those of version 1" in done.stderr, done.stderr
+    assert len(rows(tmp_path / "runs" / "test" / "metrics.jsonl")) == 1
 
 
 @deep

@@ -6,6 +6,8 @@ a token were computed. What is wrong with an update, a pause or a prefix cache t
 requests get a token at each step of `STEP_SECONDS`.
 
 What vLLM would answer by rubbish or by dying is fatal here: to generate between start and finish, to update without a pause.
+
+A file `deaf` in the model's folder has it do wrong what it says that it does (`FAULTS`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import h11
 
+FAULTS = {
+    "nothing": "updates load nothing",
+    "half": "updates load every second tensor",
+    "unbound": "adapters are loaded, and bound to no layer",
+    "cannot tell": "a worker cannot tell what it computes with",
+    "of before": "there is no route by which it would be told",
+}
 STEP_SECONDS = 0.002
 VOCABULARY = 373
 
@@ -47,6 +57,16 @@ def tensors_of(file: Path) -> dict[str, bytes]:
     header = json.loads(data[8:start])
     header.pop("__metadata__", None)
     return {name: data[start + place[0] : start + place[1]] for name, place in ((n, h["data_offsets"]) for n, h in header.items())}
+
+
+def sum_of_bits(data: bytes, size: int = 4) -> int:
+    """Sum of the bits of numbers of so many bytes each, as `asyncflow/bit_sums.py` has it."""
+    return sum(array({4: "i", 2: "h"}[size], data)) % (1 << 64)
+
+
+def scaled(data: bytes, scaling: float) -> bytes:
+    """The same float32 numbers, multiplied."""
+    return array("f", [number * scaling for number in array("f", data)]).tobytes()
 
 
 def log_prob(weights: float, keys: float, position: int) -> float:
@@ -77,14 +97,15 @@ class Sequence:
 class FakeVllm:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.weights = number_of(tensors_of(Path(arguments.model) / "model.safetensors"))
+        self.tensors, self.size = tensors_of(Path(arguments.model) / "model.safetensors"), 4
+        self.weights = number_of(self.tensors)
         self.version = "default"
         self.paused = ""  # or by which mode
         self.is_updating = False
         self.sequences: list[Sequence] = []
         self.cache: dict[tuple[str, tuple[int, ...]], float] = {}
         self.counts = dict.fromkeys(("served", "dropped", "updates", "refused", "cleared"), 0)
-        self.loras: dict[str, float] = {}  # by name, a number of each adapter's tensors
+        self.loras: dict[str, tuple[float, Path]] = {}  # by name, a number of each adapter's tensors, and where they lie
         self.woken = asyncio.Event()
         self.engine: subprocess.Popen[bytes] | None = None
 
@@ -133,7 +154,7 @@ class FakeVllm:
             body["token_ids"], body["sampling_params"], body["cache_salt"], asyncio.get_running_loop().create_future()
         )
         if "model" in body:
-            sequence.lora = self.loras[body["model"]]
+            sequence.lora = self.loras[body["model"]][0]
         self.sequences.append(sequence)
         self.woken.set()
         try:
@@ -181,13 +202,38 @@ class FakeVllm:
             data, size = bytes(mapped), {"float32": 4, "bfloat16": 2}[info["dtype_name"]]
         if any(begin + size * math.prod(shape) > len(data) for _, shape, begin in info["tensors"]):
             raise ValueError("a tensor lies beyond the end of the file")
-        self.weights = number_of({n: data[begin : begin + size * math.prod(shape)] for n, shape, begin in info["tensors"]})
+        new = {name: data[begin : begin + size * math.prod(shape)] for name, shape, begin in info["tensors"]}
+        if (fault := self.fault()) in ("nothing", "half"):
+            new = self.tensors | {name: new[name] for name in [*new][:: 2 if fault == "half" else len(new) + 1][1:]}
+        self.tensors, self.size, self.weights = new, size, number_of(new)
 
     def finish(self, version: str) -> None:
         if not self.is_updating:
             os._exit(72)
         self.is_updating, self.version = False, version
         self.counts["updates"] += 1
+
+    def fault(self) -> str:
+        """The one that a test wants."""
+        told = Path(self.arguments.model) / "deaf"
+        return told.read_text() if told.exists() else ""
+
+    def sums(self, lora: str | None, *, has_weights: bool) -> dict[str, Any]:
+        """As AsyncFlow's modules for vLLM answer."""
+        if self.fault() == "cannot tell":
+            return {"why": "model.norm.weight is applied by SomeMethod"}
+        told: dict[str, Any] = {"weights": [], "lora": [], "lora_rank": 0}
+        if has_weights:
+            for name, data in self.tensors.items():
+                told["weights"].append([name, len(data) // self.size, sum_of_bits(data, self.size), 0, []])
+        if lora in self.loras and self.fault() != "unbound":
+            folder = self.loras[lora][1]
+            fields = json.loads((folder / "adapter_config.json").read_text())
+            told["lora_rank"], scaling = fields["r"], fields["lora_alpha"] / fields["r"]
+            for name, data in tensors_of(folder / "adapter_model.safetensors").items():
+                found = sum_of_bits(scaled(data, scaling) if ".lora_B." in name else data)
+                told["lora"].append([name.removeprefix("base_model.model."), len(data) // 4, found, 0, []])
+        return told
 
     async def answer(self, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         fault = Path(self.arguments.model) / "fault"  # a test's: the route that fails
@@ -209,7 +255,8 @@ class FakeVllm:
             case "/v1/load_lora_adapter":
                 if body["lora_name"] in self.loras:
                     return 400, {"error": "it is loaded already"}
-                self.loras[body["lora_name"]] = number_of(tensors_of(Path(body["lora_path"]) / "adapter_model.safetensors"))
+                folder = Path(body["lora_path"])
+                self.loras[body["lora_name"]] = number_of(tensors_of(folder / "adapter_model.safetensors")), folder
             case "/v1/unload_lora_adapter":
                 if body["lora_name"] not in self.loras:
                     return 404, {"error": "no such adapter"}
@@ -241,6 +288,8 @@ class FakeVllm:
                     "device_type": "cpu",
                 }
                 return 200, {**own, **(json.loads(said.read_text()) if said.exists() else {})}
+            case "/asyncflow/sums" if self.fault() != "of before":
+                return 200, {"workers": [self.sums(query.get("lora"), has_weights=query["weights"] == "1")]}
             case "/weight_info":
                 return 200, {"weight_version": self.version}
             case "/state":  # a test's

@@ -1,15 +1,17 @@
-"""Against a real vLLM (suite `vllm`): updates beside a fresh server, and a whole run. Six starts of a minute each."""
+"""Against a real vLLM (suite `vllm`): updates beside a fresh server, faults that are planted in servers, and whole runs. Eight
+starts of a minute each."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncflow.attestation import fault_of
+from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.vllm.client import RequestRefused, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.hosts import OwnServer
-from asyncflow.engines.rollout.vllm.process import ServerProcess
+from asyncflow.engines.rollout.vllm.process import ServerOptions, ServerProcess
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.types import LoraSpec
 from tests.conftest import MODEL, merged
@@ -76,6 +81,9 @@ async def test_an_updated_server_is_a_fresh_one_with_the_new_weights_and_a_kille
         began = time.monotonic()
         await engine.install(1, changed())
         print(f"installed in {time.monotonic() - began:.3f} s")
+        began = time.monotonic()
+        assert await fault(engine, 1, changed()) == ""
+        print(f"attested in {time.monotonic() - began:.3f} s")
         updated = await probe(engine)
         host = engine.instances[0].host
         assert isinstance(host, OwnServer) and host.server is not None and host.server.pid is not None
@@ -90,6 +98,7 @@ async def test_an_updated_server_is_a_fresh_one_with_the_new_weights_and_a_kille
         await stream.aclose()
         revived = await probe(engine)
         assert engine.instances[0].num_restarts == 1
+        assert await fault(engine, 1, changed()) == ""
         assert not alive(group)
     async with opened(fresh_model, version=1) as engine:
         fresh = await probe(engine)
@@ -101,6 +110,53 @@ async def test_an_updated_server_is_a_fresh_one_with_the_new_weights_and_a_kille
     assert all(np.abs(a.logprobs[:1] - b.logprobs[:1]).max() > 1e-4 for a, b in zip(before, fresh, strict=True))
 
 
+async def fault(
+    engine: VllmEngine, version: int, tensors: Mapping[str, torch.Tensor], base: int | None = None, dtype: str = "float32"
+) -> str:
+    """What is wrong with what the engine generates with; "": nothing."""
+    attested = await engine.attest()
+    assert attested is not None, "vLLM is another one: it cannot tell"
+    sums = {name: sum_of_bits(tensor.to(getattr(torch, dtype))) for name, tensor in tensors.items()}
+    return fault_of(attested, version, sums, base)
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that has servers started from here on do wrong what its text says (faulty/asyncflow_vllm.py)."""
+    file, environment = tmp_path / "fault", ServerOptions.environment
+    file.write_text("")
+
+    def with_faults(options: ServerOptions, key: str) -> dict[str, str]:
+        own = environment(options, key)
+        path = os.pathsep.join([str(Path(__file__).with_name("faulty")), own["PYTHONPATH"]])
+        return {**own, "PYTHONPATH": path, "ASYNCFLOW_TEST_FAULT": str(file)}
+
+    monkeypatch.setattr(ServerOptions, "environment", with_faults)
+    return file
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_what_a_server_does_not_load_is_found_at_the_first_install(planted: Path, dtype: str) -> None:
+    faults = {
+        "nothing": "in 27 of 27 parts, model.embed_tokens.weight the first",
+        "stale": "in 27 of 27 parts, model.embed_tokens.weight the first",
+        "half": "in 13 of 27 parts, model.layers.0.self_attn.k_proj.weight the first",
+        "tied head": "in 1 of 27 parts, model.embed_tokens.weight the first",
+    }
+    original = load_file(MODEL / "model.safetensors")
+    async with opened(MODEL, dtype=dtype) as engine:
+        for version, (name, words) in enumerate(faults.items(), 1):
+            tensors = {key: tensor * (1 + 0.02 * version) for key, tensor in original.items()}
+            planted.write_text(name)
+            await engine.install(version, tensors)
+            assert (await probe(engine))[0].version_spans.tolist() == [[0, version]], "it says that it has it"
+            found = await fault(engine, version, tensors, dtype=dtype)
+            assert found == f"the engine generates with other weights than those of version {version} {words}"
+            planted.write_text("")
+            await engine.install(version, tensors)
+            assert await fault(engine, version, tensors, dtype=dtype) == ""
+
+
 async def refused_without_the_key(address: str) -> None:
     """Whatever is asked, the development endpoints too."""
     stranger = VllmClient(address, "another key", generation_seconds=30, deadline_seconds=30)
@@ -110,6 +166,7 @@ async def refused_without_the_key(address: str) -> None:
         stranger.start_weight_update(),
         stranger.set_weight_version(9),
         stranger.settings(),
+        stranger.sums(0, lora=None, has_weights=True),
         stranger.generate(0, [1], {"max_tokens": 1}, "salt"),
     ):
         with pytest.raises(RequestRefused, match="401"):
@@ -159,6 +216,7 @@ def test_a_run_over_a_server_that_is_there(
     steps = rows(run_dir / "metrics.jsonl")
     assert [(step["rows/trained"], step["rows/dead"], step["staleness/max"]) for step in steps] == [(32, 0, 0)] * 3
     assert all(step["mismatch/kl"] < 1e-6 for step in steps)
+    assert [step["weights/attested"] for step in steps[1:]] == [1.0, 1.0]
     certificate = read_certificate(run_dir)
     assert certificate is not None and not certificate.voided and not certificate.is_deterministic
     assert not processes_of(run_dir)
@@ -212,6 +270,7 @@ def test_a_bounded_run_on_two_instances_one_of_which_is_killed(
     differences = [step["mismatch/kl"] for step in steps if "mismatch/kl" in step]
     assert differences and max(differences) < 1e-6  # nats: both engines compute the same model, in float32
     assert all("policy/rollout_kl" in step for step in steps)
+    assert {step["weights/attested"] for step in steps if "weights/attested" in step} == {1.0}
     assert not processes_of(run_dir)
     deadline = time.monotonic() + patience(5)
     while vllm_processes() - before:
@@ -229,8 +288,10 @@ def vllm_processes() -> set[int]:
     return found
 
 
-async def test_an_adapter_is_what_the_merged_model_is(tmp_path: Path) -> None:
-    """Loaded by name, replaced, unloaded; log-probs are those of the embedded engine with the same adapter, but for rounding."""
+async def test_an_adapter_is_what_the_merged_model_is(planted: Path) -> None:
+    """Loaded by name, replaced, unloaded; log-probs are those of the embedded engine with the same adapter, but for rounding. It is
+    attested over its base, and one that is bound to no layer is found."""
+    base = sum_of_base(MODEL, "float32")
     spec = LoraSpec(rank=8, alpha=16.0)
     async with opened(MODEL, lora=spec) as engine:
         embedded = SlotEngine(MODEL, num_slots=8, max_context=224, stop_ids=[], lora=spec)
@@ -248,5 +309,10 @@ async def test_an_adapter_is_what_the_merged_model_is(tmp_path: Path) -> None:
             assert theirs.version_spans.tolist() == [[0, version]]
             assert theirs.token_ids.tolist() == ours.token_ids.tolist()
             assert np.abs(theirs.logprobs - ours.logprobs).max() < 1e-4
+            assert await fault(engine, version, tensors, base) == ""
+            assert "for another base" in await fault(engine, version, tensors, base + 1)
+        planted.write_text("unbound")
+        await engine.install(4, tensors)
+        assert "generates with other weights than those of version 4 in 28 of 28 parts" in await fault(engine, 4, tensors, base)
         assert engine._lora is not None and len([*engine._lora._root.iterdir()]) <= 2
         await embedded.close()

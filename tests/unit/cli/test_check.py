@@ -64,7 +64,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 def third_party() -> set[str]:
     files = (ROOT / "asyncflow").rglob("*.py")
     found = {name for file in files for name in imported(ast.parse(file.read_text()))}
-    return found - set(sys.stdlib_module_names) - {"asyncflow", "asyncflow_vllm"}
+    return found - set(sys.stdlib_module_names) - {"asyncflow", "asyncflow_sums", "asyncflow_vllm"}
 
 
 def test_every_extra_is_listed_by_the_package_that_is_imported() -> None:

@@ -1,9 +1,10 @@
 """vLLM's half of AsyncFlow's vLLM engine (`asyncflow/engines/rollout/vllm/engine.py`). Imported by vLLM's processes.
 
     FileWeights     a weight-transfer engine, `asyncflow` in vLLM's factory: reads the weights from memory that it maps
-    Extension       for --worker-extension-cls: names this module to vLLM's workers, which registers the engine
+    Extension       for --worker-extension-cls: names this module to vLLM's workers, which registers the engine; has each tell what
+                    it computes with
     RequireKey      for --middleware: no route without the run's key (vLLM's own --api-key leaves the development routes open);
-                    and one route more, SETTINGS
+                    and two routes more, SETTINGS and SUMS
 
 Nothing of AsyncFlow is imported here: it need not be installed beside vLLM, and its transformers is another one.
 """
@@ -19,7 +20,9 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
+import asyncflow_sums
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -28,11 +31,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-SETTINGS = "/asyncflow/settings"
+SETTINGS, SUMS = "/asyncflow/settings", "/asyncflow/sums"
 
 
 class Extension:
-    """Adds nothing to a worker: vLLM imports the module that it is in."""
+    """Adds a method to vLLM's workers, which import the module that it is in."""
+
+    get_model: Any
+    model_config: Any
+
+    def asyncflow_sums(self, seed: int, lora_id: int | None, has_weights: bool) -> dict[str, Any]:
+        """Sums of what this worker computes with (asyncflow_sums.py)."""
+        return asyncflow_sums.told(self.get_model(), self.model_config.dtype, seed, lora_id, has_weights)
 
 
 @dataclass
@@ -135,6 +145,8 @@ class RequireKey:
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
             if scope["type"] == "http" and scope["path"] == SETTINGS:
                 await _answer(send, 200, _settings(scope["app"].state.vllm_config))
+            elif scope["type"] == "http" and scope["path"] == SUMS:
+                await _answer(send, 200, await _sums(scope["app"].state, parse_qs(scope["query_string"].decode())))
             else:
                 await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -151,6 +163,18 @@ def _settings(config: Any) -> dict[str, Any]:
         "enable_chunked_prefill": config.scheduler_config.enable_chunked_prefill,
         "device_type": config.device_config.device_type,
     }
+
+
+async def _sums(state: Any, query: dict[str, list[str]]) -> dict[str, Any]:
+    """Sums of what each worker computes with, for requests that name the adapter `lora`; with `weights`=1 of the model's too."""
+    lora_id = None
+    if "lora" in query:
+        request = state.openai_serving_models.lora_requests.get(query["lora"][0])
+        if request is not None:
+            await state.engine_client.add_lora(request)  # as a request that names it does: a worker may have put it aside
+        lora_id = 0 if request is None else request.lora_int_id
+    asked = (int(query["seed"][0]), lora_id, query["weights"] == ["1"])
+    return {"workers": await state.engine_client.collective_rpc("asyncflow_sums", args=asked)}
 
 
 async def _answer(send: Any, status: int, said: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
     generation      POST /inference/v1/generate             token ids in; token ids, log-probs and version spans out
     weights         POST /start_weight_update ... /finish_weight_update, /update_weight_version
     pausing         POST /pause, /resume
+    attestation     POST /asyncflow/sums
 
 consumes: requests, as many at a time as are made
 waits for: the server's answer; for a response as long as `generation_seconds`, whether it is ready `HEALTH_SECONDS`, for all else
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 import httpx2
 import msgspec
@@ -83,8 +85,37 @@ class ServerSettings(msgspec.Struct):
     device_type: str
 
 
+class FoundSum(msgspec.Struct, frozen=True, array_like=True):
+    """Sum of bits over a tensor, or a part of one, in a buffer of one worker (in_vllm/asyncflow_sums.py).
+
+    `name`: the checkpoint's. `numel`: elements of the tensor that the worker has. `columns`: those of the tensor that the sum is
+    over, where the worker has `inputs` of them; empty: it is over all that the worker has.
+    """
+
+    name: str
+    numel: int
+    found: int
+    inputs: int
+    columns: list[int]
+
+
+class WorkerSums(msgspec.Struct, frozen=True):
+    """Sums over what one of a server's workers computes with; or `why` it cannot tell. `lora_rank`: up to which the matrices of an
+    adapter are filled with zeros."""
+
+    weights: list[FoundSum] = []
+    lora: list[FoundSum] = []
+    lora_rank: int = 0
+    why: str = ""
+
+
+class _Sums(msgspec.Struct):
+    workers: list[WorkerSums]
+
+
 _generated = msgspec.json.Decoder(_Generated)
 _settings = msgspec.json.Decoder(ServerSettings)
+_sums = msgspec.json.Decoder(_Sums)
 
 
 class VllmClient:
@@ -173,6 +204,21 @@ class VllmClient:
             return _settings.decode(content)
         except msgspec.DecodeError as error:
             raise ServerLost(f"{self.address} does not say how it was started: {error}") from error
+
+    async def sums(self, seed: int, *, lora: str | None, has_weights: bool) -> list[WorkerSums]:
+        """Sums over what each worker computes with, for requests that name the adapter `lora`; of the model's own weights with
+        `has_weights`. `seed`: which columns of matrices that only their kernels can read.
+
+        Raises `RequestRefused` (404) where the server has AsyncFlow's modules of before, `ServerLost` if it does not answer.
+        """
+        query: dict[str, int | str] = {"seed": seed, "weights": int(has_weights)}
+        if lora is not None:
+            query["lora"] = lora
+        content = await self._ask("POST", f"/asyncflow/sums?{urlencode(query)}")  # in_vllm/asyncflow_vllm.py
+        try:
+            return _sums.decode(content).workers
+        except msgspec.DecodeError as error:
+            raise ServerLost(f"{self.address} does not say what it generates with: {error}") from error
 
     async def set_weight_version(self, version: int) -> None:
         """Name the weights that are there."""

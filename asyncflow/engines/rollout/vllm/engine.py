@@ -3,6 +3,7 @@
     generate -> one of the instances (generation.py) -> responses
     prepare  -> the weights, copied into memory that vLLM's processes can map (weights.py)
     install  -> every instance: pause, load from that memory, name the version, resume
+    attest   -> every instance: what its workers compute with (attesting.py)
 
 consumes: requests (one prompt, several samples), versions, pauses
 waits for: the servers; a lost one's return
@@ -26,9 +27,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from asyncflow.attestation import Attestation
 from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.engines.rollout.vllm.attesting import ServerAttestations
 from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient, check_settings
 from asyncflow.engines.rollout.vllm.generation import Generation
 from asyncflow.engines.rollout.vllm.hosts import given_hosts, own_hosts
@@ -136,6 +139,7 @@ class VllmEngine(RolloutEngine):
             hosts = own_hosts(options, instances, devices)
         self._weights = ServerWeights(model_path, dtype, version)
         self._lora = None if lora is None else LoraVersions(model_path, lora, version, self._unload_in_background)
+        self._attestations = ServerAttestations(self._weights, self._lora)
         self._unloading: set[asyncio.Task[None]] = set()
         if addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(model_path))
@@ -237,6 +241,13 @@ class VllmEngine(RolloutEngine):
         await self._servers.everywhere(unload)
         await asyncio.to_thread(lora.remove, version)
 
+    async def attest(self) -> Attestation | None:
+        """See `RolloutEngine`. Of all servers that are up; one that comes back is checked before it generates."""
+        await self._begin()
+        async with self._one_by_one:
+            self._check_open()
+            return await self._attestations.of_all(self._servers)
+
     async def export_weights(self) -> WeightSource | None:
         """See `RolloutEngine`: what servers are given that come back; None for the version of the model's own files."""
         return None if self._weights.file is None else HeldWeights(self._weights.file.tensors())
@@ -293,14 +304,17 @@ class VllmEngine(RolloutEngine):
     async def _bring_up(self, client: VllmClient) -> None:
         """Bring a server that has just come to the current version."""
         await check_settings(client, max_context=self.max_context, seeded=self._seeded)
-        if self._weights.file is not None:
+        if (file := self._weights.file) is not None:
+            promised = self._attestations.whole()
             await client.pause("abort", clear_cache=True)
-            await self._transfer.send(client, self._weights.file)
+            await self._transfer.send(client, file)
+            await self._attestations.check(client, promised)
             await client.resume()
         else:
             await client.set_weight_version(self._weights.version)
-        if self._lora is not None:
-            await _load(client, self._lora.current)
+        if self._lora is not None and (current := self._lora.current).name is not None:
+            await _load(client, current)
+            await self._attestations.check(client, await asyncio.to_thread(self._attestations.adapter, self._lora, current))
 
     async def _update(self, instance: ServerHandle, client: VllmClient) -> None:
         """Bring a server that generates to the current version."""

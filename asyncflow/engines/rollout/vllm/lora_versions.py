@@ -45,7 +45,7 @@ class LoraVersions:
     def __init__(self, model_path: Path, spec: LoraSpec, version: int, on_ended: Callable[[], None]) -> None:
         """`version` is that of the adapter in `spec.path`, or of the base alone. `on_ended` is called when a request that named a
         version has ended. Raises `UserError` for files that do not fit."""
-        self._model_path, self._spec, self._on_ended = model_path, spec, on_ended
+        self._model_path, self.spec, self._on_ended = model_path, spec, on_ended
         self._root = Path(tempfile.mkdtemp(prefix="asyncflow-lora-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
         self._numbers = itertools.count(1)
         self._older: list[LoraVersion] = []
@@ -60,13 +60,17 @@ class LoraVersions:
         linears = {name.removesuffix(".weight"): shape for name, shape in shapes_of(self._model_path).items() if ".layers." in name}
         try:
             of_pairs = {name: (shape[0], shape[1]) for name, shape in linears.items() if len(shape) == 2}
-            check_lora(tensors, lora_shapes(of_pairs, self._spec), "the adapter")
+            check_lora(tensors, lora_shapes(of_pairs, self.spec), "the adapter")
         except UserError as error:
             raise ValueError(str(error)) from error
         # Numbered, since a version may be installed again: vLLM would answer by the keys that it has of that name.
         name = f"version-{version}-{next(self._numbers)}"
-        write_lora(self._root / name, self._spec, self._model_path, {n: t.float().cpu().numpy() for n, t in tensors.items()})
+        write_lora(self._root / name, self.spec, self._model_path, {n: t.float().cpu().numpy() for n, t in tensors.items()})
         return LoraVersion(version, name, self._root / name)
+
+    def tensors(self, version: LoraVersion) -> dict[str, Tensor]:
+        """Tensors in a version's files, float32; of the base none."""
+        return {} if version.folder is None else read_lora(version.folder, self.spec)
 
     def use(self, version: LoraVersion) -> None:
         """Have requests that begin from now on name this version."""

@@ -14,7 +14,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class ServerWeights:
 
     def __init__(self, model_path: Path, dtype: str, version: int) -> None:
         """`version` is that of the model's own files, which servers start from, and in no file here before `hold`."""
-        self.version = version
+        self.version, self.dtype = version, dtype
         self.prepared: int | None = None
         """The version in `next_file`."""
         self.next_file = WeightsFile(dtype)
@@ -92,6 +92,12 @@ class ServerWeights:
         assert self.prepared is not None, "`prepare` first"
         self.version, self.prepared, self._is_in_file = self.prepared, None, True
         self._file, self.next_file = self.next_file, self._file
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensors of `version`, valid until the next one is there; those of the model's own files are read one at a time."""
+        if self._is_in_file:
+            return self._file.tensors()
+        return TensorsInFiles(self._model_path, without=("lm_head.weight",) if self._ties_head else ())
 
     def close_thread(self) -> None:
         """Prepare no more."""
@@ -164,6 +170,27 @@ class WeightsFile:
             raise RunError(f"no memory for {num_bytes:,} bytes of weights beside vLLM: {error.strerror}") from error
         self._num_bytes = num_bytes
         self._buffer = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
+
+
+class TensorsInFiles(Mapping[str, Tensor]):
+    """Tensors of a checkpoint's safetensors files, each read when it is asked for."""
+
+    def __init__(self, model_path: Path, without: Sequence[str] = ()) -> None:
+        self._files: dict[str, Path] = {}
+        for file in weight_files(model_path):
+            with safe_open(file, framework="pt") as opened:
+                self._files |= {name: file for name in opened.keys() if name not in without}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,161 @@
+"""Sums of what a worker of vLLM's computes with, for AsyncFlow's attested weights (`asyncflow/attestation.py`).
+
+    a buffer that kernels read as it lies        --> the sum of its bits
+    a packed copy, which its kernel alone reads  --> columns of the matrix: what the kernel gives for rows with a single 1, which is
+                                                     exact to the bit; the sum of theirs
+
+A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`. Nothing here knows what
+the sums should be, or was given to an update. Of layers that compute with anything else than their weights as they are, quantised
+ones above all, nothing can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+LEAST_COLUMNS = 16
+LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a thousand has changed, as in a step in bfloat16
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
+
+Found = list[Any]
+"""[name of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over].
+
+Columns are counted over all workers, and there are none where the sum is over all that this one has."""
+
+
+class Unknown(Exception):
+    """What the model computes with cannot be told. The text says of which part."""
+
+
+@torch.inference_mode()
+def told(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | None, has_weights: bool) -> dict[str, Any]:
+    """Sums of the model's own weights, with `has_weights`, and of the adapter `lora_id`, if there is one; or `why` there are none.
+
+    `seed` chooses columns: after as many seeds as a matrix has columns, all have been seen.
+    """
+    try:
+        weights = [*_weights(model, dtype, seed)] if has_weights else []
+        lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id)
+    except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
+        return {"why": str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"}
+    return {"weights": weights, "lora": lora, "lora_rank": rank}
+
+
+def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[Found]:
+    aliases: dict[nn.Module, list[str]] = {}
+    for alias, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(module, []).append(alias.replace(WRAPPED, ""))
+    first_names: dict[int, str] = {}
+    for module, paths in aliases.items():
+        is_head = isinstance(module, ParallelLMHead) or any(path.rpartition(".")[2] == "lm_head" for path in paths)
+        for own_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            is_shared = id(parameter) in first_names
+            name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
+            names = _names(model, name)
+            method = getattr(module, "quant_method", None)
+            if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+                raise Unknown(f"{name} is applied by {type(method).__name__}")
+            is_embedding = type(method) is UnquantizedEmbeddingMethod
+            is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
+            if is_packed and (is_head or not is_embedding):
+                yield from _of_columns(module, names, seed)
+            is_read = not is_packed or (is_embedding and not isinstance(module, ParallelLMHead))  # by lookups
+            if is_read and not is_shared:
+                yield from _of_buffer(module, names, parameter.data, dtype)
+
+
+def _names(model: nn.Module, name: str) -> list[str]:
+    """The checkpoint's names for what the model calls so."""
+    path, _, own_name = name.rpartition(".")
+    parent, _, last = path.rpartition(".")
+    mapping = getattr(model, "packed_modules_mapping", {})
+    return [f"{parent}.{each}.{own_name}".lstrip(".") for each in mapping.get(last, [last])]
+
+
+def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[Found]:
+    if not buffer.numel() or not buffer.is_floating_point():
+        raise Unknown(f"{names[0]} is in no buffer of its own")
+    if buffer.dtype != dtype:  # such as a bias that a kernel wants in float32
+        kept, buffer = buffer, buffer.to(dtype)
+        if not torch.equal(buffer.to(kept.dtype), kept):
+            raise Unknown(f"{names[0]} is kept in {kept.dtype}")
+    for name, piece in _pieces(module, names, buffer):
+        yield [name, piece.numel(), sum_of_bits(piece), 0, []]
+
+
+def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[Found]:
+    inputs = getattr(module, "input_size_per_partition", module.input_size)
+    # The same number on each worker: those that fill up a vocabulary are counted.
+    count = min(inputs, max(LEAST_COLUMNS, -(-LEAST_ELEMENTS // min(module.output_partition_sizes))))
+    columns = torch.tensor([(seed + number * inputs // count) % inputs for number in range(count)])
+    rows = torch.zeros(count, inputs, dtype=module.params_dtype)
+    rows[torch.arange(count), columns] = 1
+    answers = module.quant_method.apply(module, rows.to(module.weight.device), None)
+    begin = inputs * module.tp_rank if inputs != module.input_size else 0
+    for name, piece in _pieces(module, names, answers.t()):
+        yield [name, piece.shape[0] * inputs, sum_of_bits(normal(piece)), inputs, (columns + begin).tolist()]
+
+
+def _outputs(module: Any, names: Sequence[str]) -> list[int]:
+    """Numbers of rows of the tensors that lie in a layer's matrix one after another; without those that fill up a vocabulary."""
+    if (num_tokens := getattr(module, "num_org_embeddings_per_partition", None)) is not None:
+        return [num_tokens]
+    sizes = list(module.output_partition_sizes)
+    if len(names) == 1:
+        return [sum(sizes)]
+    if len(sizes) != len(names):
+        raise Unknown(f"{names[0]} lies in a matrix of {len(sizes)} parts, and {len(names)} names")
+    return sizes
+
+
+def _pieces(module: nn.Module, names: Sequence[str], matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+    is_plain = len(names) == 1 and not hasattr(module, "num_org_embeddings_per_partition")
+    outputs = [len(matrix)] if is_plain else _outputs(module, names)
+    for name, end, size in zip(names, np.cumsum(outputs).tolist(), outputs, strict=True):
+        yield name, matrix[end - size : end]
+
+
+def _lora(model: nn.Module, lora_id: int) -> tuple[list[Found], int]:
+    """Sums of an adapter's matrices, as layers have them, and the rank up to which these are filled with zeros."""
+    manager: Any = getattr(model, "lora_manager", None)
+    if manager is None or lora_id not in manager.lora_index_to_id:
+        return [], 0
+    index = manager.lora_index_to_id.index(lora_id)
+    found: list[Found] = []
+    for path, layer in manager.modules.items():
+        parent, _, last = path.rpartition(".")
+        names = manager.packed_modules_mapping.get(last, [last])
+        stacks = {"lora_A": layer.lora_a_stacked, "lora_B": layer.lora_b_stacked}
+        if not isinstance(layer, BaseLinearLayerWithLoRA) or len(stacks["lora_A"]) != len(names):
+            if any(bool(stack[index].any()) for stack in (*stacks["lora_A"], *stacks["lora_B"])):
+                raise Unknown(f"an adapter of {path} is applied by {type(layer).__name__}")
+            continue
+        for matrix, stack in stacks.items():
+            for name, buffer in zip(names, stack, strict=True):
+                piece = buffer[index]
+                found.append([f"{parent}.{name}.{matrix}.weight".lstrip("."), piece.numel(), sum_of_bits(piece), 0, []])
+    return found, manager.lora_config.max_lora_rank
+
+
+def normal(tensor: Tensor) -> Tensor:
+    """The tensor, with 0 for -0 and for numbers so small that a product with 1 may lose them (`attesting.py` does the same)."""
+    return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Sum of the bits of a tensor's elements as integers, modulo 2^64 (as `asyncflow/bit_sums.py`)."""
+    words = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
+    if words.device.type == "cpu":  # numpy adds up eight times as many a second
+        return int(np.add.reduce(words.numpy(), dtype=np.int64)) % (1 << 64)
+    return int(words.sum(dtype=torch.int64)) % (1 << 64)

@@ -1,0 +1,233 @@
+"""Attested weights of vLLM's servers: what their workers sum up (in_vllm/asyncflow_sums.py), by the names that versions have.
+
+    a buffer, in parts over the workers    the sum of its parts' sums
+    one that several workers have whole    each of them
+    columns that a kernel has given        the sum over the file that the server was to load, with these in the place of its own
+    B of an adapter, with its scaling      the sum over its file, with the difference of what lies there from what should
+
+So what lies in a server as it should has the sum that its tensor has, and anything else another one. Of columns that no kernel was
+asked for this time nothing is known; there are others each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence, Set
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from asyncflow.attestation import MODULUS, Attestation, fault_of, sum_of_all
+from asyncflow.bit_sums import sum_of_bits
+from asyncflow.engines.lora_files import A, B
+from asyncflow.engines.rollout.vllm.client import FoundSum, RequestRefused, ServerLost, VllmClient, WorkerSums
+from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
+from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
+from asyncflow.engines.rollout.vllm.weights import ServerWeights
+
+log = logging.getLogger(__name__)
+
+Part = tuple[list[str], int]
+
+
+class NotAttested(Exception):
+    """What a server generates with cannot be told. The text says why."""
+
+
+class PromisedTensors:
+    """Tensors that a server was to load, as engines of this dtype have them, and sums over them."""
+
+    def __init__(
+        self, version: int, tensors: Mapping[str, Tensor], dtype: str, *, adapter: str | None = None, scaling: float = 1.0
+    ) -> None:
+        """`tensors` may be read from files, one at a time. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM
+        multiplies B with it."""
+        self.version, self.adapter = version, adapter
+        self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
+        self._sums: dict[str, int] = {}
+
+    @property
+    def names(self) -> Set[str]:
+        """Theirs."""
+        return self._tensors.keys()
+
+    def sums(self) -> dict[str, int]:
+        """All of them, by name."""
+        return {name: self.sum_of(name) for name in self._tensors}
+
+    def sum_of(self, name: str) -> int:
+        """Sum over a tensor's bits."""
+        if name not in self._sums:
+            self._sums[name] = sum_of_bits(self._tensor(name))
+        return self._sums[name]
+
+    def found(self, name: str, workers: Sequence[FoundSum], filled: int = 0) -> list[int]:
+        """Sums over the copies of one tensor that a server has, from those of its workers, in the order of their ranks.
+
+        `filled`: rank up to which an adapter's matrices are filled with zeros. Raises `NotAttested` where they make up no copies.
+        """
+        if name not in self._tensors:
+            raise NotAttested(f"{name} is in its model, and in no file of the model's")
+        tensor = self._tensors[name]
+        numel = tensor.numel()
+        if name.endswith((A, B)):
+            rank = tensor.shape[0 if name.endswith(A) else 1]
+            numel = numel // rank * filled
+        num_copies, rest = divmod(sum(each.numel for each in workers), numel)
+        if rest or not num_copies or len(workers) % num_copies:
+            raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
+        copies = (
+            workers[copy::num_copies] for copy in range(num_copies)
+        )  # vLLM gives a part to neighbours, where it is to several
+        return [self._found_in(name, parts) for parts in copies]
+
+    def _found_in(self, name: str, parts: Sequence[FoundSum]) -> int:
+        found = sum_of_all(each.found for each in parts)
+        columns = sorted({column for each in parts for column in each.columns})
+        if columns:
+            matrix = self._tensor(name)
+            if sum(each.numel // each.inputs * len(each.columns) for each in parts) != len(matrix) * len(columns):
+                raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
+            own = sum_of_bits(_normal(matrix[:, columns]))
+            if found != own and not bool(matrix.isfinite().all()):
+                raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
+            found += self.sum_of(name) - own
+        elif name.endswith(B) and self._scaling != 1:
+            found += self.sum_of(name) - sum_of_bits(self._tensor(name) * self._scaling)
+        return found % MODULUS
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._dtype)
+
+
+class ServerAttestations:
+    """Attestations of the servers of one engine."""
+
+    def __init__(self, weights: ServerWeights, lora: LoraVersions | None) -> None:
+        """`weights` are what the servers have, or the base of what they have: `lora`."""
+        self._weights, self._lora = weights, lora
+        self._bases: WeakKeyDictionary[VllmClient, int] = WeakKeyDictionary()  # by server, in one life of it
+        self._has_said_why = False
+
+    def whole(self) -> PromisedTensors:
+        """The weights that the servers should have; valid until they are to have others."""
+        return PromisedTensors(self._weights.version, self._weights.tensors(), self._weights.dtype)
+
+    def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
+        """The adapter that is this version. Blocks."""
+        tensors = lora.tensors(version)
+        return PromisedTensors(version.version, tensors, self._weights.dtype, adapter=version.name, scaling=lora.spec.scaling)
+
+    async def of_all(self, servers: ServerPool) -> Attestation | None:
+        """What all servers generate with that are up; None, and a line in the log, where one cannot tell.
+
+        Of one that is lost meanwhile nothing is said: it is checked when it comes back. Raises `RunError` where all are lost.
+        """
+        lora = self._lora
+        promised = self.whole() if lora is None else await asyncio.to_thread(self.adapter, lora, lora.current)
+        told: dict[VllmClient, list[WorkerSums]] = {}
+
+        async def ask(_: ServerHandle, client: VllmClient) -> None:
+            told[client] = await self._ask(client, promised)
+
+        while not told:
+            await servers.least_loaded()  # one is up
+            await servers.everywhere(ask)
+        found = [await self._attested(client, workers, promised) for client, workers in told.items()]
+        attested = [each for each in found if each is not None]
+        return None if len(attested) < len(found) else await asyncio.to_thread(self._merged, attested)
+
+    async def check(self, client: VllmClient, promised: PromisedTensors) -> None:
+        """Check that a server which has come back has what it was given. Raises `ServerLost` if it has anything else."""
+        attested = await self._attested(client, await self._ask(client, promised), promised)
+        if attested is None:
+            return
+        if fault := fault_of(attested, promised.version, await asyncio.to_thread(promised.sums)):
+            raise ServerLost(f"{client.address} has not what it was given: {fault}")
+
+    def _merged(self, attested: Sequence[Attestation]) -> Attestation:
+        """Servers that have one base have the one that each should have, or are all wrong."""
+        bases = {each.base for each in attested}
+        return merged(attested, bases.pop() if len(bases) == 1 else sum_of_all(self.whole().sums().values()))
+
+    async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
+        """What a server's workers say."""
+        try:
+            return await client.sums(
+                promised.version, lora=promised.adapter, has_weights=self._lora is None or client not in self._bases
+            )
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            return [WorkerSums(why="it was started with AsyncFlow's modules of before, which do not tell")]
+
+    async def _attested(self, client: VllmClient, workers: Sequence[WorkerSums], promised: PromisedTensors) -> Attestation | None:
+        """What a server generates with, by what its workers have said."""
+        try:
+            if why := [worker.why for worker in workers if worker.why]:
+                raise NotAttested(why[0])
+            if self._lora is None:
+                return Attestation(await asyncio.to_thread(weight_parts, workers, promised))
+            if client not in self._bases:
+                base = self.whole()
+                self._bases[client] = await asyncio.to_thread(lambda: base_of(weight_parts(workers, base), base))
+            return Attestation(await asyncio.to_thread(lora_parts, workers, promised), self._bases[client])
+        except NotAttested as why_not:
+            if not self._has_said_why:
+                log.warning("what %s generates with is not attested: %s", client.address, why_not)
+            self._has_said_why = True
+            return None
+
+
+def weight_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
+    """What a server generates with, from the sums of its workers over the model's own weights. Raises `NotAttested`."""
+    parts: list[Part] = []
+    for each in _by_tensor([worker.weights for worker in workers]):
+        parts += [([each[0].name], found) for found in promised.found(each[0].name, each)]
+    lacking = promised.names - {name for names, _ in parts for name in names}
+    if lacking:
+        raise NotAttested(f"its model has no {min(lacking)}, which is in a file of the model's")
+    return parts
+
+
+def lora_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
+    """Adapter that a server generates with, likewise. A layer that has none has zeros, and is left out. Raises `NotAttested`."""
+    parts: list[Part] = []
+    for each in _by_tensor([worker.lora for worker in workers]):
+        name = each[0].name
+        if name in promised.names:
+            parts += [([name], found) for found in promised.found(name, each, workers[0].lora_rank)]
+        elif found := [worker.found for worker in each if worker.found]:
+            parts.append(([name], found[0]))
+    return parts
+
+
+def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
+    """Sum over a model's own weights, from its parts. Of a tensor with several copies, one that is another counts."""
+    found: dict[str, int] = {}
+    for (name, *_), each in parts:
+        if name not in found or (each != found[name] and each != promised.sum_of(name)):
+            found[name] = each
+    return sum_of_all(found.values())
+
+
+def merged(told: Sequence[Attestation], base: int | None) -> Attestation:
+    """What several servers generate with. `base`: what that of each should be; the first that is another counts."""
+    others = [each.base for each in told if each.base != base]
+    return Attestation([part for each in told for part in each.parts], others[0] if others else base)
+
+
+def _by_tensor(workers: Sequence[Sequence[FoundSum]]) -> list[tuple[FoundSum, ...]]:
+    if len({len(found) for found in workers}) != 1:
+        raise NotAttested("its workers have not the same tensors")
+    by_tensor = list(zip(*workers, strict=True))
+    if any(len({worker.name for worker in each}) != 1 for each in by_tensor):
+        raise NotAttested("its workers have not the same tensors")
+    return by_tensor
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    """See `normal` in in_vllm/asyncflow_sums.py."""
+    return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)

@@ -1,0 +1,551 @@
+"""What vLLM's servers generate with: the engine over the stand-in, and what runs in vLLM's workers, over layers like its own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from asyncflow.attestation import Attestation, fault_of
+from asyncflow.bit_sums import sum_of_bits
+from asyncflow.engines.lora import sum_of_base
+from asyncflow.engines.rollout.vllm import servers as vllm_servers
+from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, lora_parts, weight_parts
+from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
+from asyncflow.engines.rollout.vllm.engine import VllmEngine
+from asyncflow.engines.rollout.vllm.process import IN_VLLM
+from asyncflow.types import LoraSpec, RunError
+from tests.conftest import MODEL
+from tests.patience import patience
+from tests.unit.engines.rollout.test_vllm import LORA, adapter, changed, group_of, opened, responses, running
+from tests.vllm.servers import fake_python
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_servers, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(vllm_servers, "WATCH_SECONDS", 0.2)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    return str(fake_python(tmp_path))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return shutil.copytree(MODEL, tmp_path / "model")
+
+
+def sums_of(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """What a sender promises of them."""
+    return {name: sum_of_bits(tensor.to(dtype)) for name, tensor in tensors.items()}
+
+
+async def fault(engine: VllmEngine, version: int, tensors: Mapping[str, Tensor], base: int | None = None) -> str:
+    attested = await engine.attest()
+    assert attested is not None
+    return fault_of(attested, version, sums_of(tensors), base)
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_each_server_says_what_it_generates_with(model: Path, python: str, dtype: Any) -> None:
+    async with opened(model, python, instances=2, dtype=dtype) as engine:
+        for version in (1, 2):
+            await engine.install(version, changed(0.1 * version))
+            attested = await engine.attest()
+            assert attested is not None and attested.base is None
+            assert len(attested.parts) == 2 * len(changed(0))
+            assert fault_of(attested, version, sums_of(changed(0.1 * version), getattr(torch, dtype))) == ""
+            assert "other weights than those" in fault_of(attested, version, sums_of(changed(0.3), getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(("deaf", "num_parts"), [("nothing", 26), ("half", 14)])
+async def test_a_server_that_does_not_load_what_it_is_given_is_found_at_once(
+    model: Path, python: str, deaf: str, num_parts: int
+) -> None:
+    async with opened(model, python) as engine:
+        (model / "deaf").write_text(deaf)
+        await engine.install(1, changed(0.1))
+        assert (await responses(engine))[0].version_spans.tolist() == [[0, 1]], "it says that it has the version"
+        words = f"generates with other weights than those of version 1 in {num_parts} of 26 parts"
+        assert words in await fault(engine, 1, changed(0.1))
+        (model / "deaf").unlink()
+        await engine.install(1, changed(0.1))
+        assert await fault(engine, 1, changed(0.1)) == ""
+
+
+async def test_an_adapter_and_its_base_are_attested(model: Path, python: str) -> None:
+    base = sum_of_base(MODEL, "float32")
+    async with opened(model, python, lora=LORA, instances=2) as engine:
+        for version in (1, 2):
+            await engine.install(version, adapter(version))
+            assert await fault(engine, version, adapter(version), base) == ""
+            assert "other weights" in await fault(engine, version, adapter(3), base)
+            assert "for another base" in await fault(engine, version, adapter(version), base + 1)
+        (model / "deaf").write_text("unbound")
+        await engine.install(3, adapter(3))
+        assert "generates without 28 of the 28 tensors of version 3" in await fault(engine, 3, adapter(3), base)
+
+
+async def test_a_server_of_another_base_is_found_whatever_the_adapter(model: Path, python: str) -> None:
+    """A model's folder that has changed since the engine was made stands for another machine's."""
+    async with opened(model, python, lora=LORA, instances=2) as engine:
+        await engine.install(1, adapter(1))
+        assert await fault(engine, 1, adapter(1), sum_of_base(MODEL, "float32")) == ""
+        save_file(changed(0.01), model / "model.safetensors", metadata={"format": "pt"})
+        group_of(engine.instances[1])[1].kill()
+        async with asyncio.timeout(patience(20)):
+            while not (engine.instances[1].num_restarts and engine.instances[1].is_up):
+                await asyncio.sleep(0.02)
+        shutil.copyfile(MODEL / "model.safetensors", model / "model.safetensors")
+        assert "for another base" in await fault(engine, 1, adapter(1), sum_of_base(MODEL, "float32"))
+
+
+async def test_a_server_that_comes_back_is_used_when_it_has_what_it_was_given(model: Path, python: str) -> None:
+    async with opened(model, python, max_restarts=50) as engine:
+        await engine.install(1, changed(0.1))
+        before = (await responses(engine))[0]
+        (model / "deaf").write_text("nothing")
+        (instance,) = engine.instances
+        group_of(instance)[1].kill()
+        async with asyncio.timeout(patience(30)):
+            while instance.num_restarts < 2:
+                assert not instance.is_up or instance.num_restarts == 0, "it was used with weights that nobody has given it"
+                await asyncio.sleep(0.01)
+        (model / "deaf").unlink()
+        attesting = asyncio.create_task(fault(engine, 1, changed(0.1)))
+        assert await asyncio.wait_for(attesting, patience(30)) == "", "it waits until there is one to ask"
+        assert np.array_equal((await responses(engine))[0].logprobs, before.logprobs)
+
+
+async def test_a_given_server_that_does_not_load_weights_is_refused(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "deaf").write_text("half")
+    save_file(changed(0.1), (tmp := shutil.copytree(MODEL, model.parent / "run")) / "model.safetensors", metadata={"format": "pt"})
+    with running(model, python, 1, monkeypatch) as (server,):
+        async with opened(tmp, python, addresses=[server.address]) as engine:
+            with pytest.raises(RunError, match="has not what it was given: the engine generates with other weights"):
+                await responses(engine)
+
+
+@pytest.mark.parametrize(
+    ("deaf", "why"),
+    [("of before", "AsyncFlow's modules of before"), ("cannot tell", "model.norm.weight is applied by SomeMethod")],
+)
+async def test_a_server_that_cannot_tell_is_not_attested_and_one_line_says_why(
+    model: Path, python: str, caplog: pytest.LogCaptureFixture, deaf: str, why: str
+) -> None:
+    (model / "deaf").write_text(deaf)
+    async with opened(model, python, instances=2) as engine:
+        with caplog.at_level(logging.WARNING, "asyncflow.engines.rollout.vllm.attesting"):
+            for version in (1, 2):
+                await engine.install(version, changed(0.1 * version))
+                assert await engine.attest() is None
+        (line,) = caplog.messages
+        assert why in line
+        assert [instance.num_restarts for instance in engine.instances] == [0, 0]
+
+
+# -- what a worker sums up --------------------------------------------------------------------------------------------------
+
+
+class UnquantizedLinearMethod:
+    """As vLLM's: on a CPU a layer is asked by what was made of its weight."""
+
+    def apply(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        if "cpu_linear" in layer.__dict__:
+            answers: Tensor = layer.cpu_linear(rows, layer.weight, bias)
+            return answers
+        return nn.functional.linear(rows, layer.weight, bias)
+
+
+class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
+    pass
+
+
+class Fp8LinearMethod(UnquantizedLinearMethod):
+    pass
+
+
+class LikeLinear(nn.Module):
+    """As vLLM's linear layers, cut over `tp` workers. `packed`: a CPU's, which keep their weights in a copy alone."""
+
+    def __init__(self, parts: Sequence[Tensor], *, cut: str, rank: int, tp: int, packed: bool, bias: Tensor | None = None) -> None:
+        super().__init__()
+        outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
+        self.quant_method, self.params_dtype, self.tp_rank, self.tp_size = UnquantizedLinearMethod(), parts[0].dtype, rank, tp
+        self.input_size, self.input_size_per_partition = inputs, inputs
+        if cut == "inputs":
+            self.input_size_per_partition = inputs // tp
+            parts = [part.chunk(tp, 1)[rank] for part in parts]
+        elif cut == "outputs":
+            parts = [part.chunk(tp)[rank] for part in parts]
+        self.output_partition_sizes = [len(part) for part in parts]
+        assert outputs
+        self.set(torch.cat([*parts]), packed=packed)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def set(self, weight: Tensor, *, packed: bool) -> None:
+        self.weight = nn.Parameter(torch.empty(0) if packed else weight, requires_grad=False)
+        if packed:
+            self.cpu_linear = lambda rows, _, bias: nn.functional.linear(rows, weight, bias)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """As vLLM's: filled up to a multiple of 64 rows, so that the last of several workers may have none."""
+
+    def __init__(self, table: Tensor, *, rank: int, tp: int) -> None:
+        super().__init__()
+        num_rows = -(-len(table) // 64) * 64 // tp
+        own = table[rank * num_rows : (rank + 1) * num_rows]
+        self.quant_method, self.params_dtype, self.tp_rank = UnquantizedEmbeddingMethod(), table.dtype, rank
+        self.num_org_embeddings_per_partition, self.output_partition_sizes = len(own), [num_rows]
+        self.input_size = self.input_size_per_partition = table.shape[1]
+        filled = torch.cat([own, torch.zeros(num_rows - len(own), table.shape[1], dtype=table.dtype)])
+        self.weight = nn.Parameter(filled, requires_grad=False)
+
+    def pack(self) -> None:
+        copy = self.weight.detach().clone()
+        self.cpu_linear = lambda rows, _, bias: nn.functional.linear(rows, copy, bias)
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    pass
+
+
+class BaseLinearLayerWithLoRA(nn.Module):
+    """As vLLM's: matrices of several adapters, filled up with zeros to the largest rank."""
+
+    def __init__(self, layer: nn.Module, stacks: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_a_stacked, self.lora_b_stacked = (tuple(pair[i] for pair in stacks) for i in range(2))
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module that runs in vLLM's workers."""
+    for name, own in (
+        ("vllm.lora.layers.base_linear", [BaseLinearLayerWithLoRA]),
+        ("vllm.model_executor.layers.linear", [UnquantizedLinearMethod]),
+        ("vllm.model_executor.layers.vocab_parallel_embedding", [ParallelLMHead, UnquantizedEmbeddingMethod]),
+    ):
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:count]), sys.modules.get(".".join(parts[:count]), ModuleType("vllm")))
+        for each in own:
+            monkeypatch.setattr(sys.modules[name], each.__name__, each, raising=False)
+    monkeypatch.syspath_prepend(str(IN_VLLM))
+    monkeypatch.delitem(sys.modules, "asyncflow_sums", raising=False)
+    yield importlib.import_module("asyncflow_sums")
+    sys.modules.pop("asyncflow_sums", None)
+
+
+def checkpoint(
+    dtype: torch.dtype = torch.float32, *, is_tied: bool = False, inputs: int = 64, vocabulary: int = 140
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = {
+        **{"model.embed_tokens.weight": (vocabulary, inputs), "model.norm.weight": (inputs,)},
+        **{
+            f"model.layers.0.self_attn.{name}_proj.weight": (outputs, inputs)
+            for name, outputs in {"q": 64, "k": 16, "v": 16}.items()
+        },
+        "model.layers.0.self_attn.q_proj.bias": (64,),
+        "model.layers.0.self_attn.k_proj.bias": (16,),
+        "model.layers.0.self_attn.v_proj.bias": (16,),
+        **{"model.layers.0.self_attn.o_proj.weight": (inputs, 64)},
+        **({} if is_tied else {"lm_head.weight": (vocabulary, inputs)}),
+    }
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def model_of(tensors: Mapping[str, Tensor], *, rank: int = 0, tp: int = 1, packed: bool = True) -> Any:
+    """A worker's part of it, as vLLM would have it. With more workers than heads of k, each is whole on several."""
+    model = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # type: ignore[assignment]
+    attention, layer = nn.Module(), nn.Module()
+    path = "model.layers.0.self_attn"
+    own = {}
+    for name in ("q", "k", "v"):
+        replicas = 2 if name != "q" and tp > 2 else 1
+        for kind in ("weight", "bias"):
+            own[name, kind] = tensors[f"{path}.{name}_proj.{kind}"].chunk(tp // replicas)[rank // replicas]
+    bias = torch.cat([own[name, "bias"] for name in "qkv"])
+    weights = [own[name, "weight"] for name in "qkv"]
+    attention.qkv_proj = LikeLinear(weights, cut="", rank=rank, tp=tp, packed=packed, bias=bias)
+    attention.o_proj = LikeLinear([tensors[f"{path}.o_proj.weight"]], cut="inputs", rank=rank, tp=tp, packed=packed)
+    layer.self_attn = attention
+    inner = nn.Module()
+    inner.embed_tokens = VocabParallelEmbedding(tensors["model.embed_tokens.weight"], rank=rank, tp=tp)
+    inner.layers = nn.ModuleList([layer])
+    inner.norm = nn.Module()
+    inner.norm.weight = nn.Parameter(tensors["model.norm.weight"].clone(), requires_grad=False)
+    model.model = inner
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    model.lm_head = ParallelLMHead(head, rank=rank, tp=tp)
+    if "lm_head.weight" not in tensors:
+        model.lm_head.weight = inner.embed_tokens.weight
+    if packed:
+        inner.embed_tokens.pack()
+        model.lm_head.pack()
+    return model
+
+
+def told(sums: Any, *models: Any, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> list[WorkerSums]:
+    """As they come over the wire."""
+    found = [sums.told(model, dtype, seed, **{"lora_id": None, "has_weights": True, **changes}) for model in models]
+    return [
+        WorkerSums(
+            weights=[FoundSum(*each) for each in one.get("weights", [])],
+            lora=[FoundSum(*each) for each in one.get("lora", [])],
+            lora_rank=one.get("lora_rank", 0),
+            why=one.get("why", ""),
+        )
+        for one in found
+    ]
+
+
+def fault_in(workers: Sequence[WorkerSums], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> str:
+    assert not any(worker.why for worker in workers), workers
+    promised = PromisedTensors(1, tensors, str(dtype).removeprefix("torch."))
+    return fault_of(Attestation(weight_parts(workers, promised)), 1, sums_of(tensors, dtype))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "is_tied"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_what_lies_in_workers_as_it_should_has_the_sums_of_the_file(
+    sums: Any, packed: bool, tp: int, dtype: torch.dtype, is_tied: bool
+) -> None:
+    """Fused, cut over workers, whole on several, filled up, packed, or the output layer that is the embedding."""
+    tensors = checkpoint(dtype, is_tied=is_tied, vocabulary=140 if tp > 1 else 2050)
+    for seed in (0, 3):
+        workers = told(sums, *(model_of(tensors, rank=rank, tp=tp, packed=packed) for rank in range(tp)), dtype=dtype, seed=seed)
+        assert fault_in(workers, tensors, dtype) == ""
+
+
+def norm(model: Any) -> None:
+    model.model.norm.weight.data[3] += 1
+
+
+def tied_head(model: Any) -> None:
+    stale = model.lm_head.weight.detach() * 1.01
+    model.lm_head.cpu_linear = lambda rows, _, bias: nn.functional.linear(rows, stale, bias)
+
+
+def o_proj(model: Any) -> None:
+    layer = model.model.layers[0].self_attn.o_proj
+    stale = UnquantizedLinearMethod().apply(layer, torch.eye(layer.input_size_per_partition), None).t().contiguous()
+    stale[:8] *= 1.01
+    layer.set(stale, packed=True)
+
+
+def k_bias(model: Any) -> None:
+    layer = model.model.layers[0].self_attn.qkv_proj
+    layer.bias.data[-layer.output_partition_sizes[2] - 1] += 1
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (norm, "model.norm.weight"),
+        (tied_head, "model.embed_tokens.weight"),
+        (o_proj, "model.layers.0.self_attn.o_proj.weight"),
+        (k_bias, "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_what_one_worker_has_otherwise_is_named(sums: Any, plant: Callable[[Any], None], name: str) -> None:
+    tensors = checkpoint(is_tied=True)
+    model = model_of(tensors)
+    plant(model)
+    assert f"in 1 of 10 parts, {name} the first" in fault_in(told(sums, model), tensors)
+    two = [model_of(tensors, rank=rank, tp=2) for rank in range(2)]
+    plant(two[1])
+    assert f"in 1 of 11 parts, {name} the first" in fault_in(told(sums, *two), tensors), "of a norm each worker has all"
+
+
+def test_after_as_many_seeds_as_there_are_columns_all_have_been_seen(sums: Any) -> None:
+    """Of a large matrix few columns are asked for; one stale column shows when it is."""
+    weight = torch.randn(2048, 32)
+    tensors = {"linear.weight": weight}
+    model = nn.Module()
+    stale = weight.clone()
+    stale[:, 21] += 1
+    model.linear = LikeLinear([stale], cut="outputs", rank=0, tp=1, packed=True)
+    faults, seen = [], set()
+    for seed in range(32):
+        (worker,) = told(sums, model, seed=seed)
+        columns = worker.weights[0].columns
+        assert len(columns) == len({*columns}) == 16
+        seen |= {*columns}
+        faults.append(bool(fault_in([worker], tensors)))
+        assert faults[-1] == (21 in columns)
+    assert seen == {*range(32)} and sum(faults) == 16
+
+
+def test_zeros_with_a_sign_and_numbers_that_a_product_may_lose_are_no_fault(sums: Any) -> None:
+    """An engine's kernel adds products up, from 0 on, and may take the smallest numbers for 0."""
+    weight = torch.randn(32, 16)
+    weight[0, :] = -0.0
+    weight[1, :] = 1e-40
+    model = nn.Module()
+    model.linear = LikeLinear([weight], cut="outputs", rank=0, tp=1, packed=True)
+    kept = weight.clone()
+    kept[1] = 0
+    model.linear.cpu_linear = lambda rows, _, bias: rows @ kept.t() + 0.0
+    assert fault_in(told(sums, model), {"linear.weight": weight}) == ""
+    kept[2, 3] = 1.0
+    assert "other weights" in fault_in(told(sums, model), {"linear.weight": weight})
+
+
+def quantised(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.quant_method = Fp8LinearMethod()
+
+
+def wide(model: Any) -> None:
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.double() + 1e-12, requires_grad=False)
+
+
+def broken(model: Any) -> None:
+    del model.model.layers[0].self_attn.o_proj.input_size
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (quantised, "o_proj.weight is applied by Fp8LinearMethod"),
+        (wide, "model.norm.weight is kept in"),
+        (broken, "AttributeError"),
+    ],
+)
+def test_a_worker_says_why_it_cannot_tell(sums: Any, change: Callable[[Any], None], why: str) -> None:
+    """An error of its own, too: it generates all the same."""
+    model = model_of(checkpoint())
+    change(model)
+    (worker,) = told(sums, model)
+    assert why in worker.why and not worker.weights
+
+
+def test_a_bias_that_a_kernel_wants_in_float32_is_the_same(sums: Any) -> None:
+    tensors = checkpoint(torch.bfloat16)
+    model = model_of(tensors)
+    bias = model.model.layers[0].self_attn.qkv_proj.bias
+    bias.data = bias.data.float()
+    assert fault_in(told(sums, model, dtype=torch.bfloat16), tensors, torch.bfloat16) == ""
+
+
+def test_what_makes_up_no_whole_is_not_told_rather_than_found_wrong(sums: Any) -> None:
+    tensors = checkpoint()
+    both = [model_of(tensors, rank=rank, tp=2) for rank in range(2)]
+    promised = PromisedTensors(1, tensors, "float32")
+    with pytest.raises(NotAttested, match="do not make up a whole"):
+        weight_parts(told(sums, both[0]), promised)
+    with pytest.raises(NotAttested, match="has no lm_head"):
+        weight_parts(told(sums, model_of(checkpoint(is_tied=True))), promised)
+    del both[1].lm_head
+    with pytest.raises(NotAttested, match="have not the same tensors"):
+        weight_parts(told(sums, *both), promised)
+    with pytest.raises(NotAttested, match=r"in its model, and in no file"):
+        weight_parts(told(sums, model_of(tensors)), PromisedTensors(1, checkpoint(is_tied=True), "float32"))
+    infinite = {**tensors, "lm_head.weight": tensors["lm_head.weight"].clone()}
+    infinite["lm_head.weight"][0, 0] = torch.inf
+    with pytest.raises(NotAttested, match="is not finite"):
+        weight_parts(told(sums, model_of(infinite)), PromisedTensors(1, infinite, "float32"))
+
+
+SPEC = LoraSpec(rank=4, alpha=6.0)
+LARGEST_RANK = 8
+
+
+def with_lora(model: Any, lora: Mapping[str, Tensor], *, rank: int, tp: int, index: int = 1) -> Any:
+    """The model with an adapter of id 5, scaled as vLLM does."""
+    attention = model.model.layers[0].self_attn
+    path = "model.layers.0.self_attn"
+    modules = {}
+    for layer, names, cut in (("qkv_proj", ["q_proj", "k_proj", "v_proj"], "outputs"), ("o_proj", ["o_proj"], "inputs")):
+        stacks = []
+        for name in names:
+            low, up = lora[f"{path}.{name}.lora_A.weight"], lora[f"{path}.{name}.lora_B.weight"] * SPEC.scaling
+            low = low.chunk(tp, 1)[rank] if cut == "inputs" else low
+            up = up.chunk(tp)[rank] if cut == "outputs" else up
+            pair = torch.zeros(2, 1, LARGEST_RANK, low.shape[1]), torch.zeros(2, 1, len(up), LARGEST_RANK)
+            pair[0][index, 0, : SPEC.rank] = low
+            pair[1][index, 0, :, : SPEC.rank] = up
+            stacks.append(pair)
+        setattr(attention, layer, BaseLinearLayerWithLoRA(getattr(attention, layer), stacks))
+        modules[f"{path}.{layer}"] = getattr(attention, layer)
+    model.lora_manager = SimpleNamespace(
+        lora_index_to_id=[*[None] * index, 5],
+        modules=modules,
+        packed_modules_mapping=model.packed_modules_mapping,
+        lora_config=SimpleNamespace(max_lora_rank=LARGEST_RANK),
+    )
+    return model
+
+
+def lora_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    lora = {}
+    for name, tensor in tensors.items():
+        if "_proj.weight" in name:
+            linear = name.removesuffix(".weight")
+            lora[f"{linear}.lora_A.weight"] = torch.randn(SPEC.rank, tensor.shape[1], generator=generator)
+            lora[f"{linear}.lora_B.weight"] = torch.randn(len(tensor), SPEC.rank, generator=generator)
+    return lora
+
+
+def fault_in_lora(workers: Sequence[WorkerSums], lora: Mapping[str, Tensor]) -> str:
+    promised = PromisedTensors(1, lora, "float32", adapter="version-1-1", scaling=SPEC.scaling)
+    return fault_of(Attestation(lora_parts(workers, promised)), 1, sums_of(lora))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_adapter_is_what_its_layers_have(sums: Any, tp: int) -> None:
+    """With its scaling in B, cut over workers, and beside the base, whose names stay."""
+    tensors = checkpoint()
+    lora = lora_of(tensors)
+    models = [with_lora(model_of(tensors, rank=rank, tp=tp), lora, rank=rank, tp=tp) for rank in range(tp)]
+    workers = told(sums, *models, lora_id=5)
+    assert fault_in(workers, tensors) == "" and fault_in_lora(workers, lora) == ""
+    stays = models[-1].model.layers[0].self_attn.qkv_proj.lora_b_stacked[2]
+    stays[1, 0, 3, 2] += 1
+    assert "v_proj.lora_B.weight the first" in fault_in_lora(told(sums, *models, lora_id=5), lora)
+    stays.zero_()
+    assert "in 1 of" in fault_in_lora(told(sums, *models, lora_id=5), lora)
+    assert "without 8 of the 8 tensors" in fault_in_lora(told(sums, *models, lora_id=6), lora), "no layer has it"
+
+
+def test_an_adapter_that_has_more_than_the_version_is_another(sums: Any) -> None:
+    tensors = checkpoint()
+    lora = lora_of(tensors)
+    workers = told(sums, with_lora(model_of(tensors), lora, rank=0, tp=1), lora_id=5)
+    less = {name: tensor for name, tensor in lora.items() if "o_proj" not in name}
+    assert "with 2 tensors that version 1 does not have" in fault_in_lora(workers, less)
+    zeros = {name: torch.zeros_like(tensor) if "o_proj" in name else tensor for name, tensor in lora.items()}
+    workers = told(sums, with_lora(model_of(tensors), zeros, rank=0, tp=1), lora_id=5)
+    assert fault_in_lora(workers, less) == "", "a layer without an adapter has zeros"
+
+
+def test_sums_are_asyncflows_own(sums: Any) -> None:
+    """Nothing of AsyncFlow is imported beside vLLM."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.randn(7, 11).to(dtype)
+        assert sums.sum_of_bits(tensor) == sum_of_bits(tensor)

@@ -1,0 +1,62 @@
+"""AsyncFlow's modules for vLLM's processes, which do wrong what the file that `ASYNCFLOW_TEST_FAULT` names has in it:
+
+    nothing      an update loads nothing
+    stale        an update loads the tensors of the one before
+    half         an update loads every second tensor
+    tied head    the output layer that is the embedding keeps its packed copy, as vLLM 0.32.0 leaves it on a CPU
+    unbound      an adapter is loaded, and no layer has it
+
+This folder lies before AsyncFlow's own on the servers' PYTHONPATH.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+found = [Path(folder) / "asyncflow_vllm.py" for folder in os.environ["PYTHONPATH"].split(os.pathsep)]
+OWN = next(path for path in found if path.exists() and path != Path(__file__))
+spec = importlib.util.spec_from_file_location("asyncflow_vllm_as_it_is", OWN)
+assert spec is not None and spec.loader is not None
+own = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = own
+spec.loader.exec_module(own)
+Extension, RequireKey, FileWeights = own.Extension, own.RequireKey, own.FileWeights
+tensors_of, finish, activate = own._tensors, FileWeights.finish_weight_update, LoRAModelManager.activate_adapter
+before: list[Any] = []
+
+
+def fault() -> str:
+    return Path(os.environ["ASYNCFLOW_TEST_FAULT"]).read_text()
+
+
+def tensors(buffer: Any, update: Any) -> Iterator[Any]:
+    given = [(name, tensor.clone()) for name, tensor in tensors_of(buffer, update)]
+    chosen = {"nothing": [], "stale": [*before], "half": given[::2]}.get(fault(), given)
+    before[:] = given
+    yield from chosen
+
+
+def finish_weight_update(self: Any) -> None:
+    if fault() == "tied head":
+        finalize_layerwise_reload(self.model, self.model_config)
+    else:
+        finish(self)
+
+
+def activate_adapter(self: Any, lora_id: int) -> bool:
+    done = activate(self, lora_id)
+    if done and fault() == "unbound":
+        for layer in self.modules.values():
+            layer.reset_lora(self.lora_index_to_id.index(lora_id))
+    return bool(done)
+
+
+own._tensors = tensors
+FileWeights.finish_weight_update = finish_weight_update
+LoRAModelManager.activate_adapter = activate_adapter
