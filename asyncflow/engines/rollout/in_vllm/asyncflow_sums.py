@@ -32,7 +32,7 @@ Found = list[Any]
 Columns are counted over all workers, and there are none where the sum is over all that this one has."""
 
 
-class Unknown(Exception):
+class CannotTell(Exception):
     """What the model computes with cannot be told. The text says of which part."""
 
 
@@ -46,7 +46,7 @@ def told(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | None, h
         weights = [*_weights(model, dtype, seed)] if has_weights else []
         lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id)
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
-        return {"why": str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"}
+        return {"why": str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"}
     return {"weights": weights, "lora": lora, "lora_rank": rank}
 
 
@@ -65,7 +65,7 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[Found]
             names = _names(model, name)
             method = getattr(module, "quant_method", None)
             if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-                raise Unknown(f"{name} is applied by {type(method).__name__}")
+                raise CannotTell(f"{name} is applied by {type(method).__name__}")
             is_embedding = type(method) is UnquantizedEmbeddingMethod
             is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
             if is_packed and (is_head or not is_embedding):
@@ -85,11 +85,11 @@ def _names(model: nn.Module, name: str) -> list[str]:
 
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[Found]:
     if not buffer.numel() or not buffer.is_floating_point():
-        raise Unknown(f"{names[0]} is in no buffer of its own")
+        raise CannotTell(f"{names[0]} is in no buffer of its own")
     if buffer.dtype != dtype:  # such as a bias that a kernel wants in float32
         kept, buffer = buffer, buffer.to(dtype)
         if not torch.equal(buffer.to(kept.dtype), kept):
-            raise Unknown(f"{names[0]} is kept in {kept.dtype}")
+            raise CannotTell(f"{names[0]} is kept in {kept.dtype}")
     for name, piece in _pieces(module, names, buffer):
         yield [name, piece.numel(), sum_of_bits(piece), 0, []]
 
@@ -115,7 +115,7 @@ def _outputs(module: Any, names: Sequence[str]) -> list[int]:
     if len(names) == 1:
         return [sum(sizes)]
     if len(sizes) != len(names):
-        raise Unknown(f"{names[0]} lies in a matrix of {len(sizes)} parts, and {len(names)} names")
+        raise CannotTell(f"{names[0]} lies in a matrix of {len(sizes)} parts, and {len(names)} names")
     return sizes
 
 
@@ -139,7 +139,7 @@ def _lora(model: nn.Module, lora_id: int) -> tuple[list[Found], int]:
         stacks = {"lora_A": layer.lora_a_stacked, "lora_B": layer.lora_b_stacked}
         if not isinstance(layer, BaseLinearLayerWithLoRA) or len(stacks["lora_A"]) != len(names):
             if any(bool(stack[index].any()) for stack in (*stacks["lora_A"], *stacks["lora_B"])):
-                raise Unknown(f"an adapter of {path} is applied by {type(layer).__name__}")
+                raise CannotTell(f"an adapter of {path} is applied by {type(layer).__name__}")
             continue
         for matrix, stack in stacks.items():
             for name, buffer in zip(names, stack, strict=True):

@@ -168,13 +168,16 @@ def _settings(config: Any) -> dict[str, Any]:
 async def _sums(state: Any, query: dict[str, list[str]]) -> dict[str, Any]:
     """Sums of what each worker computes with, for requests that name the adapter `lora`; with `weights`=1 of the model's too."""
     lora_id = None
-    if "lora" in query:
-        request = state.openai_serving_models.lora_requests.get(query["lora"][0])
-        if request is not None:
-            await state.engine_client.add_lora(request)  # as a request that names it does: a worker may have put it aside
-        lora_id = 0 if request is None else request.lora_int_id
-    asked = (int(query["seed"][0]), lora_id, query["weights"] == ["1"])
-    return {"workers": await state.engine_client.collective_rpc("asyncflow_sums", args=asked)}
+    try:
+        if "lora" in query:
+            request = state.openai_serving_models.lora_requests.get(query["lora"][0])
+            if request is not None:
+                await state.engine_client.add_lora(request)  # as a request that names it does: a worker may have put it aside
+            lora_id = 0 if request is None else request.lora_int_id
+        asked = (int(query["seed"][0]), lora_id, query["weights"] == ["1"])
+        return {"workers": await state.engine_client.collective_rpc("asyncflow_sums", args=asked)}
+    except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
+        return {"workers": [{"why": f"{type(error).__name__}: {error}"}]}
 
 
 async def _answer(send: Any, status: int, said: dict[str, Any]) -> None:

@@ -40,11 +40,18 @@ class PromisedTensors:
     """Tensors that a server was to load, as engines of this dtype have them, and sums over them."""
 
     def __init__(
-        self, version: int, tensors: Mapping[str, Tensor], dtype: str, *, adapter: str | None = None, scaling: float = 1.0
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        dtype: str,
+        *,
+        tied: Mapping[str, str] | None = None,
+        adapter: str | None = None,
+        scaling: float = 1.0,
     ) -> None:
-        """`tensors` may be read from files, one at a time. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM
-        multiplies B with it."""
-        self.version, self.adapter = version, adapter
+        """`tensors` may be read from files, one at a time. `tied`: other names of tensors in a server's model. `adapter`: name of
+        one, if they are its. `scaling`: of its product; vLLM multiplies B with it."""
+        self.version, self.tied, self.adapter = version, tied or {}, adapter
         self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
         self._sums: dict[str, int] = {}
 
@@ -113,7 +120,8 @@ class ServerAttestations:
 
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
-        return PromisedTensors(self._weights.version, self._weights.tensors(), self._weights.dtype)
+        weights = self._weights
+        return PromisedTensors(weights.version, weights.tensors(), weights.dtype, tied=weights.tied)
 
     def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
         """The adapter that is this version. Blocks."""
@@ -185,7 +193,8 @@ def weight_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> li
     """What a server generates with, from the sums of its workers over the model's own weights. Raises `NotAttested`."""
     parts: list[Part] = []
     for each in _by_tensor([worker.weights for worker in workers]):
-        parts += [([each[0].name], found) for found in promised.found(each[0].name, each)]
+        name = each[0].name if each[0].name in promised.names else promised.tied.get(each[0].name, each[0].name)
+        parts += [([name], found) for found in promised.found(name, each)]
     lacking = promised.names - {name for names, _ in parts for name in names}
     if lacking:
         raise NotAttested(f"its model has no {min(lacking)}, which is in a file of the model's")

@@ -97,7 +97,12 @@ class ServerWeights:
         """Tensors of `version`, valid until the next one is there; those of the model's own files are read one at a time."""
         if self._is_in_file:
             return self._file.tensors()
-        return TensorsInFiles(self._model_path, without=("lm_head.weight",) if self._ties_head else ())
+        return TensorsInFiles(self._model_path, without=[*self.tied])
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names of tensors that are in no version, each with that of the tensor that it is."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self._ties_head else {}
 
     def close_thread(self) -> None:
         """Prepare no more."""

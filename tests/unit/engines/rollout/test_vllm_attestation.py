@@ -325,7 +325,8 @@ def told(sums: Any, *models: Any, dtype: torch.dtype = torch.float32, seed: int 
 
 def fault_in(workers: Sequence[WorkerSums], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> str:
     assert not any(worker.why for worker in workers), workers
-    promised = PromisedTensors(1, tensors, str(dtype).removeprefix("torch."))
+    tied = {} if "lm_head.weight" in tensors else {"lm_head.weight": "model.embed_tokens.weight"}
+    promised = PromisedTensors(1, tensors, str(dtype).removeprefix("torch."), tied=tied)
     return fault_of(Attestation(weight_parts(workers, promised)), 1, sums_of(tensors, dtype))
 
 
@@ -380,6 +381,15 @@ def test_what_one_worker_has_otherwise_is_named(sums: Any, plant: Callable[[Any]
     two = [model_of(tensors, rank=rank, tp=2) for rank in range(2)]
     plant(two[1])
     assert f"in 1 of 11 parts, {name} the first" in fault_in(told(sums, *two), tensors), "of a norm each worker has all"
+
+
+def test_an_output_layer_that_should_be_the_embedding_and_shares_it_no_more_is_compared_with_it(sums: Any) -> None:
+    tensors = checkpoint(is_tied=True)
+    model = model_of(tensors, packed=False)
+    for factor, words in ((1.0, ""), (1.01, "in 1 of 10 parts, model.embed_tokens.weight the first")):
+        model.lm_head = ParallelLMHead(tensors["model.embed_tokens.weight"] * factor, rank=0, tp=1)
+        faults = fault_in(told(sums, model), tensors)
+        assert words in faults and bool(words) == bool(faults)
 
 
 def test_after_as_many_seeds_as_there_are_columns_all_have_been_seen(sums: Any) -> None:
