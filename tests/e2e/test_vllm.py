@@ -23,7 +23,7 @@ BOUNDED = {"name": "bounded", "max_staleness": 1}
 def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: Path, schedule: Any) -> None:
     """The stand-in's log-probs are not the model's, of which the run warns."""
     engine = {"name": "vllm", "python": str(fake_python(tmp_path)), "instances": 2}
-    rollout, every_row = {"engine": engine, "kv_on_install": "recompute"}, {"skip_zero_advantages": False}
+    rollout, every_row = {"engine": engine, "kv_on_install": "recompute"}, {"skip_zero_advantages": False, "weight_decay": 0.1}
     config = small(schedule=schedule, rollout=rollout, run={"steps": 3}, train=every_row)
     done = run_command("train", write_config(tmp_path, config))
     assert done.returncode == 0, done.stderr
@@ -45,11 +45,13 @@ def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: 
 def test_servers_that_load_nothing_get_no_prompts_and_end_the_run_by_name(
     small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
+    """The stand-in earns no reward, so it is weight decay that changes the weights."""
     model = shutil.copytree(MODEL, tmp_path / "model")
     (model / "deaf").write_text("nothing")
     changes: dict[str, Any] = {
         "model": {"path": str(model)},
         "rollout": {"engine": {"name": "vllm", "python": str(fake_python(tmp_path))}},
+        "train": {"skip_zero_advantages": False, "weight_decay": 0.1},
         "weight_sync": {"deadline_seconds": 2},
     }
     done = run_command("train", write_config(tmp_path, small(**changes)))
