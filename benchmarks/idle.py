@@ -4,13 +4,13 @@
 
 before     a micro-batch a pass, every row computed, no helpers
 passes     full passes, rows without a gradient left out, no helpers
-helpers    the same with helpers, which are the defaults
+helpers    the same with helpers
 threads    the same, and the rollout worker computes with all cores that nobody else uses (rollout.num_threads=auto)
-workers    as helpers, with two rollout workers, whose cores helpers use while neither has anything to generate
+workers    as helpers, with two rollout workers, whose cores helpers use while neither has anything to generate: the defaults
 
 Each way is one whole command, without evaluations; the ways take turns. Seconds of a step, and how busy cores are in it, are those
 behind the first step, which begins while workers load; medians over steps. A core is busy while a lane works on it (generate,
-install, forward_backward, optim_step), and during a helper's pass: the machine's cores times seconds are the whole.
+install, forward_backward, optim_step), and during a helper's pass (`perf/cores_busy`).
 `--model`: for smollm2 where the Hugging Face Hub cannot be reached, the folder of recipes/models/make_smollm2.py.
 """
 
@@ -30,15 +30,15 @@ from figures import Figure, finish, parser, run_name, runs_folder
 from asyncflow.telemetry.idle import WAIT, lane_seconds
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
-from asyncflow.threads import num_cores
 
 ROOT = Path(__file__).parent.parent
 BEFORE = ("train.tokens_per_micro_batch=null", "train.skip_zero_advantages=false")
+ONE_WORKER = "rollout.num_workers=1"
 WAYS: Mapping[str, Sequence[str]] = {
-    "before": (*BEFORE, "train.helpers=0"),
-    "passes": ("train.helpers=0",),
-    "helpers": (),
-    "threads": ("rollout.num_threads=auto",),
+    "before": (*BEFORE, "train.helpers=0", ONE_WORKER),
+    "passes": ("train.helpers=0", ONE_WORKER),
+    "helpers": (ONE_WORKER,),
+    "threads": ("rollout.num_threads=auto", ONE_WORKER),
     "workers": ("rollout.num_workers=2",),
 }
 NOT_COMPUTING = (WAIT, "load", "save")
@@ -74,11 +74,8 @@ def run(folder: Path, recipe: str, name: str, steps: int, settings: Sequence[str
     found = Steps([], [], [], [])
     for row, begin, end in zip(rows[FIRST:], ends[FIRST - 1 :], ends[FIRST:], strict=False):
         of_lanes = {pool: lane(spans, pool, begin, end) for pool in ("trainer/", "rollout/")}
-        helped = sum(
-            min(s.end, end) - max(s.start, begin) for s in spans if s.task == "helper_pass" and s.end > begin and s.start < end
-        )
         found.seconds.append(row["perf/step_seconds"])
-        found.busy.append((sum(of_lanes.values()) + helped) / (end - begin) / num_cores())
+        found.busy.append(row["perf/cores_busy"])
         found.training.append(of_lanes["trainer/"])
         found.generating.append(of_lanes["rollout/"])
     return found

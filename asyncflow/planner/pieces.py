@@ -26,7 +26,7 @@ from asyncflow.planner.contention import BusyWorkers
 from asyncflow.planner.fit import TimedWork
 from asyncflow.run.factories import tokens_per_pass
 from asyncflow.run_dir import CONFIG_FILE, METRICS_FILE
-from asyncflow.telemetry.metrics import HELPER_TASK
+from asyncflow.telemetry.idle import HELPER_TASK
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, join_pieces, read_spans
 from asyncflow.types import UserError

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from asyncflow.config import Config
 from asyncflow.control.signal import Signal
 from asyncflow.run.factories import devices_each, num_devices, num_helpers
-from asyncflow.telemetry.metrics import HELPER_TASK
+from asyncflow.telemetry.idle import HELPER_TASK
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.threads import num_cores
 from asyncflow.transport import remote

@@ -354,6 +354,12 @@ def num_devices(config: Config) -> int:
     return generating * devices_each(config) + config.layout.size + own
 
 
+def shared_cores(config: Config) -> int | None:
+    """Number of the machine's cores, if all workers of the run compute on them."""
+    is_shared = config.cluster.name in ON_ONE_MACHINE and kind_of(config.train.device) == CPU == kind_of(config.rollout.device)
+    return num_cores() if is_shared else None
+
+
 def devices_each(config: Config) -> int:
     """Number of devices that one rollout worker, or evaluator, generates with."""
     return _asked(config, ROLLOUT_ENGINE_DEVICES)

@@ -25,11 +25,13 @@ from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.own_metrics import means
 from asyncflow.run.context import RunContext
+from asyncflow.run.factories import shared_cores
 from asyncflow.run.training_checks import TrainingChecks
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, UNSCORED_FILE
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub, UnscoredResponse
+from asyncflow.telemetry.idle import computing_seconds
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
@@ -326,6 +328,11 @@ class RunRecord:
                 row["weights/version_bytes"] = newest.num_bytes
             if (attested := self._context.versions.share_attested) is not None:
                 row["weights/attested"] = attested
+            if (cores := shared_cores(self._config)) is not None and row["perf/step_seconds"]:
+                of_worker = self._config.rollout.least_threads
+                threads = {"trainer": self._config.train.num_threads, "rollout": of_worker, EVALUATORS: of_worker}
+                computed = computing_seconds(spans, times.started, times.committed, threads)
+                row["perf/cores_busy"] = computed / (row["perf/step_seconds"] * cores)
             if self._before.resumed_at:
                 row["run/num_resumes"] = len(self._before.resumed_at)
             self._checks.look_at_metrics(row)

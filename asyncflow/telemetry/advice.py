@@ -25,6 +25,7 @@ _MANY_CLIPPED: Final = 0.3
 _LITTLE_ENTROPY: Final = 0.1
 _LARGE_EXPOSED: Final = 0.05
 _CLEARLY_SLOWER: Final = 1.25
+_IDLE_CORES: Final = 0.8
 _WAITING_MODES: Final = ("synchronous", "periodic")
 
 
@@ -99,6 +100,12 @@ def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: M
         longest = _option(config, "rollout", "max_new_tokens")
         told.append(
             f"{cut:.0%} of the responses are cut off at {longest} tokens: raise rollout.max_new_tokens, or reward short ones."
+        )
+    cores_busy, workers = mean("perf/cores_busy"), _option(config, "rollout", "num_workers")
+    if cores_busy is not None and cores_busy < _IDLE_CORES and workers:
+        told.append(
+            f"The machine's cores are busy {cores_busy:.0%} of the time: with rollout.num_workers={workers + 1} more of them "
+            f"generate at once, and train while nothing is left to generate (train.helpers)."
         )
     if (exposed := mean("perf/exposed_weights")) is not None and exposed > _LARGE_EXPOSED:
         told.append(f"Weights take {exposed:.1%} of the workers' time: see weight_sync.name for other ways, or train an adapter.")

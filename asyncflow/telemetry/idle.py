@@ -12,13 +12,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncflow.telemetry.spans import Span
 
 WAIT = "wait"
 """The task of idle spans; their `cause` says what was waited for."""
+HELPER_TASK = "helper_pass"
+"""The task of passes that a trainer's helpers take beside its lane."""
+_NOT_COMPUTING = (WAIT, "load", "load_state", "save", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,17 @@ def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, fl
         recorded[span.worker] += seconds
         idle[span.worker] += seconds if span.task == WAIT else 0.0
     return {worker: idle[worker] / seconds for worker, seconds in sorted(recorded.items())}
+
+
+def computing_seconds(spans: Iterable[Span], start: float, end: float, threads: Mapping[str, int]) -> float:
+    """Seconds of cores inside [start, end]: lanes that compute, and what is done beside the trainer's lane by its helpers, each as
+    many times as its pool has `threads` (1 for those that are not in there)."""
+    total = 0.0
+    for span, seconds in lane_seconds(spans, start, end):
+        if span.task not in _NOT_COMPUTING:
+            total += seconds * threads.get(span.worker.partition("/")[0], 1)
+    of_helpers = (span for span in spans if span.task == HELPER_TASK and span.start < end and span.end > start)
+    return total + sum(min(span.end, end) - max(span.start, start) for span in of_helpers) * threads.get("trainer", 1)
 
 
 def idle_of_pools(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:

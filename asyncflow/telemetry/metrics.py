@@ -22,13 +22,12 @@ import numpy as np
 
 from asyncflow.own_metrics import Sums, add, means
 from asyncflow.telemetry.attribution import exposed_weights
-from asyncflow.telemetry.idle import active_seconds, idle_ratios, tokens_within
+from asyncflow.telemetry.idle import HELPER_TASK, active_seconds, idle_ratios, tokens_within
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import Array, is_maximum
 
 TRAIN_TASKS: Final = ("forward_backward", "optim_step")
 ROLLOUT_TASK: Final = "generate"
-HELPER_TASK: Final = "helper_pass"
 
 DEFINITIONS: Final[dict[str, str]] = {
     "reward/mean": "Mean reward over the scored rows of the step.",
@@ -103,6 +102,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
     "perf/helper_seconds": "Seconds that helpers of the trainer computed passes in the step, added up over them (`train.helpers`). "
     "Left out where none did.",
+    "perf/cores_busy": "Cores that workers computed on in the step, on average (lanes that do not wait, load or save, and helpers' "
+    "passes, by their numbers of threads) / the machine's cores: above 1 where more threads compute than there are cores. For runs "
+    "whose workers share one machine's cores.",
     "perf/exposed_weights": "Share of the recorded time of rollout workers and trainers in the step, of all of them together, in "
     "which they do nothing but install weights or wait for weights (0 to 1). A rollout worker waits for weights from the update "
     "that makes them until it installs them. A trainer waits for them while its ranks gather them, while they are still copied and "

@@ -21,6 +21,7 @@ from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
 from asyncflow.telemetry.tokens import read_tokens
 from asyncflow.telemetry.trace import read_spans
+from asyncflow.threads import num_cores
 from tests.conftest import MODEL
 from tests.depth import deep
 from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
@@ -146,6 +147,7 @@ def test_busy_and_idle_add_up_to_wall_time(finished: tuple[Path, subprocess.Comp
     assert {s.task for s in spans if s.worker == "rollout/0"} >= {"load", "generate", "install", "wait", "fetch", "generate_group"}
     steps = rows(finished[0] / "metrics.jsonl")
     assert sum(step["rows/trained"] for step in steps) == 3 * 32
+    assert all(0 < step["perf/cores_busy"] <= 4 / num_cores() for step in steps)  # three workers, and a helper
     computed = sum(step["rows/trained"] - step["rows/zero_advantage"] for step in steps)
     beyond = sum(s.rows for s in spans if s.task == "forward_backward") - computed
     assert beyond in range(0, 3 * 4 + 1, 4), "the first group of a step is computed in any case, to see that nothing is left out"

@@ -12,7 +12,7 @@ _spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).w
 synthetic_run = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(synthetic_run)
 
-CONFIG = {"schedule": {"name": "periodic"}, "train": {"prompts_per_step": 32}, "rollout": {"max_new_tokens": 64}}
+CONFIG = {"schedule": {"name": "periodic"}, "train": {"prompts_per_step": 32}, "rollout": {"max_new_tokens": 64, "num_workers": 1}}
 
 
 def told(run_dir: Path, **metrics: float) -> str:
@@ -44,6 +44,11 @@ def test_a_run_that_waits_for_its_updates_is_told_of_delayed(tmp_path):
 def test_numbers_that_are_out_of_the_ordinary_are_named(metrics, words, tmp_path):
     assert words in told(tmp_path / "odd", **metrics)
     assert words not in told(tmp_path / "usual", **dict.fromkeys(metrics, 0.0))
+
+
+def test_cores_that_nobody_uses_are_told_of(tmp_path):
+    assert "busy 45% of the time: with rollout.num_workers=2" in told(tmp_path / "idle", **{"perf/cores_busy": 0.45})
+    assert "cores are busy" not in told(tmp_path / "busy", **{"perf/cores_busy": 0.95})
 
 
 def test_the_first_step_alone_is_no_ground_for_advice(tmp_path):

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from asyncflow.telemetry.idle import active_seconds, busy_and_idle, idle_ratios, tokens_within
+from asyncflow.telemetry.idle import active_seconds, busy_and_idle, computing_seconds, idle_ratios, tokens_within
 from asyncflow.telemetry.metrics import DEFINITIONS, GroupFigures, StepMetrics, StepTimes, definitions_table, metric_key
 from asyncflow.telemetry.spans import Recorder, Span
 from tests.unit.telemetry.synthetic_run import figures
@@ -64,6 +64,19 @@ def test_passes_of_helpers_count_as_far_as_they_are_in_the_step():
     ]
     assert StepMetrics().row(StepTimes(started=1.0, committed=5.5), 2, spans)["perf/helper_seconds"] == 1.0 + 2.0 + 1.5
     assert "perf/helper_seconds" not in StepMetrics().row(StepTimes(started=6.0, committed=9.0), 2, spans)
+
+
+def test_cores_count_by_threads_of_what_computes():
+    lane = [
+        ("trainer/0", "forward_backward", 0, 4),
+        ("trainer/0", "wait", 4, 9),
+        ("rollout/0", "generate", 2, 8),
+        ("rollout/1", "load", 0, 9),
+    ]
+    spans = [Span(worker=worker, task=task, start=start, end=end) for worker, task, start, end in lane]
+    spans += [Span(worker="trainer/0", task="helper_pass", start=s, end=e, is_lane=False) for s, e in ((0, 3), (8, 9))]
+    assert computing_seconds(spans, 1.0, 6.0, {"trainer": 2}) == 2 * 3 + 4 + 2 * 2
+    assert computing_seconds(spans, 8.5, 20.0, {}) == 0.5
 
 
 def test_a_hand_worked_step():
@@ -200,6 +213,7 @@ def test_every_metric_is_defined():
         "policy/rollout_kl",
         "policy/rollout_logprob_difference",
         "perf/helper_seconds",
+        "perf/cores_busy",
         "run/num_resumes",
         "weights/attested",
         "weights/version_bytes",
