@@ -286,6 +286,12 @@ OWN_RESPONSES: Final = _wait(
     _STALL,
     "loops/rollout.py:Rollout._take_groups loops/rollout.py:Rollout._has_ended loops/rollout.py:Rollout._unless_stopped",
 )
+ADAPTER_IN_USE: Final = _wait(
+    "adapter in use",
+    "the responses to requests that name an adapter, which is to go",
+    "their own ends: each has a largest number of tokens",
+    "engines/rollout/loaded_adapters.py:LoadedAdapter.unused",
+)
 HELPERS: Final = _wait(
     "helpers",
     "passes that helpers compute beside the trainer's own, or a pass for them",
@@ -579,8 +585,9 @@ TINKER: Final = _wait(
     "Tinker's API",
     "the request of a model before this one, or a place to sample",
     "RETRIEVE_SECONDS (20 s), after which the client asks again",
-    "service/tinker/results.py:Results.get service/tinker/samplers.py:Samplers._place_for"
-    " service/tinker/trained_model.py:TrainedModel.run service/tinker/trained_model.py:answered",
+    "service/tinker/results.py:Results.get service/tinker/samplers.py:Samplers._granted"
+    " service/tinker/samplers.py:_Held.have_arrived service/tinker/trained_model.py:TrainedModel.run"
+    " service/tinker/trained_model.py:answered",
 )
 SIMULATION: Final = _wait(
     "simulation",

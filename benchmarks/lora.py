@@ -1,9 +1,11 @@
 """Low-rank adapters beside whole weights, at 135M parameters on the CPU: memory, time, bytes, log-probs, and what attesting costs.
 
-    OMP_NUM_THREADS=1 python benchmarks/lora.py [--json FILE] [--repeats N]
+    OMP_NUM_THREADS=1 python benchmarks/lora.py [--json FILE] [--repeats N] [--only many]
 
 A random Llama of SmolLM2-135M's shapes, rank 16 on all linear layers, groups of 8 responses of 12 tokens to a prompt of 26. Each
 trainer has a process of its own, whose largest resident memory is taken while it trains, not while it loads. A step has 8 groups.
+`many`: adapters of several clients in one decode step of 16 slots, by CPU time, beside the same rows from merged weights, which one
+engine generates with one after another.
 """
 
 from __future__ import annotations
@@ -197,11 +199,68 @@ async def decoding(engine: Any, adapter: Mapping[str, Any]) -> Figure:
     return Figure("decode step of 64 slots, with an adapter / without", statistics.median(ratios[2:]), "times")
 
 
+def many(model: Path) -> list[Figure]:
+    """Decode steps of 16 slots over 1 to 8 adapters, and what it takes to have another one: loaded, or merged and installed."""
+    import torch
+
+    from asyncflow.engines.decoder_config import DecoderConfig
+    from asyncflow.engines.lora import initial_lora, merged_lora
+    from asyncflow.engines.lora_files import write_lora
+    from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+
+    torch.set_num_threads(1)
+    config = DecoderConfig.from_fields(json.loads((model / "config.json").read_text()))
+    decoder = Decoder(config, num_slots=16, max_context=64, dtype=torch.float32, device=torch.device("cpu"))
+    decoder.install(load_tensors(model))
+    shapes: Mapping[str, Any] = {name: tuple(piece.shape) for name, piece in decoder.lora.new(SPEC).slices.items()}
+    tensors = {name: t + 0.02 * torch.randn(t.shape) for name, t in initial_lora(shapes, SPEC, 0).items()}
+
+    def load(number: int) -> None:
+        adapter = decoder.lora.new(SPEC)
+        adapter.copy(tensors)
+        decoder.lora.put(number, adapter)
+
+    def seconds(rows: int, num_adapters: int) -> float:
+        decoder.adapters[:16] = 1 + np.arange(16) % num_adapters if num_adapters else 0
+        start = time.process_time()
+        with torch.inference_mode():
+            decoder.decode(np.arange(rows), np.full(rows, 20))
+        return time.process_time() - start
+
+    loading = []
+    for number in range(1, 9):
+        start = time.process_time()
+        load(number)
+        loading.append(time.process_time() - start)
+    write_lora(model.parent / "many", SPEC, model, {name: tensor.numpy() for name, tensor in tensors.items()})
+    start = time.process_time()
+    decoder.install(merged_lora(model, model.parent / "many"))
+    merging = time.process_time() - start
+    counts = (0, 1, 2, 4, 8)
+    taken: dict[tuple[int, int], list[float]] = {}  # by rows and adapters
+    for number in range(25):
+        for count in counts if number % 2 else counts[::-1]:
+            taken.setdefault((16, count), []).append(seconds(16, count))
+            if count > 1:
+                taken.setdefault((16 // count, 0), []).append(seconds(16 // count, 0))
+    median = {kind: statistics.median(values[2:]) for kind, values in taken.items()}
+    figures = [Figure("decode step of 16 slots, the base alone", 1e3 * median[16, 0], "ms")]
+    for count in counts[1:]:
+        figures.append(Figure(f"  adapters in it: {count} / the base alone", median[16, count] / median[16, 0], "times"))
+        if count > 1:
+            turns = count * median[16 // count, 0] / median[16, 0]
+            figures.append(Figure(f"  merged, {count} steps of {16 // count} slots / one of 16", turns, "times"))
+    figures.append(Figure("an adapter is loaded, others go on", 1e3 * statistics.median(loading), "ms"))
+    figures.append(Figure("an adapter is merged and installed, in an idle engine", 1e3 * merging, "ms"))
+    return figures
+
+
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--part", choices=["whole", "adapter"])
     arguments.add_argument("--model", type=Path)
+    arguments.add_argument("--only", choices=["many"])
     options = arguments.parse_args()
     if options.part is not None:
         print(json.dumps(asyncio.run(train(options.model, options.part, options.repeats))))
@@ -209,6 +268,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="asyncflow-lora-", dir="/dev/shm") as scratch:
         model = Path(scratch) / "model"
         make_model(model)
+        if options.only is not None:
+            return finish(many(model), options.json)
         whole, adapter = (train_apart(model, kind, options.repeats) for kind in ("whole", "adapter"))
         steps = [GROUPS * each["group"] + each["update"] for each in (whole, adapter)]
         figures = [
@@ -217,6 +278,7 @@ def main() -> int:
             Figure("step of the trainer, whole: 8 groups and an update", steps[0], "s"),
             Figure("  adapter / whole", steps[1] / steps[0], "", "<= 1.0"),
             *asyncio.run(sync(model, Path(scratch), steps[0])),
+            *many(model),
         ]
         return finish(figures, options.json)
 

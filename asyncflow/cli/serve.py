@@ -17,7 +17,7 @@ from asyncflow.types import RunError, UserError
 
 SERVICE_DIR = "service"
 """Beside the folder of a run, whose start may clear that: keys, certificate and audit lines stay."""
-MAX_MODELS = 4
+MAX_MODELS, MAX_ADAPTERS, MAX_RANK = 4, 8, 256
 TINKER_DIR = "tinker"
 """Likewise, for a server of Tinker's API, whose checkpoints are there, too."""
 
@@ -37,8 +37,13 @@ def serve(
     max_models: Annotated[
         int | None, typer.Option(min=1, help=f"With --tinker: models that may be in training at once; {MAX_MODELS} by default.")
     ] = None,
-    samplers: Annotated[
-        int | None, typer.Option(min=1, help="With --tinker: models that may be sampled from at once; 1 by default.")
+    samplers: Annotated[int | None, typer.Option(min=1, help="With --tinker: rollout engines that sample; 1 by default.")] = None,
+    max_adapters: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"With --tinker: adapters that such an engine holds at once; {MAX_ADAPTERS} by default."),
+    ] = None,
+    max_rank: Annotated[
+        int | None, typer.Option(min=1, help=f"With --tinker: largest rank of an adapter; {MAX_RANK} by default.")
     ] = None,
     full_weights: Annotated[bool, typer.Option(help="With --tinker: train all weights where clients ask for adapters.")] = False,
 ) -> None:
@@ -55,10 +60,14 @@ def serve(
         tls(certificate)
     if tinker:
         refuse({"--resume": resume, "--weights-from": weights_from}, "is for a run, and --tinker serves a model without one")
-        given, bounds = overrides or [], (max_models or MAX_MODELS, samplers or 1)
-        served = _serve_tinker(config, given, listen, certificate, self_signed, model_name, *bounds, full_weights=full_weights)
+        bounds = {"models": max_models or MAX_MODELS, "adapters": max_adapters or MAX_ADAPTERS, "rank": max_rank or MAX_RANK}
+        given, counts = overrides or [], (bounds, samplers or 1)
+        served = _serve_tinker(config, given, listen, certificate, self_signed, model_name, *counts, full_weights=full_weights)
         raise typer.Exit(asyncio.run(served))
-    of_models = {"--model-name": model_name, "--max-models": max_models, "--samplers": samplers, "--full-weights": full_weights}
+    of_models = {
+        **{"--model-name": model_name, "--max-models": max_models, "--samplers": samplers, "--max-adapters": max_adapters},
+        **{"--max-rank": max_rank, "--full-weights": full_weights},
+    }
     refuse(of_models, "is for models that --tinker serves, and this serves a run: leave it out, or give --tinker")
     if weights_from is not None and not weights_from.is_dir():
         raise UserError(f"--weights-from {weights_from} is no folder: make it, or name one that is there")
@@ -118,7 +127,7 @@ async def _serve_tinker(
     certificate: Path | None,
     self_signed: bool,
     name: str | None,
-    max_models: int,
+    bounds_of: dict[str, int],
     samplers: int,
     *,
     full_weights: bool,
@@ -141,7 +150,7 @@ async def _serve_tinker(
     if self_signed and certificate is None:
         certificate = folder / "tls.pem"
         trusted = make_self_signed(certificate, place.host)
-    bounds = Bounds(models=max_models)
+    bounds = Bounds(**bounds_of)
     try:
         async with sessions_of(
             config, base, folder, num_samplers=samplers, bounds=bounds, trains_whole_weights=full_weights

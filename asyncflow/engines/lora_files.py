@@ -82,6 +82,11 @@ def check_lora_files(folder: Path, spec: LoraSpec) -> None:
         )
 
 
+def holds_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's format, and not a whole model."""
+    return (folder / CONFIG_FILE).is_file()
+
+
 def spec_in(folder: Path) -> LoraSpec:
     """Rank, alpha and targets in a folder of PEFT's files. Raises `UserError` for what is none, or computes something else."""
     fields = read_json(folder / CONFIG_FILE)

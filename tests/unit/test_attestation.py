@@ -83,12 +83,12 @@ def zero_modules(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
 
 def half_bound(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
     engine._decoder.install(tensors)
-    for linear, _ in engine._decoder.lora._layers[::2]:
-        linear.lora = None
+    for layer in engine._decoder.lora._layers[::2]:
+        layer.linear.lora.clear()
 
 
 def one_tensor_stays(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
-    own = f"{Q}.lora_B.weight" if engine._decoder.lora else f"{Q}.weight"
+    own = f"{Q}.lora_B.weight" if engine._decoder.lora.slices else f"{Q}.weight"
     before = engine._decoder.installed(own).clone()
     engine._decoder.install({**tensors, own: before})
 
@@ -98,7 +98,7 @@ def rounded(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
 
 
 def one_bit(engine: SlotEngine, tensors: Mapping[str, Tensor]) -> None:
-    name = f"{Q}.lora_A.weight" if engine._decoder.lora else "model.norm.weight"
+    name = f"{Q}.lora_A.weight" if engine._decoder.lora.slices else "model.norm.weight"
     flipped = tensors[name].clone()
     flipped.view(torch.int32).view(-1)[3] ^= 1
     engine._decoder.install({**tensors, name: flipped})

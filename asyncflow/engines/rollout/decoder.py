@@ -8,7 +8,7 @@ pieces of prompts beside these rows (Sarathi, arXiv:2308.16369).
 
 On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least
 `MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, in tiles that begin at multiples of `CHUNK` whatever pass
-they are in, and slot_cache.py sums each slot by itself.
+they are in, and slot_cache.py sums each slot by itself. Nor do they depend on the adapters that other rows have (low_rank.py).
 
 In bfloat16 each operation rounds where transformers' modules round (but for OLMo 2's rotation, which is float32 there), so the
 logits of a prompt of `CHUNK` tokens at most are theirs to the bit. Decode steps are not: slot_cache.py rounds scores and weights of
@@ -33,9 +33,9 @@ from torch.nn import functional as F
 
 from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
+from asyncflow.engines.rollout.adapter_bank import INSTALLED, AdaptableLayer, AdapterBank
 from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.engines.rollout.linears import AnyLinear, Linear, PackedLinear, can_pack, padded
-from asyncflow.engines.rollout.low_rank import LoraLayers
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache, capped
 from asyncflow.model_folder import weight_files
 from asyncflow.types import Array, LoraSpec
@@ -108,7 +108,7 @@ class Decoder:
         """Uninitialised weights and an empty cache of `num_slots` times `max_context` tokens (prompt and response). One slot more
         is for inert rows.
 
-        `lora`: installs may bring a low-rank adapter; until the first one the model is its base.
+        `lora`: installs may bring a low-rank adapter; until the first one the model is its base. Others may be put beside it.
         """
         if max_context > config.max_position_embeddings:
             raise ValueError(f"max_context {max_context} exceeds the model's {config.max_position_embeddings} positions")
@@ -119,7 +119,9 @@ class Decoder:
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the tensors in a checkpoint, by name
         self.slices: dict[str, Tensor] = {}  # of buffers: what a tensor is copied to, of a shape that its own broadcasts to
         self.packed: list[PackedLinear] = []
-        self.lora = LoraLayers(lora)
+        self.lora = AdapterBank(lora)
+        self.adapters = np.full(num_slots + 1, INSTALLED)
+        """Number (int64) of the adapter that each slot's keys are computed with, and its logits."""
         self._packs = can_pack(dtype, device)
         self.embedding = self._buffer(config.vocab_size, config.hidden_size)
         self._name(self.embedding, "model.embed_tokens.weight")
@@ -185,7 +187,8 @@ class Decoder:
             if bias is not None:
                 self._name(bias, *(f"{prefix}.{name}.bias" for name in names.split()), sizes=sizes)
             linear = self._linear([f"{prefix}.{name}.weight" for name in names.split()], sizes, inputs, bias)
-            self.lora.add(linear, [f"{prefix}.{name}" for name in names.split()], sizes, inputs, like=self.embedding)
+            parts = [f"{prefix}.{name}" for name in names.split()]
+            self.lora.add(AdaptableLayer(linear, parts, sizes, inputs, like=self.embedding))
             return linear
 
         if c.is_fused:
@@ -221,7 +224,7 @@ class Decoder:
     def install(self, tensors: Mapping[str, Tensor], prepared: Sequence[Tensor] | None = None) -> None:
         """Copy every weight into its buffer, converting its dtype. `ValueError`, changing nothing, when one does not fit.
 
-        A decoder with low-rank adapters takes one alone, too, over the weights that are there, or nothing at all, for these alone.
+        With `lora` it takes an adapter alone, too, over the weights that are there, or nothing at all, for these alone.
         `prepared`: what `prepare` made of the same tensors; else weights are packed one at a time.
         """
         if self.lora.takes(tensors):
@@ -262,9 +265,9 @@ class Decoder:
             self.cache.share(first, others, len(prompt))
         return logits_PV
 
-    def log_probs(self, token_ids: Array) -> Array:
-        """Log-probs (float32 [L - 1]) of the tokens of one sequence (int64 [L]) after its first. The cache is neither used nor
-        changed. At most `SCORED_ROWS` rows of logits exist at a time."""
+    def log_probs(self, token_ids: Array, adapter: int = INSTALLED) -> Array:
+        """Log-probs (float32 [L - 1]) of the tokens of one sequence (int64 [L]) after its first, with the adapter of this number.
+        The cache is neither used nor changed. At most `SCORED_ROWS` rows of logits exist at a time."""
         num_tokens = len(token_ids)
         inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
         tiles, rows_T = self._tiles([PromptPiece(self._inert_slot, 0, token_ids)], 0, len(inert))
@@ -273,7 +276,7 @@ class Decoder:
             return torch.cat([self._attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]).index_select(0, rows_T)
 
         positions = np.append(np.arange(num_tokens), inert)
-        h_TE = self._hidden(np.append(token_ids, inert), positions, attend)
+        h_TE = self._hidden(np.append(token_ids, inert), positions, np.full(len(positions), adapter), attend)
         targets_T = self._on_device(np.append(token_ids[1:], [0, *inert]))
         chosen = []
         for begin in range(0, len(h_TE), SCORED_ROWS):
@@ -291,6 +294,7 @@ class Decoder:
         inert = np.zeros(padded(num_rows) - num_rows, np.int64)
         slots = np.append(slots, inert + self._inert_slot)
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
+        adapters = self._adapters_of(slots)
         step = self.cache.step(slots, positions)
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
@@ -298,9 +302,9 @@ class Decoder:
             return self.cache.attend(layer, step, q_NHD)
 
         if wanted is None:
-            return self._forward(tokens, positions, attend)[:num_rows]
+            return self._forward(tokens, positions, adapters, attend)[:num_rows]
         last = np.append(wanted, np.full(padded(len(wanted)) - len(wanted), wanted[-1]))
-        return self._forward(tokens, positions, attend, last)[: len(wanted)]
+        return self._forward(tokens, positions, adapters, attend, last)[: len(wanted)]
 
     def fill(self, tokens: Array, positions: Array, slots: Array, wanted: Array, pieces: Sequence[PromptPiece]) -> Tensor:
         """`decode`, if there are any rows, with pieces of prompts beside them in the pass: the logits of the rows that are wanted,
@@ -329,8 +333,15 @@ class Decoder:
 
         last = np.append(wanted, ends - 1)
         last = np.append(last, np.full(padded(len(last)) - len(last), num_tokens - 1))
-        logits_TV = self._forward(np.append(tokens, inert), np.append(positions, inert), attend, last)
+        adapters = self._adapters_of(np.append(slots, inert + self._inert_slot))
+        logits_TV = self._forward(np.append(tokens, inert), np.append(positions, inert), adapters, attend, last)
         return logits_TV[: len(wanted) + len(pieces)]
+
+    def _adapters_of(self, slots: Array) -> Array:
+        """Number of the adapter of each row of a pass (int64 [T]) by its slot; inert rows have the first one's."""
+        self.adapters[self._inert_slot] = self.adapters[slots[0]]
+        numbers: Array = self.adapters[slots]
+        return numbers
 
     def _tiles(self, pieces: Sequence[PromptPiece], begin: int, num_inert: int) -> tuple[list[Tiles], Tensor]:
         """Tiles of pieces whose tokens are the rows of a pass from `begin` on, by the calls that they attend in; and the way back:
@@ -389,9 +400,9 @@ class Decoder:
             attended_PHLD = weights_PHLE @ v_PHED
         return attended_PHLD.transpose(1, 2).flatten(0, 1).flatten(1)
 
-    def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
+    def _forward(self, tokens: Array, positions: Array, adapters: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""
-        return self._logits(self._hidden(tokens, positions, attend, wanted_P))
+        return self._logits(self._hidden(tokens, positions, adapters, attend, wanted_P))
 
     def _logits(self, h_TE: Tensor) -> Tensor:
         """Logits (float32 [T, V]) from what the output layer is given."""
@@ -402,9 +413,9 @@ class Decoder:
             logits_TV = capped(logits_TV, self.config.logits_softcap)
         return logits_TV.float()
 
-    def _hidden(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
+    def _hidden(self, tokens: Array, positions: Array, adapters: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Inputs of the output layer ([T, E]), as in `_forward`."""
-        c = self.config
+        c, adapted = self.config, self.lora.rows_of(adapters)
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
         positions_T = self._on_device(positions)
         rotation, local_rotation = (
@@ -415,7 +426,7 @@ class Decoder:
             x_TE = x_TE.mul_(self._multiplier)
         for index, layer in enumerate(self.layers):
             h_TE = self._normed(x_TE, layer.norms_before[0]) if layer.norms_before else x_TE
-            qkv = layer.qkv(h_TE).view(len(x_TE), -1, c.head_dim)
+            qkv = layer.qkv(h_TE, adapted).view(len(x_TE), -1, c.head_dim)
             qk = qkv[:, :num_qk]
             if layer.qk_norm is not None:
                 qk = self._normed(qk, layer.qk_norm)
@@ -428,11 +439,12 @@ class Decoder:
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
             if wanted_P is not None and layer is self.layers[-1]:
                 x_TE, attended = (x[self._on_device(wanted_P)] for x in (x_TE, attended))
-            x_TE = self._added(layer.output(attended), layer.norms_behind and layer.norms_behind[0], x_TE)
+                adapted = self.lora.rows_of(adapters[wanted_P])
+            x_TE = self._added(layer.output(attended, adapted), layer.norms_behind and layer.norms_behind[0], x_TE)
             h_TE = self._normed(x_TE, layer.norms_before[1]) if layer.norms_before else x_TE
-            gate, up = layer.gate_up(h_TE).chunk(2, -1)
+            gate, up = layer.gate_up(h_TE, adapted).chunk(2, -1)
             activated = F.gelu(gate, approximate="tanh") if c.has_gelu else F.silu(gate)
-            x_TE = self._added(layer.down(activated.mul_(up)), layer.norms_behind and layer.norms_behind[1], x_TE)
+            x_TE = self._added(layer.down(activated.mul_(up), adapted), layer.norms_behind and layer.norms_behind[1], x_TE)
         return self._normed(x_TE, self.norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:

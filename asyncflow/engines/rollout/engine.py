@@ -11,6 +11,9 @@ Between the turns of an episode its slot is parked (slots.py), and others genera
 
 The slots of a group have their prompt's keys in common (slot_cache.py). Few slots have draft tokens verified together (drafts.py).
 
+Requests may name low-rank adapters that were loaded beside what is installed (loaded_adapters.py): one step has rows of several of
+them, and of none (low_rank.py). Loading and unloading stops nobody.
+
 Not here: preemption (a slot is big enough for prompt and response from the start).
 """
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,20 +31,25 @@ import torch
 from torch import Tensor
 
 from asyncflow.attestation import Attestation, sum_of_all
-from asyncflow.engines.base import SampleKey, Timing
+from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.lora import read_lora
+from asyncflow.engines.rollout.adapter_bank import INSTALLED, Adapter
 from asyncflow.engines.rollout.checks import check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.loaded_adapters import LoadedAdapters
 from asyncflow.engines.rollout.probe import find_dependence
-from asyncflow.engines.rollout.slot_options import PREFILL_CHUNK, Speculation, StepOptions
+from asyncflow.engines.rollout.slot_options import NO_ROOM, PREFILL_CHUNK, AdapterRoom, Speculation, StepOptions
 from asyncflow.engines.rollout.slot_options import check as check_options
 from asyncflow.engines.rollout.slots import Slots
 from asyncflow.engines.rollout.threaded import ThreadedEngine, noise_keys
 from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, LoraSpec, TensorSpec, WeightSource
+
+TRIED_RANK = 16
+"""Of the adapter that the start-up probe tries, at most, where adapters of several ranks may come."""
 
 
 class SlotEngine(ThreadedEngine):
@@ -65,11 +73,13 @@ class SlotEngine(ThreadedEngine):
         lora: LoraSpec | None = None,
         speculation: Speculation = 0,
         prefill_chunk: int = PREFILL_CHUNK,
+        adapter_room: AdapterRoom = NO_ROOM,
     ) -> None:
         """Load a Hugging Face checkpoint as policy `version`.
 
         `lora`: versions are low-rank adapters over it; `version` has the one in `lora.path`, if there is one. `num_parked`: slots
-        of the cache beyond `num_slots`, for episodes that wait for their environments.
+        of the cache beyond `num_slots`, for episodes that wait for their environments. `adapter_room`: for adapters that are loaded
+        beside what is installed.
 
         `speculation`: whether few slots have draft tokens verified (drafts.py). `prefill_chunk`: tokens of prompts and observations
         that a step computes beside the slots' own, some. No bit depends on either.
@@ -81,7 +91,7 @@ class SlotEngine(ThreadedEngine):
         one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
         """
         check_device(device, "rollout.device")
-        check_options(speculation=speculation, prefill_chunk=prefill_chunk)
+        check_options(speculation=speculation, prefill_chunk=prefill_chunk, adapter_room=adapter_room)
         fields = json.loads((model_path / "config.json").read_text())
         super().__init__(model_path, num_slots=num_slots, max_context=max_context, vocab_size=fields["vocab_size"])
         self._decoder = decoder = Decoder(
@@ -102,6 +112,7 @@ class SlotEngine(ThreadedEngine):
             recomputes=kv_on_install == "recompute",
             options=StepOptions(speculation=speculation, prefill_chunk=prefill_chunk),
         )
+        self._adapters = LoadedAdapters(adapter_room, INSTALLED)
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
         self._start(slots, num_threads)
@@ -110,7 +121,8 @@ class SlotEngine(ThreadedEngine):
         elif num_threads != 1:
             self.why_not_deterministic = f"{num_threads} threads divide a sum between them: bits are promised for one"
         else:
-            probe = partial(find_dependence, decoder, num_slots=num_slots, max_context=max_context)
+            tried = lora if lora is not None or not adapter_room.number else LoraSpec(min(adapter_room.rank, TRIED_RANK), 1.0)
+            probe = partial(find_dependence, decoder, num_slots=num_slots, max_context=max_context, lora=tried)
             self.why_not_deterministic = self._hand_in(probe).result()
         self.is_deterministic = not self.why_not_deterministic
         self._base = None if lora is None else sum_of_all(dict(decoder.sums()).values())
@@ -141,26 +153,76 @@ class SlotEngine(ThreadedEngine):
         self._prepared = (None, None)
         return prepared if prepared_version == version else None
 
-    async def log_probs(self, token_ids: Array) -> Array:
-        """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under the installed weights.
+    def generate(
+        self,
+        prompt_ids: Array,
+        *,
+        samples: Sequence[int],
+        sampling: Sampling,
+        key: SampleKey,
+        after: Array = NO_TOKENS,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[Response, None]:
+        """See `ThreadedEngine.generate`. `adapter`: name of one that is loaded, or else a `ValueError`; None: what is installed."""
+        return self._generate(self._request(prompt_ids, samples, sampling, key, after), self._adapters.named(adapter).request())
 
-        Computed between two decode steps, at temperature 1. Raises `ValueError` for an unknown token, or more tokens than the
-        context has.
+    async def load_adapter(self, name: str, lora: LoraSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Load a low-rank adapter over the model's weights, which requests may name from then on; others go on meanwhile.
+
+        `tensors`: as `lora_shapes` names them. Raises `ValueError`, changing nothing, where there is no room, the rank is too
+        large, the name is taken, or the tensors do not fit.
+        """
+
+        def make() -> Adapter:
+            made = self._decoder.lora.new(lora)
+            made.copy(tensors)
+            return made
+
+        self._check_open()
+        adapter = self._adapters.begin(name, lora.rank)
+        try:
+            made = await self._preparing.run(make)
+            self._check_open()
+            await asyncio.wrap_future(self._hand_in(partial(self._decoder.lora.put, adapter.number, made)))
+        except BaseException:
+            self._hand_in(partial(self._decoder.lora.remove, adapter.number))
+            self._adapters.forget(adapter)
+            raise
+        adapter.is_there = True
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let an adapter go: no request may name it from now on, and it goes when those that do have ended. Cancelled before that,
+        it stays. Raises `ValueError` if it is not there."""
+        adapter = self._adapters.named(name)
+        await adapter.unused()
+        self._check_open()
+        gone = self._hand_in(partial(self._slots.remove_adapter, adapter.number))
+        self._adapters.forget(adapter)  # whatever has its number next is handed in behind this
+        await asyncio.wrap_future(gone)
+
+    async def log_probs(self, token_ids: Array, adapter: str | None = None) -> Array:
+        """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under the installed weights, or
+        with an adapter of this name.
+
+        Computed between two decode steps, at temperature 1. Raises `ValueError` for an unknown token, more tokens than the context
+        has, or an adapter that is not there.
         """
         token_ids = np.asarray(token_ids, np.int64)
         check_tokens(token_ids, vocab_size=self._vocab_size)
         if len(token_ids) > self.max_context:
             raise ValueError(f"{len(token_ids)} tokens exceed the engine's context of {self.max_context}")
-        if self._is_closed:
-            raise RuntimeError("the rollout engine is closed")
-        return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids)))
+        self._check_open()
+        with self._adapters.named(adapter).request() as number:
+            return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids, number)))
 
-    async def attest(self) -> Attestation:
-        """Happens between two decode steps, see `RolloutEngine.attest`. Of a base under adapters once, at the start."""
-        return await asyncio.wrap_future(self._hand_in(self._attest))
+    async def attest(self, adapter: str | None = None) -> Attestation:
+        """Happens between two decode steps, see `RolloutEngine.attest`; of an adapter of this name, if one is given. The sum of a
+        base under adapters is taken once, at the start."""
+        with self._adapters.named(adapter).request() as number:
+            return await asyncio.wrap_future(self._hand_in(partial(self._attest, number)))
 
-    def _attest(self) -> Attestation:
-        sums = self._decoder.sums() if self._base is None else self._decoder.lora.sums()
+    def _attest(self, number: int) -> Attestation:
+        sums = self._decoder.sums() if number == INSTALLED and self._base is None else self._decoder.lora.sums(number)
         return Attestation([(list(names), found) for names, found in sums], self._base)
 
     async def export_weights(self) -> WeightSource:

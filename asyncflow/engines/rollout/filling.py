@@ -84,11 +84,11 @@ class MissingKeys:
             yield from prompt.claims
 
     def add(self, claim: Claim) -> None:
-        """Take a claim on; of one without keys the prompt is computed, once for all that have the same array."""
+        """Take a claim on; of one without keys the prompt is computed, once for all that have the same array and adapter."""
         if claim.num_cached:
             self._turns.append(claim)
             return
-        joined = next((prompt for prompt in self._prompts if prompt.token_ids is claim.request.prompt_ids), None)
+        joined = next((prompt for prompt in self._prompts if prompt.claims[0].request.has_keys_of(claim.request)), None)
         if joined is None:
             self._prompts.append(UnfilledPrompt([claim]))
         else:

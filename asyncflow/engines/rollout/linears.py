@@ -1,6 +1,6 @@
 """Linear layers of the decoder, plain and in the order that a CPU's kernels read, and the numbers of rows that they are given.
 
-A row's bits do not depend on the others, given one thread and rows that `padded` makes. An adapter is added behind the product.
+A row's bits do not depend on the others, given one thread and rows that `padded` makes. Adapters are added behind the product.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asyncflow.engines.rollout.low_rank import LowRank
+from asyncflow.engines.rollout.low_rank import AdapterRows, LowRank
 
 MIN_ROWS = 4
 PACKED_ROWS = 64  # the number of rows for which oneDNN chooses the order of a packed weight; any number may come
@@ -23,12 +23,15 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
-        self.lora: LowRank | None = None  # before an adapter is installed
+        self.lora: dict[int, LowRank] = {}  # by the numbers of adapters
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
+    def __call__(self, x: Tensor, adapted: Sequence[AdapterRows] = ()) -> Tensor:
+        """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes; `adapted`: those that have adapters."""
         output = F.linear(x, self.weight, self.bias)
-        return output if self.lora is None else self.lora.add_to(output, x)
+        for rows in adapted:
+            if (low_rank := self.lora.get(rows.number)) is not None:
+                low_rank.add_to(output, x, rows)
+        return output
 
 
 class PackedLinear:
@@ -42,7 +45,7 @@ class PackedLinear:
         """`names`: the checkpoint's tensors that the weight's rows are, in order."""
         self.names, self.bias = names, bias
         self.weight: Tensor | None = None  # before the first install
-        self.lora: LowRank | None = None
+        self.lora: dict[int, LowRank] = {}
         self._dtype = dtype
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -69,10 +72,13 @@ class PackedLinear:
         address, num_bytes = torch.ops.mkldnn.data_ptr(self.weight), torch.ops.mkldnn._nbytes(self.weight)
         return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=self._dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
+    def __call__(self, x: Tensor, adapted: Sequence[AdapterRows] = ()) -> Tensor:
+        """As of `Linear`."""
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return output if self.lora is None else self.lora.add_to(output, x)
+        for rows in adapted:
+            if (low_rank := self.lora.get(rows.number)) is not None:
+                low_rank.add_to(output, x, rows)
+        return output
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

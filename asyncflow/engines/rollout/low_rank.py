@@ -1,6 +1,12 @@
-"""Low-rank adapters of the decoder's linear layers, which are several of the checkpoint's in one: qkv, gate and up.
+"""Low-rank adapter of one of the decoder's linear layers, which are several of the checkpoint's in one: qkv, gate and up.
 
     x W^T (whatever computes it)  +  scaling (x A^T) B^T        A [parts * rank, inputs]   B [outputs, parts * rank]
+
+    rows of a pass --> the base's product, of all of them at once ---------------> output
+              +--> an adapter's rows, gathered --> its two products --added to--> the same rows of the output
+
+So the rows of one pass may have several adapters, each with its own rank, and some of them none. A row has the same bits, whichever
+other rows its adapter has in the pass: linears.py's products do not know the rows beside one, if there are enough of them.
 
 They are applied, not merged into the weights. A merge rounds W + scaling B A to the dtype of W, in which a small change is lost,
 where the trainer computes both products; it needs the base's weights a second time, in plain order; and it packs every matrix again
@@ -9,17 +15,27 @@ at each install. What applying costs is two small products for each linear layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asyncflow.bit_sums import sum_of_bits
-from asyncflow.engines.lora import check_lora
-from asyncflow.engines.lora_files import A, B, is_lora
-from asyncflow.types import LoraSpec, UserError
+from asyncflow.engines.lora_files import A, B
+from asyncflow.types import LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Rows of a pass that have the adapter of this number; `rows` None: all of them.
+
+    `rows`: int64 [n]. `filled`: the same, with the last one again and again, up to a number that `padded` makes.
+    """
+
+    number: int
+    rows: Tensor | None = None
+    filled: Tensor | None = None
 
 
 class LowRank:
@@ -37,68 +53,13 @@ class LowRank:
             place = slice(number * spec.rank, (number + 1) * spec.rank)
             self.slices |= {name + A: self.a[place], name + B: blocks[name][:, place]}
 
-    def add_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """Add the product for x [rows, inputs] to the layer's output [rows, outputs], in place. Rounds where the trainer does."""
-        return output.add_(F.linear(F.linear(x, self.a), self.b).mul_(self.scaling))
-
-
-class HasLora(Protocol):
-    """Linear layer that adds its adapter's product, if it has one."""
-
-    lora: LowRank | None
-
-
-class LoraLayers:
-    """All adapters of a decoder: none without a `spec`. Until an install the model is its base."""
-
-    def __init__(self, spec: LoraSpec | None) -> None:
-        self._spec = spec
-        self._layers: list[tuple[HasLora, LowRank]] = []
-        self.slices: dict[str, Tensor] = {}
-        """What installs write, by the names of an adapter's tensors."""
-
-    def __bool__(self) -> bool:
-        return bool(self._layers)
-
-    def add(self, linear: HasLora, names: Sequence[str], sizes: Sequence[int], inputs: int, like: Tensor) -> None:
-        """Give a linear layer an adapter, see `LowRank`, if any of its parts is a target."""
-        if self._spec is None or not any(map(self._spec.has_target, names)):
-            return
-        made = LowRank(names, sizes, inputs, self._spec, like)
-        self._layers.append((linear, made))
-        self.slices |= made.slices
-
-    def takes(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the tensors are for adapters: some are an adapter's, or there are none."""
-        return self._spec is not None and (not tensors or any(map(is_lora, tensors)))
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check that an adapter fits, or that there is none. Raises `ValueError`, naming what does not."""
-        if not tensors:
-            return
-        try:
-            check_lora(tensors, {name: tuple(piece.shape) for name, piece in self.slices.items()}, "the adapter")
-        except UserError as error:
-            raise ValueError(str(error)) from error
-
-    def install(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy an adapter's tensors; without any the model is its base. Raises `ValueError`, changing nothing, as `check`."""
-        self.check(tensors)
-        with torch.inference_mode():
-            for name, piece in self.slices.items() if tensors else ():
-                piece.copy_(tensors[name])
-        self.use(bool(tensors))
-
-    def sums(self) -> list[tuple[tuple[str, ...], int]]:
-        """Sums of the bits of the adapters that layers compute with now, each with the names of those in one buffer."""
-        sums: list[tuple[tuple[str, ...], int]] = []
-        for linear, made in self._layers:
-            if linear.lora is made:
-                for suffix, buffer in ((A, made.a), (B, made.b)):
-                    sums.append((tuple(name for name in made.slices if name.endswith(suffix)), sum_of_bits(buffer)))
-        return sums
-
-    def use(self, is_used: bool) -> None:
-        """Compute with the adapters, or with the base alone."""
-        for linear, made in self._layers:
-            linear.lora = made if is_used else None
+    def add_to(self, output: Tensor, x: Tensor, adapted: AdapterRows) -> None:
+        """Add the product for the adapter's rows of x [rows, inputs] to those of the layer's output [rows, outputs], in place.
+        Rounds where the trainer does."""
+        if adapted.filled is not None:
+            x = x.index_select(0, adapted.filled)
+        made = F.linear(F.linear(x, self.a), self.b).mul_(self.scaling)
+        if adapted.rows is None:
+            output.add_(made)
+        else:
+            output.index_add_(0, adapted.rows, made[: len(adapted.rows)])

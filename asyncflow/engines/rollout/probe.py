@@ -7,6 +7,7 @@ logits of a few prompts must be the same bits alone and among others:
     decode    one slot alone; then more and more slots, each prompt in several of them
     feed      several tokens of a slot in one step, and in steps of their own
     pieces    a prompt of several tiles in one pass, and a tile in each
+    adapters  where there may be any, all of it is done with one; then a slot that has it, beside one that has none
 
 A pass through all layers would say no more: they have the same shapes.
 """
@@ -18,37 +19,58 @@ import copy
 import numpy as np
 import torch
 
+from asyncflow.engines.rollout.adapter_bank import INSTALLED
 from asyncflow.engines.rollout.decoder import CHUNK, Decoder, PromptPiece
 from asyncflow.engines.rollout.slot_cache import BLOCK
-from asyncflow.types import Array
+from asyncflow.types import Array, LoraSpec
 
 LENGTHS = (1, 2, 3, BLOCK + 1)
 LONGEST = 256  # tokens of the prompt beside them
 FED = BLOCK + 5  # tokens of an observation
+TRIED = INSTALLED + 1  # number of the adapter
 CUT = CHUNK + BLOCK + 5  # tokens of a prompt that is computed in pieces
 
 
-def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
+def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int, lora: LoraSpec | None = None) -> str:
     """Sentence about what was seen to depend on its neighbours in the batch, or "". The slots must be free; their keys are
-    overwritten.
+    overwritten. `lora`: of an adapter that slots may have.
 
     Call it in the thread that generates, under `torch.inference_mode`.
     """
     decoder = copy.copy(decoder)
     decoder.layers = decoder.layers[:1]
-    if decoder.lora:
-        return _with_adapter(decoder, num_slots=num_slots, max_context=max_context)
+    if lora is not None:
+        return _with_adapter(decoder, lora, num_slots=num_slots, max_context=max_context)
     return _find_dependence(decoder, num_slots=num_slots, max_context=max_context)
 
 
-def _with_adapter(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
-    """The same with an adapter whose products are no zeros, which is taken away again."""
-    waves = {name: torch.arange(piece.numel()).sin().view(piece.shape) for name, piece in decoder.lora.slices.items()}
-    decoder.lora.install(waves)
+def _with_adapter(decoder: Decoder, lora: LoraSpec, *, num_slots: int, max_context: int) -> str:
+    """The same with an adapter whose products are no zeros, for all slots and then for one of two."""
+    waves = decoder.lora.new(lora)
+    for piece in waves.slices.values():
+        piece.copy_(torch.arange(piece.numel()).sin().view(piece.shape))
+    decoder.adapters = np.full_like(decoder.adapters, TRIED)
+    decoder.lora.put(TRIED, waves)
     try:
-        return _find_dependence(decoder, num_slots=num_slots, max_context=max_context)
+        found = _find_dependence(decoder, num_slots=num_slots, max_context=max_context)
+        return found or (_dependence_on_adapters(decoder, max_context) if num_slots > 1 else "")
     finally:
-        decoder.lora.install({})
+        decoder.lora.remove(TRIED)
+
+
+def _dependence_on_adapters(decoder: Decoder, max_context: int) -> str:
+    decoder.adapters[1] = INSTALLED  # the base alone
+    tokens = _tokens(decoder, min(FED, max_context - 1))
+    at, alone = np.array([len(tokens)]), []
+    for slot in (0, 1):
+        first = decoder.prefill([tokens], [[slot]])
+        alone += [first, decoder.decode(tokens[-1:], at, np.array([slot]))]
+    first = decoder.prefill([tokens] * 2, [[0], [1]])
+    then = decoder.decode(tokens[[-1, -1]], at.repeat(2), np.array([0, 1]))
+    together = [logits[slot : slot + 1] for slot in (0, 1) for logits in (first, then)]
+    if all(torch.equal(one, other) for one, other in zip(alone, together, strict=True)):
+        return ""
+    return "the logits of a slot depend on the adapter of the slot beside it"
 
 
 def _find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from asyncflow.types import UserError
 
@@ -22,8 +22,27 @@ class StepOptions:
     """Tokens of prompts and observations in a pass, some."""
 
 
-def check(*, speculation: object = 0, prefill_chunk: object = PREFILL_CHUNK, **_others: object) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRoom:
+    """Room of an engine for low-rank adapters beside what is installed: how many at once, and their largest rank."""
+
+    number: int
+    rank: int
+
+
+NO_ROOM: Final = AdapterRoom(number=0, rank=0)
+
+
+def check(
+    *,
+    speculation: object = 0,
+    prefill_chunk: object = PREFILL_CHUNK,
+    adapter_room: object = NO_ROOM,
+    **_others: object,
+) -> None:
     """Raises `UserError` for a value that means nothing."""
+    if not isinstance(adapter_room, AdapterRoom):
+        raise UserError("rollout.engine.adapter_room is for servers, which have adapters of several clients: leave it out")
     if speculation != "auto" and (not isinstance(speculation, int) or isinstance(speculation, bool) or speculation < 0):
         raise UserError(f"rollout.engine.speculation is {speculation!r}: take auto, or a number of draft tokens; 0 is none")
     if not isinstance(prefill_chunk, int) or isinstance(prefill_chunk, bool) or prefill_chunk < 1:

@@ -130,6 +130,12 @@ class Slots:
         if (parked := self._parked.pop(key, None)) is not None:
             self._release(parked.slot)
 
+    def remove_adapter(self, number: int) -> None:
+        """Forget an adapter that no request names, with the slots that are parked with its keys: another may have its number."""
+        for key in [key for key, parked in self._parked.items() if parked.adapter == number]:
+            self.forget(key)
+        self._decoder.lora.remove(number)
+
     def fail(self, error: Exception) -> None:
         """Free every slot, clearing keys that may not be finite; every request ends with `error`."""
         self._decoder.cache.clear()
@@ -264,6 +270,7 @@ class Slots:
                 if (sibling := self._sibling(request)) is not None:
                     self._decoder.cache.share(sibling, claim.slots, num_prompt)
                     claim.num_cached = num_prompt
+            self._decoder.adapters[claim.slots] = request.adapter
             claim.samples += [request.pending.popleft() for _ in claim.slots]
             if claim.has_all:
                 assert request.first_logits_V is not None, "a sibling without them is none"
@@ -311,7 +318,7 @@ class Slots:
     def _sibling(self, request: SlotRequest) -> int | None:
         """An active row's slot that has the keys of the request's prompt under the installed weights."""
         for row, other in enumerate(self._requests):
-            if other.prompt_ids is request.prompt_ids and self._is_current[row]:
+            if other.has_keys_of(request) and self._is_current[row]:
                 if other is not request and not len(request.after):
                     if other.first_logits_V is None:  # of a later turn, which was not computed behind its prompt
                         continue
@@ -402,7 +409,7 @@ class Slots:
         slot = self._leave(row)
         if request.sampling.keeps:
             self.forget(key)
-            self._parked[key] = ParkedSlot(slot, request.prompt_ids, tokens, is_current)
+            self._parked[key] = ParkedSlot(slot, request.prompt_ids, tokens, is_current, request.adapter)
         else:
             self._release(slot)
         request.deliver(response)

@@ -17,9 +17,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ from asyncflow.threads import end_at_exit
 from asyncflow.types import Array
 
 T = TypeVar("T")
+INSTALLED_WEIGHTS: Final = nullcontext(0)
+"""Context of requests that are made by what is installed."""
 
 
 class Rows(Protocol):
@@ -98,37 +101,45 @@ class ThreadedEngine(RolloutEngine):
     ) -> AsyncGenerator[Response, None]:
         """See `RolloutEngine.generate`; also a `ValueError` for an empty prompt, an unknown token, impossible sampling, or stop
         strings without a tokenizer."""
+        return self._generate(self._request(prompt_ids, samples, sampling, key, after))
+
+    def _request(self, prompt_ids: Array, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array) -> SlotRequest:
+        """What `generate` is asked for, checked; nobody takes its responses yet."""
         prompt_ids, after = np.asarray(prompt_ids, np.int64), np.asarray(after, np.int64)
         check_request(prompt_ids, sampling, after, vocab_size=self._vocab_size, max_context=self.max_context)
         if sampling.stop:
             self._stop_strings.load()
-        return self._generate(prompt_ids, sampling, samples, noise_keys(key, samples), after)
+        return SlotRequest(prompt_ids, sampling, deque(zip(samples, noise_keys(key, samples), strict=True)), after)
 
     async def _generate(
-        self, prompt_ids: Array, sampling: Sampling, samples: Sequence[int], keys: Array, after: Array
+        self, request: SlotRequest, adapter: AbstractContextManager[int] = INSTALLED_WEIGHTS
     ) -> AsyncGenerator[Response, None]:
+        """The responses to a request. `adapter`: context in which they are made, which gives the adapter's number."""
         arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
-        deliver = self._deliveries.to(asyncio.get_running_loop(), arrived.put_nowait, len(samples))
-        request = SlotRequest(prompt_ids, sampling, deque(zip(samples, keys, strict=True)), deliver, after)
+        remaining = len(request.pending)
+        request.deliver = self._deliveries.to(asyncio.get_running_loop(), arrived.put_nowait, remaining)
+        self._check_open()
+        with adapter as request.adapter:
+            self._inbox.put(partial(self._slots.submit, request))
+            try:
+                while remaining:
+                    item = await arrived.get()
+                    if isinstance(item, Exception):
+                        raise RuntimeError(f"generation ended: {item}") from item
+                    remaining -= 1
+                    yield item
+            finally:
+                if remaining:
+                    self._inbox.put(partial(self._slots.cancel, request))
+
+    def _check_open(self) -> None:
+        """Raises `RuntimeError` when the engine is closed: its thread does no call any more."""
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
-        remaining = len(samples)
-        self._inbox.put(partial(self._slots.submit, request))
-        try:
-            while remaining:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise RuntimeError(f"generation ended: {item}") from item
-                remaining -= 1
-                yield item
-        finally:
-            if remaining:
-                self._inbox.put(partial(self._slots.cancel, request))
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Happens between two decode steps, see `RolloutEngine.install`."""
-        if self._is_closed:
-            raise RuntimeError("the rollout engine is closed")
+        self._check_open()
         call = partial(self._slots.install, version, tensors, self._take_prepared(version))
         await asyncio.wrap_future(self._hand_in(call))
 
@@ -148,8 +159,7 @@ class ThreadedEngine(RolloutEngine):
         await self._set_paused(False)
 
     async def _set_paused(self, is_paused: bool) -> None:
-        if self._is_closed:
-            raise RuntimeError("the rollout engine is closed")
+        self._check_open()
         await asyncio.wrap_future(self._hand_in(partial(setattr, self._slots, "is_paused", is_paused)))
 
     async def reset(self) -> None:

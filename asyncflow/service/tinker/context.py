@@ -41,9 +41,13 @@ MakeEngine = Callable[[Path | None, NewAdapter | None], TrainEngine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of a server. `session_seconds`: a session from which nothing has come for so long ends."""
+    """Bounds of a server. `adapters`: that a rollout engine has beside one another. `session_seconds`: a session from which nothing
+    has come for so long ends."""
 
     models: int = 4
+    adapters: int = 8
+    rank: int = 256
+    """Of an adapter, at most."""
     sessions: int = 256
     samplers: int = 100_000
     """Of one session."""

@@ -1,47 +1,71 @@
 """Sampling under the weights of many models, by few rollout engines.
 
-    requests, in the order in which they came --> an engine that has their weights --> responses
-                                        |
-                                        +--> else one that is idle: the weights are installed first
+    requests, in the order in which they came --> an engine that has their whole model, and room for their adapter --> responses
+                                        |                      ^ the adapter is loaded beside others, if it is not there
+                                        +--> else one that is idle: their whole model is installed first
 
-consumes: requests for samples, each with the folder of its weights
-waits for: an engine with these weights, or an idle one, for the oldest request; younger ones do not overtake it
-is unblocked by: engines that become idle
+An engine generates with one whole model at a time, and with any adapters over it at once (engines/rollout/engine.py). Of those that
+no request names, the one that was named longest ago goes when another one needs its room.
+
+consumes: requests for samples, each with the folders of its weights
+waits for: an engine as above, for the oldest request; younger ones do not overtake it
+is unblocked by: requests that end
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
+from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker.answers import Sampled, SampleOutput
-from asyncflow.types import Array, UserError
+from asyncflow.types import Array, LoraSpec, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SamplingEngine(RolloutEngine, Protocol):
-    """Rollout engine that scores sequences, too."""
+    """Rollout engine that scores sequences, too, and has adapters beside what is installed: `SlotEngine` documents them."""
 
-    async def log_probs(self, token_ids: Array) -> Array:
-        """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first."""
-        ...
+    def generate(
+        self,
+        prompt_ids: Array,
+        *,
+        samples: Sequence[int],
+        sampling: Sampling,
+        key: SampleKey,
+        after: Array = NO_TOKENS,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[Response, None]: ...
+
+    async def log_probs(self, token_ids: Array, adapter: str | None = None) -> Array: ...
+
+    async def load_adapter(self, name: str, lora: LoraSpec, tensors: Mapping[str, Tensor]) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+
+class SamplerFiles(NamedTuple):
+    """Folders of what is sampled from: a whole model, and an adapter over it."""
+
+    model: Path
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Request for samples. `weights`: folder of a model. `scored_tokens`: of the prompt's end, to be scored; 0: none."""
+    """Request for samples. `scored_tokens`: of the prompt's end, to be scored; 0: none."""
 
-    weights: Path
+    weights: SamplerFiles
     prompt_ids: Array
     num_samples: int
     sampling: Sampling
@@ -49,13 +73,77 @@ class SampleRequest:
     scored_tokens: int = 0
 
 
+class ReadWeights(NamedTuple):
+    """Tensors of a folder; `lora` None: of a whole model."""
+
+    tensors: Mapping[str, Tensor]
+    lora: LoraSpec | None = None
+
+
+class _Held:
+    """Weights of a folder that an engine has, or that are on their way to it; the way may fail, which all hear who wait."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.num_requests = folder, 0
+        self.name = f"{folder} {next(self._numbers)}"
+        """By which an engine knows an adapter: one that goes may still be there when it comes again."""
+        self._arriving: asyncio.Task[None] | None = None
+
+    def come_by(self, way: Coroutine[Any, Any, None]) -> None:
+        self._arriving = asyncio.create_task(way)
+        self._arriving.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait any more
+
+    async def arrived(self) -> None:
+        """Return when they are there; raises what their way has raised."""
+        if self._arriving is not None:
+            await asyncio.shield(self._arriving)  # which others wait for, too
+
+    async def have_arrived(self) -> bool:
+        """Whether they are there, as soon as that is known."""
+        if self._arriving is None:
+            return True
+        await asyncio.wait([self._arriving])
+        return not self._arriving.cancelled() and self._arriving.exception() is None
+
+    def give_up(self) -> None:
+        if self._arriving is not None:
+            self._arriving.cancel()
+
+
 @dataclass(slots=True, eq=False)
 class _Place:
+    """An engine with its whole model, and its adapters, the one that was named longest ago first."""
+
     engine: SamplingEngine
-    weights: Path
+    installed: Path
+    model: _Held
+    adapters: OrderedDict[Path, _Held] = field(default_factory=OrderedDict)
     version: int = 0
-    num_under_way: int = 0
-    is_installing: bool = False  # for the request that it was given to last
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    """What a request has of an engine until it has ended."""
+
+    engine: SamplingEngine
+    model: _Held
+    adapter: _Held | None
+
+    @property
+    def held(self) -> list[_Held]:
+        """All of it."""
+        return [self.model] if self.adapter is None else [self.model, self.adapter]
+
+    @property
+    def name(self) -> str | None:
+        """Name by which its engine knows the adapter."""
+        return None if self.adapter is None else self.adapter.name
+
+    def end(self) -> None:
+        for each in self.held:
+            each.num_requests -= 1
 
 
 class Samplers:
@@ -64,15 +152,17 @@ class Samplers:
     def __init__(
         self,
         engines: Sequence[SamplingEngine],
-        weights: Path,
-        load: Callable[[Path], Mapping[str, Tensor]],
+        model: Path,
+        read: Callable[[Path], ReadWeights],
+        *,
         largest_queue: int,
+        num_adapters: int,
     ) -> None:
-        """`weights`: the folder whose model all engines have at the start. `load` reads what an engine installs from a folder; it
-        raises `OSError` if that is gone. `largest_queue`: requests that wait at most."""
-        self._places = [_Place(engine, weights) for engine in engines]
-        self._load, self._largest_queue = load, largest_queue
-        self._queue: deque[tuple[Path, asyncio.Future[_Place]]] = deque()
+        """`model`: the folder whose model all engines have at the start. `read` reads a folder's weights; it raises `OSError` if
+        they are gone. `largest_queue`: requests that wait at most. `num_adapters`: that each engine has room for."""
+        self._places = [_Place(engine, model, _Held(model)) for engine in engines]
+        self._read, self._largest_queue, self._num_adapters = read, largest_queue, num_adapters
+        self._queue: deque[tuple[SamplerFiles, asyncio.Future[_Grant]]] = deque()
 
     def check_room(self) -> None:
         """Raises `Busy` where too many requests wait."""
@@ -81,15 +171,17 @@ class Samplers:
 
     async def sample(self, request: SampleRequest) -> SampleOutput:
         """Samples, and if asked for the prompt's log-probs. Raises `UserError` for weights that are not there any more, and
-        `ValueError` for an impossible request."""
-        place = await self._place_for(request.weights)
+        `ValueError` for an impossible request, or weights that do not fit."""
+        grant = await self._granted(request.weights)
         try:
-            prompt_logprobs = await _scored(place.engine, request) if request.scored_tokens else None
-            found = await _responses(place.engine, request)
+            for held in grant.held:
+                await held.arrived()
+            prompt_logprobs = await _scored(grant, request) if request.scored_tokens else None
+            found = await _responses(grant, request)
         except RuntimeError as error:  # such as that the weights a client has trained are not finite
             raise UserError(str(error)) from error
         finally:
-            place.num_under_way -= 1
+            grant.end()
             self._serve_queue()
         sequences = [Sampled(one.token_ids, one.logprobs, one.finish_reason) for _, one in sorted(found.items())]
         return SampleOutput(sequences, prompt_logprobs)
@@ -100,82 +192,121 @@ class Samplers:
             waiter.cancel()
         self._queue.clear()
         for place in self._places:
+            for held in (place.model, *place.adapters.values()):
+                held.give_up()
             await place.engine.close()
 
-    async def _place_for(self, weights: Path) -> _Place:
-        """An engine with these weights, on which one request more is under way now."""
+    async def _granted(self, weights: SamplerFiles) -> _Grant:
+        """An engine that has these weights, or will have them soon, on which one request more is under way now."""
         self.check_room()
-        waiter: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[_Grant] = asyncio.get_running_loop().create_future()
         self._queue.append((weights, waiter))
         self._serve_queue()
         try:
-            place = await waiter
+            return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():  # it was given one that it does not take any more
-                given = waiter.result()
-                given.num_under_way, given.is_installing = given.num_under_way - 1, False
+                waiter.result().end()
                 self._serve_queue()
             raise
-        if place.is_installing:
-            try:
-                await self._install(place, weights)
-            except BaseException:
-                place.num_under_way -= 1
-                raise
-            finally:
-                place.is_installing = False
-                self._serve_queue()
-        return place
 
     def _serve_queue(self) -> None:
         """Give engines to the oldest requests, up to the first one for which there is none."""
         while self._queue:
             weights, waiter = self._queue[0]
-            if waiter.cancelled():
-                self._queue.popleft()
-                continue
-            place = self._find(weights)
-            if place is None:
-                return
+            if not waiter.cancelled():
+                place = self._place_for(weights)
+                if place is None:
+                    return
+                waiter.set_result(self._grant(place, weights))
             self._queue.popleft()
-            place.num_under_way += 1
-            waiter.set_result(place)
 
-    def _find(self, weights: Path) -> _Place | None:
-        ready = [place for place in self._places if not place.is_installing]
-        if having := [place for place in ready if place.weights == weights]:
-            return min(having, key=lambda place: place.num_under_way)
-        idle = next((place for place in ready if not place.num_under_way), None)
-        if idle is not None:
-            idle.is_installing = True
-        return idle
+    def _place_for(self, weights: SamplerFiles) -> _Place | None:
+        """The best engine for these weights: one that has the model, with few requests, and if possible the adapter; else idle."""
+        able = [place for place in self._places if self._can_serve(place, weights)]
 
-    async def _install(self, place: _Place, weights: Path) -> None:
+        def cost(place: _Place) -> tuple[bool, int, bool]:
+            return place.model.folder != weights.model, place.model.num_requests, weights.adapter not in place.adapters
+
+        return min(able, key=cost, default=None)
+
+    def _can_serve(self, place: _Place, weights: SamplerFiles) -> bool:
+        if place.model.folder != weights.model and place.model.num_requests:
+            return False
+        has_room = len(place.adapters) < self._num_adapters or any(not held.num_requests for held in place.adapters.values())
+        return weights.adapter is None or weights.adapter in place.adapters or has_room
+
+    def _grant(self, place: _Place, weights: SamplerFiles) -> _Grant:
+        """One request more of an engine that can serve it. What it lacks comes, and others go on meanwhile."""
+        if place.model.folder != weights.model:
+            before, place.model = place.model, _Held(weights.model)
+            place.model.come_by(self._install(place, place.model, before))
+        if weights.adapter is not None:
+            if weights.adapter not in place.adapters:
+                self._begin_to_load(place, weights.adapter)
+            place.adapters.move_to_end(weights.adapter)
+        adapter = None if weights.adapter is None else place.adapters[weights.adapter]
+        grant = _Grant(place.engine, place.model, adapter)
+        for each in grant.held:
+            each.num_requests += 1
+        return grant
+
+    def _begin_to_load(self, place: _Place, folder: Path) -> None:
+        """Have an adapter come, in the place of one that no request names if there is no room beside it."""
+        before = None
+        if len(place.adapters) >= self._num_adapters:
+            before = next(held for held in place.adapters.values() if not held.num_requests)
+            del place.adapters[before.folder]
+        adapter = place.adapters[folder] = _Held(folder)
+        adapter.come_by(self._load(place, adapter, before))
+
+    async def _install(self, place: _Place, model: _Held, before: _Held) -> None:
+        """Install a whole model, where no request needs the one before any more."""
         try:
-            tensors = await asyncio.to_thread(self._load, weights)
+            await before.have_arrived()
+            read = await self._read_in_thread(model.folder)
+            await place.engine.install(place.version + 1, read.tensors)
+        except BaseException:
+            if place.model is model:
+                place.model = _Held(place.installed)  # the engine has what it had
+            raise
+        place.version, place.installed = place.version + 1, model.folder
+
+    async def _load(self, place: _Place, adapter: _Held, before: _Held | None) -> None:
+        try:
+            if before is not None and await before.have_arrived():
+                await place.engine.unload_adapter(before.name)
+            read = await self._read_in_thread(adapter.folder)
+            assert read.lora is not None, "a request's adapter is one"
+            await place.engine.load_adapter(adapter.name, read.lora, read.tensors)
+        except BaseException:
+            if place.adapters.get(adapter.folder) is adapter:
+                del place.adapters[adapter.folder]
+            raise
+
+    async def _read_in_thread(self, folder: Path) -> ReadWeights:
+        try:
+            return await asyncio.to_thread(self._read, folder)
         except OSError as error:
             raise UserError(
                 "the weights of this sampler are not there any more: of samplers without a name the newest ones of each model stay"
             ) from error
-        await place.engine.install(place.version + 1, tensors)
-        place.version, place.weights = place.version + 1, weights
 
 
-async def _responses(engine: SamplingEngine, request: SampleRequest) -> dict[int, Response]:
-    samples = range(request.num_samples)
-    stream = engine.generate(request.prompt_ids, samples=samples, sampling=request.sampling, key=request.key)
+async def _responses(grant: _Grant, request: SampleRequest) -> dict[int, Response]:
+    samples, sampling, key = range(request.num_samples), request.sampling, request.key
+    stream = grant.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key, adapter=grant.name)
     try:
         return {response.sample: response async for response in stream}
     finally:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()  # at once, so that slots do not go on for a request that was cancelled
+        await stream.aclose()  # at once, so that slots do not go on for a request that was cancelled
 
 
-async def _scored(engine: SamplingEngine, request: SampleRequest) -> Array:
+async def _scored(grant: _Grant, request: SampleRequest) -> Array:
     """Log-probs of the prompt's tokens, float32 [Lp]; NaN for those that were not asked for, and the first one."""
     logprobs = np.full(len(request.prompt_ids), np.nan, np.float32)
     if len(logprobs) > 1:
-        scored = await engine.log_probs(request.prompt_ids)
+        scored = await grant.engine.log_probs(request.prompt_ids, grant.name)
         count = min(request.scored_tokens, len(scored))
         logprobs[-count:] = scored[-count:]
     return logprobs

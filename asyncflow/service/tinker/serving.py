@@ -9,16 +9,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from safetensors import safe_open
 
 from asyncflow.config import MOST_CHARACTERS, Config, parse
 from asyncflow.engines.base import TrainEngine
-from asyncflow.engines.lora import merged_lora
-from asyncflow.engines.lora_files import CONFIG_FILE, spec_in
+from asyncflow.engines.lora import read_lora
+from asyncflow.engines.lora_files import holds_adapter, spec_in
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.slot_options import AdapterRoom
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.model_folder import read_json, weight_files
 from asyncflow.registry import build
@@ -26,13 +27,10 @@ from asyncflow.run.factories import train_engine_options
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
 from asyncflow.service.tinker.context import BaseModel, Bounds, MakeEngine, NewAdapter, ServerContext
 from asyncflow.service.tinker.results import Results
-from asyncflow.service.tinker.samplers import Samplers
+from asyncflow.service.tinker.samplers import ReadWeights, Samplers
 from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.settings import apply_override
 from asyncflow.types import LoraSpec, UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KEY_PREFIX: Final = "tml-"
 """Of keys: the SDK takes no others."""
@@ -121,9 +119,12 @@ def targets_of(base: Path, adapter: NewAdapter) -> tuple[str, ...]:
     return tuple(sorted(targets))
 
 
-def holds_adapter(folder: Path) -> bool:
-    """Whether a checkpoint's folder holds an adapter, and not a whole model."""
-    return (folder / CONFIG_FILE).is_file()
+def read_weights(folder: Path) -> ReadWeights:
+    """Weights in a checkpoint's folder, of an adapter or of a whole model. Raises `OSError` if they are gone."""
+    if not holds_adapter(folder):
+        return ReadWeights(load_tensors(folder))
+    lora = spec_in(folder)
+    return ReadWeights(read_lora(folder, lora), lora)
 
 
 @asynccontextmanager
@@ -132,7 +133,7 @@ async def sessions_of(
 ) -> AsyncIterator[Sessions]:
     """Sessions over the model of a configuration, whose checkpoints lie in `folder`. Loads `num_samplers` rollout engines.
 
-    Adapters are merged into the base before they are sampled from: so one engine serves adapters of any rank, and whole models.
+    Each of them has room for several adapters over the base, which it generates with at once, or has one whole model.
     """
     if config.rollout.engine.name != "slots":
         raise UserError("asyncflow serve --tinker samples by the embedded engine: set rollout.engine to slots")
@@ -146,10 +147,8 @@ async def sessions_of(
             dtype=config.rollout.dtype,
             device=config.rollout.device,
             num_threads=config.rollout.least_threads,
+            adapter_room=AdapterRoom(number=bounds.adapters, rank=bounds.rank),
         )
-
-    def load(weights: Path) -> dict[str, Tensor]:
-        return merged_lora(base.folder, weights) if holds_adapter(weights) else load_tensors(weights)
 
     try:
         engines = [await asyncio.to_thread(make_sampler) for _ in range(num_samplers)]
@@ -162,7 +161,7 @@ async def sessions_of(
         results=Results(kept_bytes=KEPT_BYTES, largest_number=OPEN_RESULTS),
         bounds=bounds,
     )
-    samplers = Samplers(engines, base.folder, load, bounds.queue)
+    samplers = Samplers(engines, base.folder, read_weights, largest_queue=bounds.queue, num_adapters=bounds.adapters)
     sessions = Sessions(context, samplers, trains_whole_weights=trains_whole_weights)
     try:
         yield sessions

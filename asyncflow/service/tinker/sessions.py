@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncflow.engines.base import SampleKey
+from asyncflow.engines.lora_files import holds_adapter
 from asyncflow.model_folder import end_token_ids
 from asyncflow.service.app import Denied
 from asyncflow.service.limits import Busy
@@ -27,7 +28,7 @@ from asyncflow.service.tinker import messages
 from asyncflow.service.tinker.answers import Answer, Failure, Fields
 from asyncflow.service.tinker.checkpoint_store import Checkpoint, Kind
 from asyncflow.service.tinker.context import NewAdapter, ServerContext
-from asyncflow.service.tinker.samplers import SampleRequest, Samplers
+from asyncflow.service.tinker.samplers import SampleRequest, SamplerFiles, Samplers
 from asyncflow.service.tinker.trained_model import TrainedModel, answered
 from asyncflow.types import UserError
 
@@ -41,7 +42,7 @@ class SampledWeights:
     """Weights that a client samples from. `path`: of the checkpoint; None: the base model, or a snapshot without a name."""
 
     sampler_id: str
-    weights: Path
+    weights: SamplerFiles
     path: str | None
     seed: int = field(default_factory=lambda: secrets.randbits(62))
     num_requests: int = 0
@@ -121,6 +122,10 @@ class Sessions:
         if asked is not None and not self.trains_whole_weights:
             if not (asked.train_attn or asked.train_mlp):
                 raise UserError("lora_config asks for an adapter of no layer: set train_attn or train_mlp")
+            if rank > self._bounds.rank:
+                raise UserError(
+                    f"adapters have rank {self._bounds.rank} at most here: ask for less, or start the server with --max-rank"
+                )
             adapter = NewAdapter(rank=rank, has_attention=asked.train_attn, has_mlp=asked.train_mlp, seed=asked.seed)
         return self._begin_model(request.session_id, request.model_seq_id, rank, adapter, None, made, has_optimizer=False)
 
@@ -298,7 +303,8 @@ class Sessions:
         if sampler_id not in session.samplers:
             if len(session.samplers) >= self._bounds.samplers:
                 raise UserError(f"this session has {len(session.samplers)} samplers: begin another")
-            session.samplers[sampler_id] = SampledWeights(sampler_id, weights, path)
+            files = SamplerFiles(self.base.folder, weights) if holds_adapter(weights) else SamplerFiles(weights)
+            session.samplers[sampler_id] = SampledWeights(sampler_id, files, path)
         return sampler_id
 
     def _check_base(self, name: str | None) -> None:

@@ -107,8 +107,8 @@ async def test_bits_do_not_depend_on_the_company(model_path: Path, dtype: Litera
         await engine.close()
 
 
-def by_rows(product: Callable[[AnyLinear, Tensor], Tensor], self: AnyLinear, x: Tensor) -> Tensor:
-    return product(self, x) * (1 + 1e-6 * len(x))
+def by_rows(product: Callable[..., Tensor], self: AnyLinear, x: Tensor, *adapted: Any) -> Tensor:
+    return product(self, x, *adapted) * (1 + 1e-6 * len(x))
 
 
 def by_slots(attend: Callable[..., Tensor], self: SlotCache, layer: int, step: Any, q_NHD: Tensor) -> Tensor:

@@ -231,9 +231,9 @@ def test_packed_products_see_few_numbers_of_rows(saved: tuple[PreTrainedModel, P
     seen: set[int] = set()
     for kind in (Linear, PackedLinear):
 
-        def spy(self: Any, x: torch.Tensor, product: Any = kind.__call__) -> torch.Tensor:
+        def spy(self: Any, x: torch.Tensor, *adapted: Any, product: Any = kind.__call__) -> torch.Tensor:
             seen.add(len(x))
-            result: torch.Tensor = product(self, x)
+            result: torch.Tensor = product(self, x, *adapted)
             return result
 
         monkeypatch.setattr(kind, "__call__", spy)

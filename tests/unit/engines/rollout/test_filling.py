@@ -23,7 +23,7 @@ MAX_CONTEXT = 460
 
 def request_of(num_tokens: int, num_after: int = 0, prompt: np.ndarray | None = None) -> SlotRequest:
     ids = np.arange(num_tokens) if prompt is None else prompt
-    return SlotRequest(ids, Sampling(), deque(), lambda _: None, np.arange(1000, 1000 + num_after))
+    return SlotRequest(ids, Sampling(), deque(), np.arange(1000, 1000 + num_after))
 
 
 def claim_of(request: SlotRequest, slot: int, num_cached: int = 0) -> Claim:

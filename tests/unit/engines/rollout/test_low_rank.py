@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout import probe
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
-from asyncflow.engines.rollout.low_rank import LowRank
+from asyncflow.engines.rollout.low_rank import AdapterRows, LowRank
 from asyncflow.types import LoraSpec
 from tests.unit.engines.rollout.test_decoder import MODELS, new_model
 
@@ -99,12 +99,17 @@ def test_an_adapter_that_binds_to_nothing_or_in_part_is_refused(tmp_path: Path) 
 def test_no_bit_of_a_slot_depends_on_its_neighbours(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new_model("qwen2").save_pretrained(tmp_path)
     decoder = new_decoder(tmp_path, dtype=dtype)
-    assert probe.find_dependence(decoder, num_slots=6, max_context=64) == ""
+    assert probe.find_dependence(decoder, num_slots=6, max_context=64, lora=SPEC) == ""
     assert logits_of(decoder, np.arange(3, 25)).equal(logits_of(new_decoder(tmp_path, dtype=dtype), np.arange(3, 25)))
     plain = LowRank.add_to
 
-    def by_number_of_rows(self: LowRank, output: Tensor, x: Tensor) -> Tensor:
-        return plain(self, output, x).mul_(1 + len(x) * 2e-3)
+    def by_number_of_rows(self: LowRank, output: Tensor, x: Tensor, adapted: AdapterRows) -> None:
+        plain(self, output, x, adapted)
+        output.mul_(1 + len(x) * 2e-3)
 
-    monkeypatch.setattr(LowRank, "add_to", by_number_of_rows)
-    assert "depend" in probe.find_dependence(decoder, num_slots=6, max_context=64), "the probe computes without the adapter"
+    def of_all_rows(self: LowRank, output: Tensor, x: Tensor, adapted: AdapterRows) -> None:
+        plain(self, output, x, AdapterRows(adapted.number))
+
+    for fault, seen in ((by_number_of_rows, "depend on the prompts beside it"), (of_all_rows, "the adapter of the slot beside it")):
+        monkeypatch.setattr(LowRank, "add_to", fault)
+        assert seen in probe.find_dependence(decoder, num_slots=6, max_context=64, lora=SPEC)

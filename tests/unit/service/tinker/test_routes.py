@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response
+from asyncflow.engines.lora_files import CONFIG_FILE, holds_adapter
 from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
@@ -30,9 +31,9 @@ from asyncflow.service.tinker import sessions as sessions_file
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
 from asyncflow.service.tinker.context import BaseModel, Bounds, NewAdapter, ServerContext
 from asyncflow.service.tinker.results import Results
-from asyncflow.service.tinker.samplers import Samplers
+from asyncflow.service.tinker.samplers import ReadWeights, Samplers
 from asyncflow.service.tinker.sessions import Sessions
-from asyncflow.types import Objective, Ragged, TokenBatch
+from asyncflow.types import LoraSpec, Objective, Ragged, TokenBatch
 from tests.patience import patience
 
 
@@ -91,6 +92,8 @@ class Training:
     async def save(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
         (path / "weights").write_text(str(self.updates))
+        if self.adapter is not None:
+            (path / CONFIG_FILE).write_text("{}")
 
     async def save_state(self, folder: Path) -> Any:
         async def written() -> None:
@@ -111,17 +114,25 @@ class Rollout:
 
     def __init__(self) -> None:
         self.weights, self.may_go = "base", asyncio.Event()
+        self.loaded: dict[str, str] = {}
         self.may_go.set()
 
     async def install(self, version: int, tensors: Any) -> None:
         self.weights = tensors
 
-    async def generate(self, prompt_ids, *, samples, sampling, key):
+    async def load_adapter(self, name: str, lora: LoraSpec, tensors: Any) -> None:
+        self.loaded[name] = tensors
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.loaded[name]
+
+    async def generate(self, prompt_ids, *, samples, sampling, key, adapter):
         if sampling.max_new_tokens > 20:
             raise ValueError("too many tokens")
         await self.may_go.wait()
         for sample in samples:
-            tokens = np.array([0 if self.weights == "base" else 1 + int(self.weights), key.prompt_index])
+            weights = self.weights if adapter is None else self.loaded[adapter]
+            tokens = np.array([0 if weights == "base" else 1 + int(weights), key.prompt_index])
             yield Response(sample, tokens, np.full(2, -0.5, np.float32), np.zeros((1, 2), np.int64), "length")
 
     async def close(self) -> None:
@@ -146,7 +157,7 @@ class World:
             results=Results(kept_bytes=1 << 20, largest_number=100),
             bounds=Bounds(**bounds),
         )
-        samplers = Samplers([self.rollout], self.base_folder, load, 10)
+        samplers = Samplers([self.rollout], self.base_folder, read, largest_queue=10, num_adapters=1)
         self.sessions = Sessions(context, samplers, trains_whole_weights=trains_whole_weights)
         self.audit_file = folder / "audit.jsonl"
         keys, audit = KeyRing.open(folder / "keys.json", time.time, "tml-"), AuditLog(self.audit_file)
@@ -189,8 +200,9 @@ class World:
         return (await self.done("/create_model", body))["model_id"]
 
 
-def load(folder: Path) -> str:
-    return "base" if folder.name == "base" else (folder / "weights").read_text()
+def read(folder: Path) -> ReadWeights:
+    lora = LoraSpec(8, 32.0) if holds_adapter(folder) else None
+    return ReadWeights("base" if folder.name == "base" else (folder / "weights").read_text(), lora)
 
 
 @asynccontextmanager
@@ -392,14 +404,14 @@ async def test_a_checkpoints_files_are_fetched_by_links_that_end(tmp_path: Path)
         assert saved["path"] == f"tinker://{model}/external_weights/out" and saved["size_bytes"] > 0
         at = f"/training_runs/{model}/checkpoints/external_weights/out"
         found = (await world.client.get(f"{at}/external_weights_urls")).json()
-        assert sorted(found["urls"]) == ["tokenizer.json", "weights"] and found["expires"]
+        assert sorted(found["urls"]) == ["adapter_config.json", "tokenizer.json", "weights"] and found["expires"]
         archive = await world.client.get(f"{at}/archive")
         assert archive.status_code == 302 and archive.headers["Expires"].endswith("GMT")
         world.client.headers.pop("X-API-Key")
         assert (await world.client.get(found["urls"]["weights"])).content == b"0"
         whole = await world.client.get(archive.headers["Location"])
         with tarfile.open(fileobj=io.BytesIO(whole.content)) as made:
-            assert made.getnames() == ["tokenizer.json", "weights"]
+            assert made.getnames() == ["adapter_config.json", "tokenizer.json", "weights"]
         assert (await world.client.post(found["urls"]["weights"], content=b"1")).status_code == 405
         assert (await world.client.get(found["urls"]["weights"].replace("/tickets/", "/tickets/x"))).status_code == 404
         world.now = routes.LINK_SECONDS
@@ -505,6 +517,8 @@ async def test_a_model_has_the_adapter_that_was_asked_for(tmp_path: Path) -> Non
         neither = {"rank": 4, "train_mlp": False, "train_attn": False}
         body = {**asked, "model_seq_id": 3, "lora_config": neither}
         assert "set train_attn or train_mlp" in str(await world.post("/create_model", body, 400))
+        body = {**asked, "model_seq_id": 3, "lora_config": {"rank": 257}}
+        assert "adapters have rank 256 at most here" in str(await world.post("/create_model", body, 400))
 
 
 async def test_a_server_may_train_all_weights_instead(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from asyncflow.engines.lora import merged_lora
-from asyncflow.engines.lora_files import spec_in
+from asyncflow.engines.base import SampleKey, Sampling
+from asyncflow.engines.lora import initial_lora, merged_lora
+from asyncflow.engines.lora_files import holds_adapter, spec_in, write_lora
+from asyncflow.engines.rollout.adapter_bank import AdapterBank
 from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.slot_options import AdapterRoom
+from asyncflow.service.tinker.answers import SampleOutput
 from asyncflow.service.tinker.context import NewAdapter
-from asyncflow.service.tinker.serving import base_model, config_of_model, engine_maker, holds_adapter, targets_of
-from asyncflow.types import UserError
+from asyncflow.service.tinker.samplers import SampleRequest, SamplerFiles, Samplers
+from asyncflow.service.tinker.serving import base_model, config_of_model, engine_maker, read_weights, targets_of
+from asyncflow.types import LoraSpec, Ragged, UserError
 from tests.conftest import MODEL
 
 
@@ -61,7 +68,7 @@ async def test_an_adapter_is_made_saved_and_loaded_and_its_base_stays(tmp_path: 
     assert (spec_in(tmp_path / "adapter").rank, spec_in(tmp_path / "adapter").alpha) == (4, 32.0)
     again = make(tmp_path / "adapter", None)  # of the checkpoint, whatever is asked for
     assert all(tensor.equal(first[name]) for name, tensor in (await tensors_of(again)).items())
-    # What is sampled from: the base, as long as B is 0.
+    # The base, as long as B is 0.
     base, merged = load_tensors(MODEL), merged_lora(MODEL, tmp_path / "adapter")
     assert all(tensor.equal(base[name]) for name, tensor in merged.items())
     for made in (engine, other, again):
@@ -84,3 +91,62 @@ def test_a_part_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     save_file({"model.layers.0.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="layers that the model does not have"):
         targets_of(tmp_path, NewAdapter(rank=4, has_mlp=False))
+
+
+PROMPT = np.arange(3, 20)
+
+
+async def adapter_files(folder: Path, engine: SlotEngine, spec: LoraSpec, seed: int) -> SamplerFiles:
+    """PEFT's files of an adapter that is not 0."""
+    shapes = {name: tuple(piece.shape) for name, piece in engine._decoder.lora.new(spec).slices.items()}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in initial_lora(shapes, spec, seed).items()}
+    write_lora(folder, spec, MODEL, {name: tensor.numpy() for name, tensor in tensors.items()})
+    return SamplerFiles(MODEL, folder)
+
+
+def wanted(weights: SamplerFiles) -> SampleRequest:
+    sampling = Sampling(max_new_tokens=16, stop_ids=())
+    return SampleRequest(weights, PROMPT, 2, sampling, SampleKey(1, 2), scored_tokens=len(PROMPT))
+
+
+def bits(output: SampleOutput) -> list[bytes]:
+    assert output.prompt_logprobs is not None
+    each = [part.tobytes() for one in output.sequences for part in (one.token_ids, one.logprobs)]
+    return [*each, output.prompt_logprobs.tobytes()]
+
+
+async def test_clients_with_different_adapters_sample_at_once_on_one_engine_by_their_trainers_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = AdapterRoom(number=2, rank=8)
+    engine = SlotEngine(MODEL, num_slots=8, max_context=128, adapter_room=room)
+    adapters = [
+        await adapter_files(tmp_path / "one", engine, LoraSpec(8, 32.0), 1),
+        await adapter_files(tmp_path / "two", engine, LoraSpec(3, 32.0, ("k_proj", "o_proj", "q_proj", "v_proj")), 2),
+        await adapter_files(tmp_path / "large", engine, LoraSpec(9, 32.0), 3),
+    ]
+    samplers = Samplers([engine], MODEL, read_weights, largest_queue=10, num_adapters=room.number)
+    asked = [*adapters[:2], SamplerFiles(MODEL)]
+    alone = [bits(await samplers.sample(wanted(weights))) for weights in asked]
+    assert len({tuple(each) for each in alone}) == 3
+    passes, rows_of = [], AdapterBank.rows_of
+
+    def seen(bank: AdapterBank, numbers: np.ndarray) -> Any:
+        passes.append(set(numbers.tolist()))
+        return rows_of(bank, numbers)
+
+    monkeypatch.setattr(AdapterBank, "rows_of", seen)
+    outputs = await asyncio.gather(*(samplers.sample(wanted(weights)) for weights in asked))
+    assert {0, 1, 2} in passes, "no pass had rows of all three"
+    assert [bits(output) for output in outputs] == alone
+    with pytest.raises(ValueError, match="rank 9 exceeds the largest rank that this engine has room for, 8"):
+        await samplers.sample(wanted(adapters[2]))
+    make = maker()
+    for weights, output in zip(adapters, outputs[:2], strict=False):
+        trainer = make(weights.adapter, None)
+        ids = Ragged.from_arrays([one.token_ids for one in output.sequences], "int64")
+        theirs = (await trainer.log_probs(PROMPT, ids)).values
+        assert np.abs(theirs - np.concatenate([one.logprobs for one in output.sequences])).max() < 1e-5
+        await trainer.close()
+    await samplers.close()
