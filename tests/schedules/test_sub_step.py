@@ -25,7 +25,7 @@ def run_of(schedule: str, faults: Faults = NO_FAULTS, *, costs: Costs = COSTS, w
             "data": {"path": "generated:arithmetic"},
             "schedule": schedule,
             "rollout": {"num_workers": workers, "num_slots": 4, "group_size": 4, "max_new_tokens": 200},
-            "train": {"prompts_per_step": 32},
+            "train": {"prompts_per_step": 32, "skip_zero_advantages": False},  # all of it counts
             "telemetry": {"samples_per_step": 0},
         }
     )
