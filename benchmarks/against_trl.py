@@ -10,8 +10,7 @@ to generate, and which size of micro-batch, is the fastest here is tried first, 
 
 A step lasts from commit to commit; the first three of each (of short runs the first) are left out. AsyncFlow is the whole
 `asyncflow train` command, once with every row computed (`train.skip_zero_advantages=false`), as TRL does; and once without the rows
-of groups whose rewards are all equal (their gradient is exactly 0), which is the default, and with two rollout workers, since
-generation is then most of the work. Both have the two cores. Accuracy by step is the mean reward of the step's own responses;
+of groups whose rewards are all equal (their gradient is exactly 0), which is the default. Both have the two cores. Accuracy by step is the mean reward of the step's own responses;
 held-out accuracy is that of the saved models, by `asyncflow eval`.
 """
 
@@ -41,7 +40,7 @@ GENERATES_BY = ("generate", "continuous batching")
 MICRO_BATCHES = (1, 4)  # of a step
 TRIAL_STEPS, WARM_UP_STEPS = 4, 3
 ALL_ROWS, SKIPPING = "AsyncFlow", "skipping"
-WAYS = {ALL_ROWS: ["train.skip_zero_advantages=false"], SKIPPING: ["rollout.num_workers=2"]}
+WAYS = {ALL_ROWS: ["train.skip_zero_advantages=false"], SKIPPING: []}
 
 Seen = tuple[list[float], list[float]]
 """Seconds and mean reward of each step."""
