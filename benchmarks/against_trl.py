@@ -10,8 +10,8 @@ to generate, and which size of micro-batch, is the fastest here is tried first, 
 
 A step lasts from commit to commit; the first three of each (of short runs the first) are left out. AsyncFlow is the whole
 `asyncflow train` command, once with every row computed (`train.skip_zero_advantages=false`), as TRL does; and once without the rows
-of groups whose rewards are all equal (their gradient is exactly 0), which is the default. Both have the two cores. Accuracy by step is the mean reward of the step's own responses;
-held-out accuracy is that of the saved models, by `asyncflow eval`.
+of groups whose rewards are all equal (their gradient is exactly 0), which is the default. Both have the two cores. Accuracy by step
+is the mean reward of the step's own responses; held-out accuracy is that of the saved models, by `asyncflow eval`.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ BASES: Sequence[tuple[str, int, Sequence[Override]]] = (("tiny", 1, OTHER_WORK),
 """Model, data-parallel ranks, and what is predicted from its base."""
 WHAT_IFS: Sequence[Override] = (
     {"schedule": "delayed"},
-    {"schedule": "delayed", "rollout.num_workers": 2},
+    {"schedule": "delayed", "rollout.num_workers": 1},
     {"train.prompts_per_step": 16},
     {"rollout.num_slots": 48},
 )

@@ -90,6 +90,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds from a worker's start until it serves."""
     weight_bytes: int = 1_000_000_000
     lengths: Lengths = Lengths()
+    equal_groups: float = 0.0
+    """Share of the prompts of which all rewards in a group are equal, whatever the responses: there is nothing to train on."""
     contention: Contention | None = None
     """How workers on the same cores slow each other down; None: each has cores of its own."""
 

@@ -119,6 +119,7 @@ def fitted(
         "load_seconds": statistics.fmean(load_seconds) if load_seconds else 0.0,
         "weight_bytes": int(statistics.median(sizes)) if sizes else 0,
         "lengths": lengths,
+        "equal_groups": _equal_groups(config, counted),
         "contention": None if cores is None else Contention(cores=cores, slowdown=slowdown),
     }
     if "reward_seconds" not in fields:
@@ -218,6 +219,13 @@ def residuals(costs: Costs, pieces: Mapping[str, Sequence[TimedWork]]) -> list[R
             seconds *= factors_of(each, contention.slowdown.get(PIECES[name].pool, 0.0), contention.cores)
         found.append(residual(name, seconds, np.array([sample.seconds for sample in each])))
     return found
+
+
+def _equal_groups(config: Config, rows: Mapping[int, Row]) -> float:
+    """`Costs.equal_groups` of a run. Where rewards are drawn, as in a simulation, some more groups have equal ones by chance."""
+    share = statistics.fmean(row["reward/zero_std_groups"] for row in rows.values()) / config.train.prompts_per_step
+    by_chance = 2.0 ** (1 - config.rollout.group_size)
+    return max(0.0, (share - by_chance) / (1 - by_chance)) if by_chance < 1 else 0.0
 
 
 def _by_tokens(spans: Sequence[Span]) -> Fit:

@@ -114,6 +114,8 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
                 return (packed,)
             case "install" if span.worker.startswith(f"{VALUES_TASK}/"):
                 return None  # of the critic's weights, in another engine
+            case "score":
+                return (max(span.calls, 1),)
             case "install" | "publish" | "fetch":
                 return 1.0, span.bytes
             case _:

@@ -87,14 +87,17 @@ def _told(scoring: Scoring, run: RunConnection) -> Scoring:
 
 
 def _sampled(run: RunConnection) -> Callable[[float], None]:
-    """Records some of the rewards as spans: what one takes, without waiting for a process."""
-    spans, due = run.reporter.recorder, 0.0
+    """Records rewards as spans, all since the one before together: their seconds one after another, without waiting for a process.
+
+    Some alone would not do: the first of several that come at once finds its process asleep, and takes several times as long."""
+    spans, due, count, total = run.reporter.recorder, 0.0, 0, 0.0
 
     def scored(seconds: float) -> None:
-        nonlocal due
+        nonlocal due, count, total
+        count, total = count + 1, total + seconds
         if (now := spans.clock()) >= due:
-            spans.beside("score", now - seconds, now, rows=1)
-            due = now + SCORE_SECONDS
+            spans.beside("score", now - total, now, rows=count, calls=count)
+            due, count, total = now + SCORE_SECONDS, 0, 0.0
 
     return scored
 

@@ -412,6 +412,11 @@ class SimulatedJob(Job):
         self.audit.counts["hanging fetches"] += 1
         return hangs.seconds
 
+    def reward(self, sample: Sample) -> float:
+        """Reward of a sample, 0 or 1: by its response, or for some prompts the same for all."""
+        of_prompt = random.Random(f"{self.config.run.seed}/equal/{sample.prompt}").random()
+        return 0.0 if of_prompt < self._costs.equal_groups else float(int(sample.response) % 2)
+
     def reward_seconds(self, name: str, sample: Sample) -> float:
         """Seconds that this worker takes to score a sample: a function of the sample, but for the worker's speed."""
         mean = self._costs_of(name).reward(self._scorers) + self.config.reward.delays.mean_seconds
@@ -435,7 +440,7 @@ class _Scorer:
                 await asyncio.sleep(min(seconds, self._deadline_seconds))
         if seconds > self._deadline_seconds:
             raise RewardFailure("timeout", f"the scorer had not answered after {self._deadline_seconds:g} s")
-        return Score(float(int(sample.response) % 2), ())
+        return Score(self._job.reward(sample), ())
 
 
 def _prompt(number: int, length: int) -> Prompt:

@@ -31,7 +31,10 @@ TRUE = Costs(
 
 
 def config(*overrides: str) -> Config:
-    alone = ["train.tokens_per_micro_batch=null"]  # so that a step has many passes
+    alone = [
+        "train.tokens_per_micro_batch=null",
+        "rollout.num_workers=1",
+    ]  # a step has many passes, and its beginning one worker alone
     return load(ROOT / "recipes/quickstart.yaml", ["run.steps=8", "eval.path=null", *alone, *overrides])
 
 
@@ -168,3 +171,23 @@ def write(folder: Path, of: Config) -> None:
     (folder / "metrics.jsonl").write_bytes(
         b"".join(msgspec.json.encode({"step": step, **row}) + b"\n" for step, row in done.rows.items())
     )
+
+
+def test_groups_without_a_signal_are_as_many_in_a_prediction_as_in_the_run() -> None:
+    of = config("run.steps=12")
+    for share in (0.0, 0.6):
+        costs = msgspec.structs.replace(TRUE, equal_groups=share)
+        done, spans = run_of(of, costs)
+        found = fitted(of, join_pieces(spans), done.rows)
+        assert found.costs.equal_groups == pytest.approx(share, abs=0.1) and found.left_out == pytest.approx(1.0, abs=0.1)
+        again = simulate(of, costs=found.costs).rows
+        skipped = [sum(row["rows/zero_advantage"] for row in rows.values()) for rows in (done.rows, again)]
+        assert skipped[1] == pytest.approx(skipped[0], abs=0.1 * 12 * 256) and bool(share) == (skipped[0] > 500)
+
+
+def test_rewards_that_were_recorded_together_are_counted_each() -> None:
+    spans = [
+        Span(worker="rollout/0", task="score", start=float(n), end=n + 0.2, is_lane=False, rows=50, calls=50) for n in range(9)
+    ]
+    (taken, *_) = samples(config(), spans, 30.0)["score"]
+    assert taken.amounts == (50.0,) and taken.seconds == pytest.approx(0.2)
