@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from asyncflow.attestation import Attestation
 from asyncflow.types import Array, RunError, UserError
 
 T = TypeVar("T")
@@ -61,12 +62,14 @@ class PromptToAnswer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Facts that a generator is told when it joins: `max_context` tokens of a prompt and its response at most; a row is group <<
-    group_bits | sample, and sampling noise of (seed, group, sample, position) alone has a lost row made again as it was."""
+    group_bits | sample, and sampling noise of (seed, group, sample, position) alone has a lost row made again as it was; the run's
+    own rollout workers generate in `dtype`."""
 
     group_size: int
     max_context: int
     seed: int
     group_bits: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,9 +379,14 @@ class AsyncGeneratorWorker:
         await self._client._download(f"{self._path}/weights/{version}", Path(target))
         return Path(target)
 
-    async def installed(self, version: int) -> None:
-        """This process generates under the version from now on."""
-        await self._client._post(f"{self._path}/installed", {"version": version})
+    async def installed(self, version: int, attested: Attestation | None = None) -> None:
+        """This process generates under the version from now on. `attested`: the sums of what it generates with, in the run's dtype
+        (`RunFacts.dtype`): a run that finds others than its trainer's asks for the version again."""
+        body: dict[str, Any] = {"version": version}
+        if attested is not None:
+            parts = [{"names": names, "found": found} for names, found in attested.parts]
+            body["attested"] = {"parts": parts, "base": attested.base}
+        await self._client._post(f"{self._path}/installed", body)
         self.version = version
 
     async def alive(self) -> None:
@@ -566,9 +574,9 @@ class GeneratorWorker:
         """See `AsyncGeneratorWorker.fetch_weights`."""
         return self._client._call(self._worker.fetch_weights(version, target))
 
-    def installed(self, version: int) -> None:
+    def installed(self, version: int, attested: Attestation | None = None) -> None:
         """See `AsyncGeneratorWorker.installed`."""
-        self._client._call(self._worker.installed(version))
+        self._client._call(self._worker.installed(version, attested))
 
     def alive(self) -> None:
         """See `AsyncGeneratorWorker.alive`."""

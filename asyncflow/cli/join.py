@@ -71,7 +71,8 @@ async def _join(
             engine: RolloutEngine = await asyncio.to_thread(build, "rollout engine", name, chosen, ROLLOUT_ENGINES, given)
             print(f"generating for the run at {address} as {worker.name}", flush=True)
             try:
-                await JoinedGenerator(worker, engine, model).run(stopped)
+                attests = options["dtype"] == worker.facts.dtype  # sums are of one dtype
+                await JoinedGenerator(worker, engine, model, attests=attests).run(stopped)
             finally:
                 alive.cancel()
                 await engine.close()
@@ -88,10 +89,11 @@ async def _stay_alive(worker: AsyncGeneratorWorker) -> None:
 class JoinedGenerator:
     """A generator of a served run over an engine of this process."""
 
-    def __init__(self, worker: AsyncGeneratorWorker, engine: RolloutEngine, model: Path) -> None:
-        """`model`: folder of the model that the run started from."""
+    def __init__(self, worker: AsyncGeneratorWorker, engine: RolloutEngine, model: Path, *, attests: bool = True) -> None:
+        """`model`: folder of the model that the run started from. `attests`: whether it says what it generates with."""
         self._worker, self._engine, self._model = worker, engine, model
         self._weights = model.with_name("weights.safetensors")
+        self._attests = attests and bool(getattr(engine, "attest", None))
         self._free = engine.num_slots
         self._changed = asyncio.Event()
 
@@ -132,7 +134,7 @@ class JoinedGenerator:
         await self._engine.pause()
         await self._engine.install(version, tensors)
         await self._engine.resume()
-        await self._worker.installed(version)
+        await self._worker.installed(version, await self._engine.attest() if self._attests else None)
 
     async def _answer(self, prompt: PromptToAnswer, version: int) -> None:
         """All responses to a prompt, each put when it has ended."""

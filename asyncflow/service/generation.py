@@ -72,6 +72,7 @@ class OutsideEngine:
         self.num_slots, self._group_bits, self._vocabulary = num_slots, group_bits, vocabulary
         self.version = 0
         self._install: int | None = None
+        self._attested: Attestation | None = None
         self._waiting: list[OutsidePrompt] = []
         self._wanted: dict[int, OutsidePrompt] = {}  # by row, those that a client has
         self._outcomes: dict[int, asyncio.Future[str]] = {}  # by row, those that are being scored and stored
@@ -99,8 +100,8 @@ class OutsideEngine:
         """See `RolloutEngine`. Nothing is kept of a sample."""
 
     async def attest(self) -> Attestation | None:
-        """See `RolloutEngine`. The weights are the client's, which checks the hash of the file that it has fetched."""
-        return None
+        """See `RolloutEngine`: what the client has said of its weights, if anything. It checks the hash of the file in any case."""
+        return self._attested
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. There is nothing to be prepared here."""
@@ -172,13 +173,14 @@ class OutsideEngine:
                 taken.arrived.put_nowait(dataclasses.replace(response, sample=sample))
         return [await outcome for outcome in outcomes]
 
-    def installed(self, version: int) -> None:
-        """The client generates under this version from now on. Raises `RunError` where another one is to be installed."""
+    def installed(self, version: int, attested: Attestation | None = None) -> None:
+        """The client generates under this version from now on, with what it has `attested`. Raises `RunError` where another one is
+        to be installed."""
         if version == self.version and self._install is None:
             return  # said twice
         if version != self._install:
             raise RunError(f"version {version} is not the one that is to be installed: that is {self._install}")
-        self.version, self._install = version, None
+        self.version, self._install, self._attested = version, None, attested
         self._installed.set()
 
     def prompt_hashes(self, rows: Array) -> Array:

@@ -18,6 +18,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
+from asyncflow.attestation import Attestation
 from asyncflow.engines.base import Response as Generated
 from asyncflow.engines.train.experience import Published
 from asyncflow.service.app import Denied, needs
@@ -138,6 +139,8 @@ class Joined(BaseModel):
     group_bits: int
     """A row is group << group_bits | sample. Sampling noise that depends on seed, group, sample and position alone has a lost row
     made again as it was."""
+    dtype: str
+    """That the run's own rollout workers generate in, and sums of weights are of."""
 
 
 class WantPrompts(Body):
@@ -190,8 +193,22 @@ class Outcomes(BaseModel):
     """For each response `stored`, or why it does not count: another one was first, its reward failed, ..."""
 
 
+class AttestedPart(Body):
+    names: list[str]
+    found: Annotated[int, Field(ge=0, lt=1 << 64)]
+
+
+class AttestedWeights(Body):
+    parts: list[AttestedPart]
+    """Tensors that lie in one buffer, and the sum of the bits of its elements as integers, modulo 2^64."""
+    base: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    """The sum over the model's own weights, where a version is an adapter over them."""
+
+
 class Installed(Body):
     version: Step
+    attested: AttestedWeights | None = None
+    """What the client now generates with, in the run's dtype, if it can tell: compared with what the trainer has published."""
 
 
 class BeginTraining(Body):
@@ -376,6 +393,7 @@ def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
             max_context=hosted.run.job.max_context,
             seed=shape.seed,
             group_bits=shape.group_bits,
+            dtype=hosted.run.config.rollout.dtype,
         )
 
     @router.post("/generators/{worker}/prompts", tags=["generators"])
@@ -423,7 +441,9 @@ def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/generators/{worker}/installed", tags=["generators"])
     async def installed(worker: Name, body: Installed) -> PolicyVersion:
         """The worker generates under this version from now on."""
-        hosted.workers.generator(f"rollout/{worker}").engine.installed(body.version)
+        told = body.attested
+        attested = None if told is None else Attestation([(part.names, part.found) for part in told.parts], told.base)
+        hosted.workers.generator(f"rollout/{worker}").engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 
     @router.post("/generators/{worker}/alive", tags=["generators"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.attestation import Attestation
 from asyncflow.client import Client, GroupData, ResponseData
 from asyncflow.types import RunError, UserError
 from tests.e2e.commands import rows, wait_for
@@ -104,6 +105,10 @@ def test_a_client_generates_under_the_laws_of_any_worker(
                 each.installed(0)
             path = each.fetch_weights(1, tmp_path / "weights.safetensors")
             assert path.stat().st_size > 1_000_000
+            if each is other:  # it says that it generates with anything else, and is to load the version again
+                each.installed(1, Attestation([(["model.norm.weight"], 7)]))
+                work = wait_for(lambda each=each: (found := each.get_prompts_data(4, 5.0)).install is not None and found)
+                assert work.install == 1 and not work.prompts
             each.installed(1)
         deadline = time.monotonic() + patience(60)
         while client.status()["committed"] < 2 and time.monotonic() < deadline:
@@ -250,3 +255,5 @@ def test_a_process_that_joins_makes_what_the_runs_own_worker_would_have_made(
         for line in fingerprints[-1]:
             line.get("groups", []).sort(key=lambda group: group["group"])
     assert fingerprints[0] == fingerprints[1] and len(fingerprints[0]) > 1
+    (attested,) = {row["weights/attested"] for row in rows(served.run_dir / "metrics.jsonl")[1:]}
+    assert attested == 1.0  # by the process that has joined

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.attestation import Attestation
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.service.generation import OVER, STORED, OutsideEngine
 from asyncflow.types import RunError, UserError
@@ -83,8 +84,10 @@ async def test_weights_are_installed_by_the_client_and_spans_may_cross_the_chang
     assert (await loop.engine.take(1, 1.0)).install == 3
     with pytest.raises(RunError, match="version 2 is not the one"):
         loop.engine.installed(2)
-    loop.engine.installed(3)
+    said = Attestation([(["model.norm.weight"], 7)])
+    loop.engine.installed(3, said)
     await installing
+    assert await loop.engine.attest() == said
     loop.engine.installed(3)  # said twice
     assert await loop.engine.put([(20, response(version_spans=np.array([[0, 0], [1, 3]])))]) == [STORED]
     await generating
