@@ -95,12 +95,14 @@ class SlotCache:
                 self._extend(target, whole + 1)
             self.tensor[:, :, self._table[targets, whole]] = self.tensor[:, :, int(self._table[source, whole]), None]
 
-    def release(self, slot: int) -> None:
-        """Forget what a slot has."""
-        for block in self._table[slot, : self._counts[slot]].tolist():
-            self._users[block] -= 1
-            if not self._users[block]:
-                self._free.append(block)
+    def release(self, slot: int, *, clears: bool = False) -> None:
+        """Forget what a slot has. `clears`: it may not be finite, so it is overwritten, too."""
+        held = self._table[slot, : self._counts[slot]]
+        self._users[held] -= 1
+        freed = held[self._users[held] == 0].tolist()
+        if clears:
+            self.tensor[:, :, freed] = 0
+        self._free += freed
         self._counts[slot] = 0
 
     def clear(self) -> None:

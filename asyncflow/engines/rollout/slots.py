@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import NO_TOKENS, Response, Timing
+from asyncflow.engines.rollout.adapter_bank import INSTALLED
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting, FinishedTexts, continuation, joined
 from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
@@ -115,15 +116,15 @@ class Slots:
         else:
             self._waiting.append(request)
 
-    def cancel(self, request: SlotRequest) -> None:
-        """Free the slots of `request` and forget its waiting samples."""
+    def cancel(self, request: SlotRequest, *, is_broken: bool = False) -> None:
+        """Free the slots of `request` and forget its waiting samples. `is_broken`: its keys are not finite."""
         if request in self._waiting:
             self._waiting.remove(request)
-        for slot in self._filling.cancel(request):
-            self._release(slot)
+        for slot in self._filling.cancel(request):  # nobody has seen yet whether an adapter's keys are
+            self._release(slot, clears=is_broken or request.adapter != INSTALLED)
         for row in reversed(range(self._num_active)):
             if self._requests[row] is request:
-                self._release(self._leave(row))
+                self._release(self._leave(row), clears=is_broken)
 
     def forget(self, key: np.uint64) -> None:
         """Free the parked slot of an episode that has ended."""
@@ -237,12 +238,12 @@ class Slots:
         is_taken, is_last = self._append(rows, self._decoder.decode(fed, positions, self._slots[rows]), fed)
         self.num_computed += len(rows)
         self._drafting.passed(len(rows), time.monotonic() - began, has_drafts=len(rows) > len(drafts))
-        num_taken, ended = np.bincount(rows[is_taken]), set(rows[is_last].tolist())
-        for row in np.flatnonzero(lengths > 1).tolist():
+        num_taken, ended = np.bincount(rows[is_taken], minlength=len(drafts)), set(rows[is_last].tolist())
+        for row in np.flatnonzero((lengths > 1) & (num_taken > 0)).tolist():
             num_right = int(num_taken[row]) - 1
             num_tried = num_right if row in ended else min(num_right + 1, len(drafts[row].tokens))
             self._drafting.learn(drafts[row], num_tried, num_right)
-        return len(rows), int(positions.sum()) + len(rows), 1, len(rows) - len(drafts), int(is_taken.sum()) - len(drafts)
+        return len(rows), int(positions.sum()) + len(rows), 1, len(rows) - len(drafts), int(np.maximum(num_taken - 1, 0).sum())
 
     def end_timing(self) -> None:
         """End the decode steps that are timed together: something else comes before the next one."""
@@ -357,17 +358,19 @@ class Slots:
 
         A row with drafts is there once more for each of them: `fed` (int64 [N]) are the tokens that the logits stand behind. What
         is drawn behind a draft is taken if the draft is what was drawn before it. Returns, bool [N] each, what was taken, and what
-        ended a row.
+        ended a row. Ends requests of an adapter whose logits are not finite; raises `RuntimeError` where the installed weights'
+        are not.
         """
         ahead = np.arange(len(rows)) - np.searchsorted(rows, rows)
         counts = self._counts[rows] + ahead
         left = Truncation(self._top_ps[rows], self._top_ks[rows], self._min_ps[rows])
         noise = uniforms(self._keys[rows], counts)
         tokens, logprobs = draw_tokens(logits_NV, self._temperatures[rows], noise, None if left.is_none else left)
-        if not np.isfinite(logprobs).all():
+        broken = dict.fromkeys(self._requests[row] for row in rows[~np.isfinite(logprobs)].tolist())
+        if any(request.adapter == INSTALLED for request in broken):
             raise RuntimeError("the model's logits are not finite: the installed weights are broken")
         is_taken, is_last, is_stopped = np.zeros((3, len(rows)), bool)
-        now = np.flatnonzero(ahead == 0)
+        now = np.flatnonzero((ahead == 0) & [self._requests[row] not in broken for row in rows.tolist()])
         while len(now):
             at = rows[now]
             self._tokens[at, counts[now]], self._logprobs[at, counts[now]] = tokens[now], logprobs[now]
@@ -380,6 +383,9 @@ class Slots:
             now = now[fed[now] == tokens[now - 1]]
         for last in np.flatnonzero(is_last)[::-1].tolist():
             self._finish(int(rows[last]), "stop" if is_stopped[last] else "length")
+        for request in broken:  # others have other weights
+            self.cancel(request, is_broken=True)
+            request.deliver(RuntimeError("the logits are not finite: the weights of this adapter are broken"))
         return is_taken, is_last
 
     def _are_stopped(self, rows: Array, tokens: Array) -> Array:
@@ -414,8 +420,8 @@ class Slots:
             self._release(slot)
         request.deliver(response)
 
-    def _release(self, slot: int) -> None:
-        self._decoder.cache.release(slot)
+    def _release(self, slot: int, *, clears: bool = False) -> None:
+        self._decoder.cache.release(slot, clears=clears)
         self._free.append(slot)
 
     def _leave(self, row: int) -> int:

@@ -304,3 +304,28 @@ async def test_each_adapter_is_attested_by_its_name(path: Path, adapters: Adapte
             assert fault_of(await engine.attest(name), 1, sums) == ""
         whole = {each: sum_of_bits(tensor.bfloat16()) for each, tensor in load_tensors(path).items()}
         assert fault_of(await engine.attest(), 1, whole) == ""
+
+
+@pytest.mark.parametrize("speculation", [0, 4])
+async def test_an_adapter_whose_logits_are_not_finite_ends_its_own_requests_alone(
+    path: Path, adapters: Adapters, speculation: Any
+) -> None:
+    """Nor does any of its keys stay where others will have theirs."""
+
+    async def made(name: str | None) -> list[bytes]:
+        return bits([each for _, each in sorted((await group(engine, SHORT, range(3), 30, adapter=name)).items())])
+
+    async with with_adapters(path, adapters, "float32", names=("one", "two"), num_slots=9, speculation=speculation) as engine:
+        expected = {name: await made(name) for name in (None, "one", "two")}
+        huge = {name: torch.full_like(tensor, 1e30) for name, tensor in adapters["three"].items()}
+        await engine.load_adapter("three", SPECS["three"], huge)
+        for prompt in (SHORT, LONG):
+            beside = [asyncio.create_task(made(name)) for name in (None, "one")]
+            with pytest.raises(RuntimeError, match="the weights of this adapter are broken"):
+                await asyncio.wait_for(group(engine, prompt, range(3), 30, adapter="three"), patience(20))
+            assert [await each for each in beside] == [expected[None], expected["one"]]
+        left = asyncio.create_task(group(engine, LONG, range(3), 30, adapter="three"))  # in the midst of its prompt, maybe
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.wait([left])
+        assert {name: await made(name) for name in expected} == expected
