@@ -69,7 +69,7 @@ class RunFacts:
     max_context: int
     seed: int
     group_bits: int
-    dtype: str
+    dtype: str = ""  # of a server of before: its run's is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

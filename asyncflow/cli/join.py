@@ -133,8 +133,8 @@ class JoinedGenerator:
             tensors = dict(await asyncio.to_thread(tensors_of, self._model))
         await self._engine.pause()
         await self._engine.install(version, tensors)
-        await self._engine.resume()
         await self._worker.installed(version, await self._engine.attest() if self._attests else None)
+        await self._engine.resume()
 
     async def _answer(self, prompt: PromptToAnswer, version: int) -> None:
         """All responses to a prompt, each put when it has ended."""

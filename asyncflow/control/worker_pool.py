@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count, islice
+from typing import Final
+
+_GUEST: Final = "outside-"
+
+
+def is_guest(worker: str) -> bool:
+    """Whether a worker is a guest, which computes elsewhere, by its name."""
+    return worker.rpartition("/")[2].startswith(_GUEST)
 
 
 class WorkerPool:
@@ -39,7 +47,7 @@ class WorkerPool:
     def admit(self) -> str:
         """Name of a new guest."""
         taken = {*self.guests, *self.leaving}
-        name = next(name for i in count() if (name := f"{self.pool}/outside-{i}") not in taken)
+        name = next(name for i in count() if (name := f"{self.pool}/{_GUEST}{i}") not in taken)
         self.guests.append(name)
         return name
 

@@ -34,6 +34,8 @@ from asyncflow.telemetry.spans import Span
 from asyncflow.threads import num_cores
 from asyncflow.types import RunError, UserError
 
+MOST_EQUAL: Final = 0.95
+"""Share of groups without a signal that a prediction has at most: of a run that had none with one, dynamic sampling finds none."""
 MEASURED_STEPS: Final = 10
 """Steps of a run that is made to be measured."""
 
@@ -225,7 +227,7 @@ def _equal_groups(config: Config, rows: Mapping[int, Row]) -> float:
     """`Costs.equal_groups` of a run. Where rewards are drawn, as in a simulation, some more groups have equal ones by chance."""
     share = statistics.fmean(row["reward/zero_std_groups"] for row in rows.values()) / config.train.prompts_per_step
     by_chance = 2.0 ** (1 - config.rollout.group_size)
-    return max(0.0, (share - by_chance) / (1 - by_chance)) if by_chance < 1 else 0.0
+    return min(MOST_EQUAL, max(0.0, (share - by_chance) / (1 - by_chance))) if by_chance < 1 else 0.0
 
 
 def _by_tokens(spans: Sequence[Span]) -> Fit:

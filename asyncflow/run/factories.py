@@ -355,9 +355,9 @@ def num_devices(config: Config) -> int:
 
 
 def shared_cores(config: Config) -> int | None:
-    """Number of the machine's cores, if all workers of the run compute on them."""
+    """Number of the machine's cores, if all workers of the run compute on them, each with as many threads at any time."""
     is_shared = config.cluster.name in ON_ONE_MACHINE and kind_of(config.train.device) == CPU == kind_of(config.rollout.device)
-    return num_cores() if is_shared else None
+    return num_cores() if is_shared and config.rollout.num_threads != "auto" else None
 
 
 def devices_each(config: Config) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 
 from asyncflow.control.ledger import Consumed, Decided, StepTotals, Update
 from asyncflow.control.signal import Signal
+from asyncflow.control.worker_pool import is_guest
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
@@ -329,9 +330,7 @@ class RunRecord:
             if (attested := self._context.versions.share_attested) is not None:
                 row["weights/attested"] = attested
             if (cores := shared_cores(self._config)) is not None and row["perf/step_seconds"]:
-                of_worker = self._config.rollout.least_threads
-                threads = {"trainer": self._config.train.num_threads, "rollout": of_worker, EVALUATORS: of_worker}
-                computed = computing_seconds(spans, times.started, times.committed, threads)
+                computed = computing_seconds(spans, times.started, times.committed, self._num_threads)
                 row["perf/cores_busy"] = computed / (row["perf/step_seconds"] * cores)
             if self._before.resumed_at:
                 row["run/num_resumes"] = len(self._before.resumed_at)
@@ -342,6 +341,13 @@ class RunRecord:
             self._num_finished = step + 1
             self._finished.notify()
             self._observer.step(step, row)
+
+    def _num_threads(self, worker: str) -> int:
+        """Computing threads of a worker; 0 for a client's, which has cores of its own."""
+        if is_guest(worker):
+            return 0
+        is_generating = worker.partition("/")[0] in ("rollout", EVALUATORS)
+        return self._config.rollout.least_threads if is_generating else self._config.train.num_threads
 
     def _log_to(self, name: str, tracker: Tracker, step: int, row: Mapping[str, float]) -> None:
         """Give the row to a tracker. One that fails gets nothing more, and the run goes on, but for the run's own file."""

@@ -77,7 +77,7 @@ class OutsideEngine:
         self._wanted: dict[int, OutsidePrompt] = {}  # by row, those that a client has
         self._outcomes: dict[int, asyncio.Future[str]] = {}  # by row, those that are being scored and stored
         self._hashes: dict[int, int] = {}  # by row, of their prompts
-        self._is_over = False
+        self._is_over = self._is_paused = False
         self._changed, self._installed = asyncio.Event(), asyncio.Event()
 
     # -- the loop's ---------------------------------------------------------------------------------------------------------
@@ -125,10 +125,13 @@ class OutsideEngine:
         return ()
 
     async def pause(self) -> None:
-        """See `RolloutEngine`. The client makes of its responses what it likes; each says which version it is of."""
+        """See `RolloutEngine`: the client gets no prompts. What it has it may end; each response says which version it is of."""
+        self._is_paused = True
 
     async def resume(self) -> None:
         """See `RolloutEngine`."""
+        self._is_paused = False
+        self._changed.set()
 
     async def close(self) -> None:
         """See `RolloutEngine`."""
@@ -140,7 +143,7 @@ class OutsideEngine:
         """Prompts to generate, so many at most, or a version to install. Waits for either, so long."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                while not self._waiting and self._install is None and not self._is_over:
+                while (not self._waiting or self._is_paused) and self._install is None and not self._is_over:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

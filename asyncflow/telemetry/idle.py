@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncflow.telemetry.spans import Span
@@ -82,15 +82,15 @@ def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, fl
     return {worker: idle[worker] / seconds for worker, seconds in sorted(recorded.items())}
 
 
-def computing_seconds(spans: Iterable[Span], start: float, end: float, threads: Mapping[str, int]) -> float:
+def computing_seconds(spans: Iterable[Span], start: float, end: float, threads_of: Callable[[str], int]) -> float:
     """Seconds of cores inside [start, end]: lanes that compute, and what is done beside the trainer's lane by its helpers, each as
-    many times as its pool has `threads` (1 for those that are not in there)."""
+    many times as its worker has threads by `threads_of`."""
     total = 0.0
     for span, seconds in lane_seconds(spans, start, end):
         if span.task not in _NOT_COMPUTING:
-            total += seconds * threads.get(span.worker.partition("/")[0], 1)
-    of_helpers = (span for span in spans if span.task == HELPER_TASK and span.start < end and span.end > start)
-    return total + sum(min(span.end, end) - max(span.start, start) for span in of_helpers) * threads.get("trainer", 1)
+            total += seconds * threads_of(span.worker)
+    of_helpers = [span for span in spans if span.task == HELPER_TASK and span.start < end and span.end > start]
+    return total + sum((min(span.end, end) - max(span.start, start)) * threads_of(span.worker) for span in of_helpers)
 
 
 def idle_of_pools(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:

@@ -218,6 +218,7 @@ class SlotEngine(ThreadedEngine):
     async def attest(self, adapter: str | None = None) -> Attestation:
         """Happens between two decode steps, see `RolloutEngine.attest`; of an adapter of this name, if one is given. The sum of a
         base under adapters is taken once, at the start."""
+        self._check_open()
         with self._adapters.named(adapter).request() as number:
             return await asyncio.wrap_future(self._hand_in(partial(self._attest, number)))
 

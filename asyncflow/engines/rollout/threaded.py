@@ -165,6 +165,7 @@ class ThreadedEngine(RolloutEngine):
     async def reset(self) -> None:
         """End all requests, and forget what is kept of earlier ones; the weights stay. A worker whose engine has this method stays
         for the next attempt of its run."""
+        self._check_open()
         await asyncio.wrap_future(self._hand_in(partial(self._end_requests, "the rollout engine was reset")))
         await self.resume()
 

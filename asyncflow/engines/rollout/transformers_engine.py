@@ -97,6 +97,7 @@ class TransformersEngine(ThreadedEngine):
 
     async def attest(self) -> Attestation:
         """Happens between two tokens, see `RolloutEngine.attest`."""
+        self._check_open()
         return await asyncio.wrap_future(self._hand_in(self._attest))
 
     def _attest(self) -> Attestation:

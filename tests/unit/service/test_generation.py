@@ -93,6 +93,21 @@ async def test_weights_are_installed_by_the_client_and_spans_may_cross_the_chang
     await generating
 
 
+async def test_a_client_whose_weights_are_not_confirmed_gets_no_prompts() -> None:
+    loop = Loop()
+    await loop.engine.pause()
+    generating = asyncio.create_task(loop.generate(samples=(0,)))
+    installing = asyncio.create_task(loop.engine.install(3, {}))
+    assert (await loop.engine.take(1, 1.0)).install == 3
+    loop.engine.installed(3)
+    await installing
+    assert (await loop.engine.take(1, 0.05)).prompts == []
+    await loop.engine.resume()
+    assert len((await loop.engine.take(1, 1.0)).prompts) == 1
+    assert await loop.engine.put([(20, response(version_spans=np.array([[0, 3]])))]) == [STORED]
+    await generating
+
+
 async def test_an_end_is_told_to_everybody_who_waits() -> None:
     loop = Loop()
     asking = asyncio.create_task(loop.engine.take(1, 5.0))

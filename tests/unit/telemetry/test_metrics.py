@@ -75,8 +75,8 @@ def test_cores_count_by_threads_of_what_computes():
     ]
     spans = [Span(worker=worker, task=task, start=start, end=end) for worker, task, start, end in lane]
     spans += [Span(worker="trainer/0", task="helper_pass", start=s, end=e, is_lane=False) for s, e in ((0, 3), (8, 9))]
-    assert computing_seconds(spans, 1.0, 6.0, {"trainer": 2}) == 2 * 3 + 4 + 2 * 2
-    assert computing_seconds(spans, 8.5, 20.0, {}) == 0.5
+    assert computing_seconds(spans, 1.0, 6.0, lambda worker: 1 + worker.startswith("trainer")) == 2 * 3 + 4 + 2 * 2
+    assert computing_seconds(spans, 8.5, 20.0, lambda worker: 1) == 0.5
 
 
 def test_a_hand_worked_step():
