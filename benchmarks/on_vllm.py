@@ -26,7 +26,7 @@ BOUNDED = {"name": "bounded", "max_staleness": 2}
 
 
 def run(name: str, folder: Path, settings: dict[str, Any]) -> tuple[float, list[dict[str, float]], float, list[float]]:
-    """One run: its greedy accuracy at the end, its steps' metrics, and the seconds that the command and each attestation took."""
+    """Run of a command: its greedy accuracy at the end, its steps' metrics, and the seconds that it and each attestation took."""
     began = time.monotonic()
     given = {"run.dir": str(folder), "run.name": name, "run.overwrite": True, "telemetry.trackers": [], **settings}
     command = [sys.executable, "-m", "asyncflow", "train", str(RECIPE)]

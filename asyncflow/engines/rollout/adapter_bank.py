@@ -111,7 +111,7 @@ class AdapterBank:
 
     @property
     def slices(self) -> Mapping[str, Tensor]:
-        """What installs of an adapter write, by the names of its tensors."""
+        """Buffers that installs of an adapter write, by the names of its tensors."""
         return {} if self._installed is None else self._installed.slices
 
     def takes(self, tensors: Mapping[str, Tensor]) -> bool:

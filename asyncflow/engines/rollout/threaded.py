@@ -104,7 +104,7 @@ class ThreadedEngine(RolloutEngine):
         return self._generate(self._request(prompt_ids, samples, sampling, key, after))
 
     def _request(self, prompt_ids: Array, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array) -> SlotRequest:
-        """What `generate` is asked for, checked; nobody takes its responses yet."""
+        """Request that `generate` is asked for, checked; nobody takes its responses yet."""
         prompt_ids, after = np.asarray(prompt_ids, np.int64), np.asarray(after, np.int64)
         check_request(prompt_ids, sampling, after, vocab_size=self._vocab_size, max_context=self.max_context)
         if sampling.stop:

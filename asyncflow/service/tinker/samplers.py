@@ -125,7 +125,7 @@ class _Place:
 
 @dataclass(slots=True, eq=False)
 class _Grant:
-    """What a request has of an engine until it has ended."""
+    """Share of an engine that a request has until it has ended."""
 
     engine: SamplingEngine
     model: _Held
@@ -237,7 +237,7 @@ class Samplers:
         return weights.adapter is None or weights.adapter in place.adapters or has_room
 
     def _grant(self, place: _Place, weights: SamplerFiles) -> _Grant:
-        """One request more of an engine that can serve it. What it lacks comes, and others go on meanwhile."""
+        """Grant to one request more, of an engine that can serve it. What it lacks comes, and others go on meanwhile."""
         if place.model.folder != weights.model:
             before, place.model = place.model, _Held(weights.model)
             place.model.come_by(self._install(place, place.model, before))

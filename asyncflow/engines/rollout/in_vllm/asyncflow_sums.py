@@ -33,7 +33,7 @@ Columns are counted over all workers, and there are none where the sum is over a
 
 
 class CannotTell(Exception):
-    """What the model computes with cannot be told. The text says of which part."""
+    """Error for weights that the model computes with and that cannot be told. The text says of which part."""
 
 
 @torch.inference_mode()

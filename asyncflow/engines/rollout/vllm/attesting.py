@@ -33,7 +33,7 @@ Part = tuple[list[str], int]
 
 
 class NotAttested(Exception):
-    """What a server generates with cannot be told. The text says why."""
+    """Error for a server of which one cannot tell what it generates with. The text says why."""
 
 
 class PromisedTensors:
@@ -129,7 +129,7 @@ class ServerAttestations:
         return PromisedTensors(version.version, tensors, self._weights.dtype, adapter=version.name, scaling=lora.spec.scaling)
 
     async def of_all(self, servers: ServerPool) -> Attestation | None:
-        """What all servers generate with that are up; None, and a line in the log, where one cannot tell.
+        """Attestation of all servers that are up; None, and a line in the log, where one cannot tell.
 
         Of one that is lost meanwhile nothing is said: it is checked when it comes back. Raises `RunError` where all are lost.
         """
@@ -161,7 +161,7 @@ class ServerAttestations:
         return merged(attested, bases.pop() if len(bases) == 1 else sum_of_all(self.whole().sums().values()))
 
     async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
-        """What a server's workers say."""
+        """Sums that a server's workers answer."""
         try:
             return await client.sums(
                 promised.version, lora=promised.adapter, has_weights=self._lora is None or client not in self._bases
@@ -172,7 +172,7 @@ class ServerAttestations:
             return [WorkerSums(why="it was started with AsyncFlow's modules of before, which do not tell")]
 
     async def _attested(self, client: VllmClient, workers: Sequence[WorkerSums], promised: PromisedTensors) -> Attestation | None:
-        """What a server generates with, by what its workers have said."""
+        """Attestation of a server, from the sums of its workers."""
         try:
             if why := [worker.why for worker in workers if worker.why]:
                 raise NotAttested(why[0])
@@ -190,7 +190,7 @@ class ServerAttestations:
 
 
 def weight_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
-    """What a server generates with, from the sums of its workers over the model's own weights. Raises `NotAttested`."""
+    """Parts that a server generates with, from the sums of its workers over the model's own weights. Raises `NotAttested`."""
     parts: list[Part] = []
     for each in _by_tensor([worker.weights for worker in workers]):
         name = each[0].name if each[0].name in promised.names else promised.tied.get(each[0].name, each[0].name)
@@ -223,7 +223,7 @@ def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
 
 
 def merged(told: Sequence[Attestation], base: int | None) -> Attestation:
-    """What several servers generate with. `base`: what that of each should be; the first that is another counts."""
+    """Attestation of several servers. `base`: what that of each should be; the first that is another counts."""
     others = [each.base for each in told if each.base != base]
     return Attestation([part for each in told for part in each.parts], others[0] if others else base)
 
