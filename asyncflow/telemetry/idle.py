@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asyncflow.telemetry.spans import Span
@@ -82,15 +82,21 @@ def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, fl
     return {worker: idle[worker] / seconds for worker, seconds in sorted(recorded.items())}
 
 
-def computing_seconds(spans: Iterable[Span], start: float, end: float, threads_of: Callable[[str], int]) -> float:
+def computing_seconds(spans: Sequence[Span], start: float, end: float, threads_of: Callable[[str], int]) -> float:
     """Seconds of cores inside [start, end]: lanes that compute, and what is done beside the trainer's lane by its helpers, each as
     many times as its worker has threads by `threads_of`."""
     total = 0.0
     for span, seconds in lane_seconds(spans, start, end):
         if span.task not in _NOT_COMPUTING:
             total += seconds * threads_of(span.worker)
-    of_helpers = [span for span in spans if span.task == HELPER_TASK and span.start < end and span.end > start]
-    return total + sum((min(span.end, end) - max(span.start, start)) * threads_of(span.worker) for span in of_helpers)
+    return total + sum(seconds * threads_of(span.worker) for span, seconds in helper_passes(spans, start, end))
+
+
+def helper_passes(spans: Iterable[Span], start: float, end: float) -> Iterator[tuple[Span, float]]:
+    """Passes of helpers that reach into [start, end], each with its seconds there."""
+    for span in spans:
+        if span.task == HELPER_TASK and (seconds := min(span.end, end) - max(span.start, start)) > 0:
+            yield span, seconds
 
 
 def idle_of_pools(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:

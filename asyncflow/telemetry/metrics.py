@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncflow.own_metrics import Sums, add, means
 from asyncflow.telemetry.attribution import exposed_weights
-from asyncflow.telemetry.idle import HELPER_TASK, active_seconds, idle_ratios, tokens_within
+from asyncflow.telemetry.idle import active_seconds, helper_passes, idle_ratios, tokens_within
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import Array, is_maximum
 
@@ -383,8 +383,7 @@ class StepMetrics:
         train_seconds = active_seconds(spans, TRAIN_TASKS, start, end)
         if train_seconds:
             row["perf/train_tokens_per_second"] = self._logical_tokens / train_seconds
-        of_helpers = (span for span in spans if span.task == HELPER_TASK and span.start < end and span.end > start)
-        if helped := sum(min(span.end, end) - max(span.start, start) for span in of_helpers):
+        if helped := sum(seconds for _, seconds in helper_passes(spans, start, end)):
             row["perf/helper_seconds"] = helped
         if (exposed := exposed_weights(spans, start, end)) is not None:
             row["perf/exposed_weights"] = exposed
