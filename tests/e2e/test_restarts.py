@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncflow.cluster.base import WorkerDied
@@ -21,6 +22,7 @@ from tests.depth import deep, in_gate
 from tests.e2e.commands import rows
 from tests.e2e.test_resume import STEPS, check_each_once, check_same, tree
 from tests.patience import patience
+from tests.vllm.servers import fake_python
 
 PERIODIC: dict[str, Any] = {
     "schedule": "periodic",
@@ -137,6 +139,32 @@ def test_a_rollout_worker_that_dies_while_it_waits_for_the_next_attempt_is_start
     check_same(killer.job.config.run_dir, whole.job.config.run_dir)
     before, after = dict.fromkeys(killer.rollouts)
     assert before and after and killer.steps == list(range(STEPS))
+
+
+class Servers(Killer):
+    """Observer that also notes the processes of the rollout worker's vLLM servers."""
+
+    def __init__(self, config: Mapping[str, Any], kills: Mapping[int, str]) -> None:
+        super().__init__(config, kills)
+        self.servers: list[set[int]] = []
+        self._python = str(config["rollout"]["engine"]["python"])
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        super().step(step, row)
+        below = psutil.Process(self.rollouts[-1]).children(recursive=True)
+        self.servers.append({process.pid for process in below if self._python in process.cmdline()})
+
+
+def test_vllm_servers_stay_when_a_trainer_dies(tmp_path: Path) -> None:
+    """What takes longest to start goes on: the servers, with the weights that they have."""
+    engine = {"name": "vllm", "python": str(fake_python(tmp_path))}
+    mode = merged(PERIODIC, {"rollout": {"engine": engine}, "eval": {"path": None, "every_steps": None}})
+    killer = Servers(tree(tmp_path, mode), {1: "trainer/0"})
+    assert killer.run(), killer.said
+    assert killer.steps == list(range(STEPS)) and len(set(killer.rollouts)) == 1
+    (servers,) = set(map(frozenset, killer.servers))
+    assert servers
+    assert killer.job.certificate is not None and killer.job.certificate.resumed_at == killer.open
 
 
 def test_a_trainer_that_dies_more_often_than_it_may_ends_the_run(tmp_path: Path) -> None:

@@ -272,13 +272,28 @@ class VllmEngine(RolloutEngine):
                 await self._servers.everywhere(lambda instance, client: client.resume(), opens=True)
                 self._is_paused = False
 
+    async def reset(self) -> None:
+        """See `ThreadedEngine.reset`: the servers drop what is under way and the keys that they keep, and have their weights still.
+        A version that was prepared is forgotten."""
+        self._check_open()
+        self._generation.end("the rollout engine was reset")
+        if not self._is_begun:
+            return
+        async with self._one_by_one:
+            self._weights.prepared, self._is_paused = None, False
+            self._servers.close_gates()
+            try:
+                await self._servers.everywhere(lambda instance, client: _clear(client), opens=True)
+            finally:
+                self._servers.open_gates()
+
     async def close(self) -> None:
         """See `RolloutEngine`. Ends the servers that it has started; others go on with the weights they have."""
         if self._is_closed:
             return
         self._is_closed = True
         self._weights.close_thread()
-        self._generation.end()
+        self._generation.end("the rollout engine is closed")
         for task in self._unloading:
             task.cancel()
         await self._servers.close()
@@ -332,6 +347,12 @@ class VllmEngine(RolloutEngine):
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
+
+
+async def _clear(client: VllmClient) -> None:
+    """Have a server drop its requests and its cache."""
+    await client.pause("abort", clear_cache=True)
+    await client.resume()
 
 
 async def _load(client: VllmClient, version: LoraVersion) -> None:

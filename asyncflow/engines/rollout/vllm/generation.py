@@ -195,7 +195,7 @@ class Generation:
         instance.num_served += 1
         return replace(made, version_spans=np.array([[0, version.version]], np.int64))
 
-    def end(self) -> None:
-        """Tell those that wait for responses that the engine is closed."""
+    def end(self, why: str) -> None:
+        """Tell those that wait for responses that there will be none."""
         for arrived in self._open:
-            arrived.put_nowait(RuntimeError("the rollout engine is closed"))
+            arrived.put_nowait(RuntimeError(why))

@@ -245,6 +245,20 @@ async def test_the_cache_of_an_idle_server_is_cleared(model: Path, python: str) 
         assert (await state_of(engine.instances[0]))["cleared"] == 1
 
 
+async def test_an_engine_that_is_reset_drops_what_its_servers_keep(model: Path, python: str) -> None:
+    async with opened(model, python) as engine:
+        await responses(engine)
+        task = asyncio.create_task(responses(engine, range(4), 300))
+        await under_way(engine, 4)
+        processes = [group_of(instance) for instance in engine.instances]
+        await engine.reset()
+        with pytest.raises(RuntimeError, match="was reset"):
+            await task
+        states = [await state_of(instance) for instance in engine.instances]
+        assert [(state["running"], state["cleared"]) for state in states] == [(0, 1)]
+        assert [group_of(instance) for instance in engine.instances] == processes
+
+
 @pytest.mark.parametrize("kv_on_install", ["keep", "recompute"])
 async def test_what_waits_in_the_servers_queue_begins_with_no_keys_of_the_old_weights(
     model: Path, python: str, kv_on_install: Any
