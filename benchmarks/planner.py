@@ -243,8 +243,8 @@ def calibrated(records: Records, tree: Mapping[str, Any], known: Costs | None = 
     records.run_once(config)
     found = fitted(*read_run(config.run_dir), known=known)
     found = msgspec.structs.replace(found, costs=with_lengths(found.costs, config))
-    simulated = predicted(config, msgspec.structs.replace(found, left_out=1.0))
-    found = msgspec.structs.replace(found, left_out=found.step_seconds / simulated.step_seconds)
+    simulated = predicted(config, msgspec.structs.replace(found, simulated_seconds=0.0))
+    found = msgspec.structs.replace(found, simulated_seconds=simulated.step_seconds)
     print("\n".join(f"    {line}" for line in found.lines()), flush=True)
     return found
 
@@ -307,7 +307,6 @@ def order(records: Records) -> list[Figure]:
 def from_quickstart(records: Records) -> list[Figure]:
     """What-ifs from the quickstart's own run."""
     own = [
-        "run.steps=24",
         f"run.dir={records.folder}",
         "run.overwrite=true",
         f"model.path={TINY}",

@@ -31,7 +31,7 @@ MODES = {
     "sub_step": "sub_step",
     "bounded": "{name: bounded, max_staleness: 2}",
 }
-COLOURS = dict(zip(MODES, ("#5F6570", "#0072B2", "#E69F00", "#009E73", "#CC79A7"), strict=True))
+COLOURS = ("#5F6570", "#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of what is compared, in its order
 WIDTH, HEIGHT, MARGIN = 420, 250, 50  # of a panel, and left of and below its plot
 
 Points = list[tuple[float, float]]
@@ -94,14 +94,10 @@ def picture(runs: dict[str, list[Learnt]]) -> str:
     panels = []
     for i, (title, value) in enumerate(rows.items()):
         for j, (label, at) in enumerate(columns.items()):
-            lines = {
-                mode: [list(zip(at(learnt), value(learnt), strict=True)) for learnt in seeds]
-                for mode, seeds in runs.items()
-                if seeds
-            }
+            lines = {mode: [list(zip(at(learnt), value(learnt), strict=True)) for learnt in seeds] for mode, seeds in runs.items()}
             panels.append(f'<g transform="translate({j * WIDTH},{30 + i * HEIGHT})">{panel(title, label, lines)}</g>')
     legend = "".join(
-        f'<rect x="{MARGIN + 130 * i}" y="8" width="14" height="4" fill="{COLOURS[mode]}"/>'
+        f'<rect x="{MARGIN + 130 * i}" y="8" width="14" height="4" fill="{COLOURS[i]}"/>'
         f'<text x="{MARGIN + 130 * i + 20}" y="14">{mode} ({len(seeds)})</text>'
         for i, (mode, seeds) in enumerate(runs.items())
     )
@@ -137,9 +133,11 @@ def panel(title: str, label: str, lines: dict[str, list[Points]]) -> str:
         x, y = place((tick, y_low)).split(",")
         drawn.append(f'<text x="{x}" y="{float(y) + 15:.1f}" text-anchor="middle">{tick:g}</text>')
     drawn.append(f'<text x="{WIDTH - 15}" y="{HEIGHT - MARGIN + 32}" text-anchor="end">{label}</text>')
-    for mode, seeds in lines.items():
-        drawn += [line(points, COLOURS[mode], 'stroke-width="0.7" opacity="0.35"') for points in seeds]
-    drawn += [line(mean(seeds), COLOURS[mode], 'stroke-width="2"') for mode, seeds in lines.items()]
+    for colour, seeds in zip(COLOURS, lines.values(), strict=False):
+        drawn += [line(points, colour, 'stroke-width="0.7" opacity="0.35"') for points in seeds]
+    drawn += [
+        line(mean(seeds), colour, 'stroke-width="2"') for colour, seeds in zip(COLOURS, lines.values(), strict=False) if seeds
+    ]
     return "".join(drawn)
 
 

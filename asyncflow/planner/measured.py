@@ -2,8 +2,8 @@
 
     the run's folder --pieces.py--> pieces of work, with their amounts and who computed beside them
         --fit.py, contention.py--> Costs, with a residual for each piece
-        --simulate the same run--> `left_out`: times as long as simulated that its steps took
-    what_if: simulate another configuration with these costs, times `left_out`
+        --simulate the same run--> what no cost covers: how much longer its steps took than is simulated
+    what_if: simulate another configuration with these costs, and add that for each of its rows
 
 A figure is a mean, not a median: a step takes what all of its pieces take, the slow ones too.
 """
@@ -43,15 +43,31 @@ MEASURED_STEPS: Final = 10
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of a run, and how well they describe it.
 
-    `step_seconds`: mean of the run's steps; `left_out`: the same over what is simulated with these costs. `notes`: what is not
-    known, one sentence each.
+    `step_seconds`: mean of the run's steps, of `rows` responses each; `simulated_seconds`: the same as simulated with these costs;
+    0: not known. `notes`: what is not known, one sentence each.
     """
 
     costs: Costs
     residuals: tuple[Residual, ...]
     step_seconds: float
-    left_out: float = 1.0
+    rows: int
+    simulated_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> float:
+        """Times as long as simulated that steps took."""
+        return self.step_seconds / self.simulated_seconds if self.simulated_seconds else 1.0
+
+    def whole(self, seconds: float, rows: int) -> float:
+        """Seconds of a step of so many rows, from those that are simulated.
+
+        What no cost covers is mostly work of the driver and of the reward processes, and messages between them: each row has its
+        part of it. Where a simulation takes longer than the run did, its costs are too large, in proportion.
+        """
+        if self.left_out <= 1.0:
+            return seconds * self.left_out
+        return seconds + (self.step_seconds - self.simulated_seconds) * rows / self.rows
 
     @property
     def warnings(self) -> list[str]:
@@ -129,8 +145,13 @@ def fitted(
     costs = Costs(**given)
     residuals = tuple(each.residual for each in fits.values() if each.residual.num_samples)
     seconds = statistics.fmean(row["perf/step_seconds"] for row in counted.values())
-    found = Measurement(costs=costs, residuals=residuals, step_seconds=seconds, notes=tuple(notes))
-    return msgspec.structs.replace(found, left_out=seconds / predicted(config, found, steps=len(rows)).step_seconds)
+    found = Measurement(costs=costs, residuals=residuals, step_seconds=seconds, rows=_rows_of(config), notes=tuple(notes))
+    return msgspec.structs.replace(found, simulated_seconds=predicted(config, found, steps=len(rows)).step_seconds)
+
+
+def _rows_of(config: Config) -> int:
+    """Responses of a step."""
+    return config.train.prompts_per_step * config.rollout.group_size
 
 
 def profiled(config: Config, spans: Sequence[Span], *, num_layers: int, prompt_tokens: float) -> tuple[Costs, tuple[Residual, ...]]:
@@ -252,15 +273,17 @@ def predicted(config: Config, measurement: Measurement, *, steps: int | None = N
     done = simulate(parse(tree), costs=measurement.costs)
     if done.violations or not done.rows:
         raise RunError(f"the simulated run has not ended as it should: {'; '.join(done.violations) or 'it has no steps'}")
-    return means(done.rows, measurement.left_out)
+    simulated = means(done.rows)
+    seconds = measurement.whole(simulated.step_seconds, _rows_of(config))
+    return Prediction(step_seconds=seconds, tpspd=simulated.tpspd * simulated.step_seconds / seconds)
 
 
-def means(rows: Mapping[int, Row], factor: float = 1.0) -> Prediction:
-    """Means over steps, without the warm-up where there are more; seconds times `factor`."""
+def means(rows: Mapping[int, Row]) -> Prediction:
+    """Means over steps, without the warm-up where there are more."""
     counted = [row for step, row in rows.items() if step >= WARM_UP] or [*rows.values()]
     seconds = [row["perf/step_seconds"] for row in counted]
     tokens = sum(row["perf/tpspd"] * row["perf/step_seconds"] for row in counted)
-    return Prediction(step_seconds=factor * statistics.fmean(seconds), tpspd=tokens / sum(seconds) / factor)
+    return Prediction(step_seconds=statistics.fmean(seconds), tpspd=tokens / sum(seconds))
 
 
 def what_if(run_dir: Path, overrides: Sequence[str]) -> WhatIf:

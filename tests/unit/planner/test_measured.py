@@ -12,7 +12,7 @@ from asyncflow.config import Config, dump, load
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.engines.sleeping import SampleKey
-from asyncflow.planner.measured import fitted, measured, of_layers, predicted, residuals, what_if
+from asyncflow.planner.measured import Measurement, fitted, measured, of_layers, predicted, residuals, what_if
 from asyncflow.planner.pieces import lengths_of, lognormal, samples
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import Simulated, simulate
@@ -74,6 +74,18 @@ def test_costs_of_a_run_are_recovered_and_foretell_it() -> None:
     assert costs.lengths.prompt_sigma == pytest.approx(0.4, rel=0.2)
     assert found.left_out == pytest.approx(1.0, abs=0.05)
     assert "warning: forward_backward" not in "\n".join(found.lines())
+
+
+def test_what_no_cost_covers_is_added_for_each_row() -> None:
+    """Half of the rows: half of the driver's work, whatever share of a step it was."""
+    of = config()
+    found = Measurement(costs=TRUE, residuals=(), step_seconds=0.5, rows=256, simulated_seconds=0.4)
+    assert (found.whole(0.4, 256), found.whole(0.4, 128), found.whole(0.1, 512)) == pytest.approx((0.5, 0.45, 0.3))
+    too_large = msgspec.structs.replace(found, simulated_seconds=0.625)
+    assert (too_large.whole(0.4, 256), too_large.whole(0.4, 128)) == pytest.approx((0.32, 0.32))
+    raw, whole = (predicted(of, each) for each in (msgspec.structs.replace(found, simulated_seconds=0.0), found))
+    assert whole.step_seconds == pytest.approx(raw.step_seconds + 0.1)
+    assert whole.tpspd * whole.step_seconds == pytest.approx(raw.tpspd * raw.step_seconds)
 
 
 def test_passes_that_helpers_take_cost_what_the_trainers_own_do() -> None:
