@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Union, Unpack, ge
 
 import msgspec
 
-from asyncflow.types import UserError
+from asyncflow.errors import UserError
 
 _ANYTHING: Final = ""
 _WORDS: Final = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}

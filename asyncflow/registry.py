@@ -88,10 +88,16 @@ def _with_installed(kind: str, known: Mapping[str, str]) -> dict[str, str]:
 
 
 @lru_cache
-def _installed(group: str, _path: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
-    """Entry points of a group: (name, `module:Name`, package). Reading them takes milliseconds."""
+def _installed(group: str, path: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
+    """Entry points of a group: (name, `module:Name`, package)."""
     found = (
         (point.name, f"{point.module}:{point.attr}", point.dist.name if point.dist else "unknown")
-        for point in entry_points(group=group)
+        for point in _all_installed(path).select(group=group)
     )
     return tuple(sorted(set(found)))  # a package that is found twice on the path is one
+
+
+@lru_cache(maxsize=1)
+def _all_installed(_path: tuple[str, ...]) -> Any:
+    """Entry points of all groups. Reading them takes milliseconds, and a configuration has choices of many kinds."""
+    return entry_points()

@@ -6,7 +6,7 @@ A *row* is one response. A *group* is the rows of one prompt. A row's index is f
 
 `prompt_index` counts admissions over the whole run; `group_bits` is fixed for the run by its largest group.
 
-Nothing here imports torch: the driver and the reward workers use this module and must stay light.
+Nothing here imports torch: the driver uses this module and must stay light.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from asyncflow.errors import RunError as RunError
+from asyncflow.errors import UserError as UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,16 +28,6 @@ Array = np.ndarray
 CheckpointPlace = Literal["disk", "memory"]
 """Where a checkpoint lies: in the run's folder, or in shared memory of the driver's machine."""
 E = TypeVar("E", bound=Exception)
-
-
-class UserError(Exception):
-    """Mistake that the user can mend: shown as one sentence without a traceback, exit code 2."""
-
-
-class RunError(Exception):
-    """Fault that ends a run: shown as one sentence without a traceback, exit code 1."""
-
-
 CROSSING: dict[str, type[Exception]] = {e.__name__: e for e in (UserError, RunError, ValueError, LookupError, TimeoutError)}
 """The exceptions that reach a caller in another process as themselves. All others arrive as one that names them."""
 

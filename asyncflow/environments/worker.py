@@ -40,11 +40,11 @@ from asyncflow.environments.messages import (
     ResetEpisode,
     StepEpisode,
 )
+from asyncflow.errors import UserError
 from asyncflow.options import checked_options
 from asyncflow.sandbox.child import private_pipes, receive
 from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, end_children, limit_memory, limit_output
-from asyncflow.types import UserError
 from asyncflow.user_file import CannotImport, named, words_of
 
 _M_ARENA_MAX = -8  # glibc's malloc.h

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.errors import UserError
 from asyncflow.rewards.base import Sample
-from asyncflow.types import UserError
 
 
 class ReasoningGym:

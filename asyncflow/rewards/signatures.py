@@ -15,11 +15,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from asyncflow.errors import UserError
 from asyncflow.own_metrics import log_metric
 from asyncflow.rewards.answers import reference
 from asyncflow.rewards.base import Sample
 from asyncflow.rows import QUESTIONS, READY_PROMPT, found_in, value_in
-from asyncflow.types import UserError
 
 # By any of these a function is TRL's.
 _TRL = frozenset({"prompts", "completions", "completion_ids"})

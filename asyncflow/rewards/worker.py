@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.errors import UserError
 from asyncflow.options import checked_options
 from asyncflow.own_metrics import collecting
 from asyncflow.rewards.base import RewardPart, Sample, weighted
@@ -33,7 +34,6 @@ from asyncflow.sandbox.child import private_pipes, receive, trace_of
 from asyncflow.sandbox.forked import in_child
 from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, limit_memory, limit_output
-from asyncflow.types import UserError
 from asyncflow.user_file import CannotImport, named, words_of
 
 MAX_REWARD = (2 - 2**-23) * 2.0**127  # the largest of float32

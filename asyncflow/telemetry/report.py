@@ -9,6 +9,7 @@ cannot end its script element, and the page's own policy refuses every script bu
 
 from __future__ import annotations
 
+import functools
 import secrets
 from importlib import resources
 from pathlib import Path
@@ -60,6 +61,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
+@functools.cache
 def page_template(name: str) -> Template:
     """Template of this room for pages that show text of a model: everything is escaped."""
     environment = Environment(

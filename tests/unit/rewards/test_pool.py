@@ -44,7 +44,7 @@ class Score:
     def do_number(self, rest): return self.scale * float(rest)
     def do_pid(self, rest): return os.getpid()
     def do_worker(self, rest): return os.getppid()
-    def do_torch(self, rest): return "torch" in sys.modules
+    def do_imported(self, rest): return rest in sys.modules
     def do_raise(self, rest): raise KeyError("a column " + rest)
     def do_spin(self, rest):
         print("about to spin")
@@ -357,11 +357,12 @@ async def test_a_worker_that_died_while_idle_costs_no_sample(open_pool: Open) ->
     assert not pool.failures
 
 
-async def test_workers_import_no_torch(open_pool: Open) -> None:
+async def test_workers_import_no_torch_and_no_numpy(open_pool: Open) -> None:
     for path in ("", REWARDS["final_answer"]):
         await open_pool(path=path)
     pool = await open_pool()
-    assert await pool.score(sample("torch")) == 0.0
+    assert await pool.score(sample("imported msgspec")) == 1.0
+    assert [await pool.score(sample(f"imported {name}")) for name in ("torch", "numpy")] == [0.0, 0.0]
     heavy = "import sys, asyncflow.rewards.pool, asyncflow.rewards.final_answer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", heavy], timeout=patience(60), check=False).returncode == 0
 
