@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import forked
 from tests.depth import IS_DEEP
 
 if TYPE_CHECKING:
     from asyncflow.engines.rollout.vllm.process import ServerProcess
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # more threads than cores: those that wait are not to keep one busy
 gc.disable()  # until all is imported: what an import makes stays, and looking for garbage among it takes a fifth of its time
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("tests/e2e/", "tests/schedules/", "tests/contract/", "tests/unit/engines/", "tests/")
@@ -72,6 +74,17 @@ def vllm_server() -> Iterator[ServerProcess]:
         server.stop()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Each of several processes that tests run in is told of one fork server, which imports everything while they collect."""
+    node.workerinput["forks"] = forked.address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (told := getattr(config, "workerinput", None)) is not None:
+        forked.join(told["forks"])
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     """A thread that a test has left behind must not keep pytest from ending: it is shown, and the tests have failed."""
@@ -89,7 +102,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()  # nor is it looked at again
     gc.enable()
 

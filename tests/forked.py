@@ -1,4 +1,4 @@
-"""Processes of tests that begin with everything imported: forks of one server for each process that tests run in.
+"""Processes of tests that begin with everything imported: forks of one server, also where tests run in several processes.
 
     context().Process(target=...)                a function in a process of its own
     Command("train", config)                     `asyncflow train config`, and its workers, likewise; used as `subprocess.Popen` is
@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -35,7 +35,7 @@ MODULES = [
     "asyncflow.cli.verbs", "asyncflow.run.job", "asyncflow.trainer", "asyncflow.replay", "asyncflow.run.workers",
     "asyncflow.cluster.fork_server", "asyncflow.cluster.child", "asyncflow.cluster.local", "asyncflow.engines.rollout.engine",
     "asyncflow.engines.train.torch_engine", "asyncflow.engines.train.parallel.many_ranks", "asyncflow.weight_sync.shared_memory",
-    "asyncflow.simulation.run", "tensorboardX", "plotly.graph_objects", "torch.distributed.fsdp",
+    "asyncflow.simulation.run", "numpy.ma", "tensorboardX", "plotly.graph_objects", "torch.distributed.fsdp",
     "torch.distributed.checkpoint.hf_storage", "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama", "transformers.generation.utils",
 ]  # fmt: skip
@@ -44,15 +44,39 @@ MODULES = [
 def context() -> ForkServerContext:
     """What starts processes with all of `MODULES`."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([__name__, *MODULES])
-    kept = dict(os.environ)
-    os.environ.update(threads(1))  # as workers have it: read when torch is imported
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
+    if not _joined():
+        found.set_forkserver_preload(["tests.forked_imports"])
+        kept = dict(os.environ)
+        os.environ.update(threads(1))  # as workers have it: read when torch is imported
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
     return found
+
+
+def address() -> str:
+    """Where this process's server is found. It is started if there is none."""
+    context()
+    found: str = _server()._forkserver_address
+    return found
+
+
+def join(address: str) -> None:
+    """Have the processes of this one's tests be forks of another one's server."""
+    server = _server()
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # it does not end with this process
+    server.ensure_running = resource_tracker.ensure_running
+
+
+def _server() -> Any:
+    return forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def _joined() -> bool:
+    return "ensure_running" in vars(_server())
 
 
 class Command:

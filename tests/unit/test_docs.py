@@ -215,6 +215,7 @@ def test_what_looks_for_keys_finds_them() -> None:
     assert all(map(is_key, known)) and not any(map(is_key, ("eval.every_step", "train.lr", "plan.train.dp.size", "plan.rollout")))
 
 
+@functools.cache
 def members() -> dict[str, set[str]]:
     """What each class of the package has, its bases' included: methods, fields, and attributes that a method sets."""
     own: dict[str, set[str]] = {}
@@ -237,7 +238,6 @@ def members() -> dict[str, set[str]]:
     return {name: all_of(name) for name in own}
 
 
-MEMBERS = members()
 CALLED = {
     "client": ["AsyncClient", "TransferQueueClient"],
     "worker": ["AsyncGeneratorWorker", "AsyncTrainerWorker"],
@@ -264,7 +264,7 @@ def unknown_names(text: str) -> list[str]:
     return [
         f"{name}.{member}"
         for name, member in pairs
-        if not {name, member} & FOREIGN and not any(member in MEMBERS.get(each, ()) for each in CALLED.get(name, [name]))
+        if not {name, member} & FOREIGN and not any(member in members().get(each, ()) for each in CALLED.get(name, [name]))
     ]
 
 
@@ -285,7 +285,7 @@ def test_names_of_the_code_exist(page: Path) -> None:
     assert not unknown_names(text)
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     named = {word for span in spans for word in re.findall(r"[A-Za-z_]\w*", span) if not re.fullmatch(r"[A-Z_]+", word)}
-    assert not named - words_of_the_source() - ENTRY_POINTS - FOREIGN
+    assert not named - words_of_the_source() - entry_points() - FOREIGN
 
 
 def test_what_looks_for_names_finds_them() -> None:
@@ -294,6 +294,7 @@ def test_what_looks_for_names_finds_them() -> None:
     assert "create_key" not in words_of_the_source() and "group_size" in words_of_the_source()
 
 
+@functools.cache
 def entry_points() -> set[str]:
     """Last parts of the groups in which packages may give parts: one for each kind of choice that the code builds."""
     kinds = r"\b(?:build|resolve|check_options|load|load_target)\(\s*f?\"([a-z ]+)\""
@@ -301,12 +302,9 @@ def entry_points() -> set[str]:
     return {f"{kind.replace(' ', '_')}s" for kind in found}
 
 
-ENTRY_POINTS = entry_points()
-
-
 def test_groups_of_entry_points_that_are_named_are_those_of_choices() -> None:
     named = set(re.findall(r"`asyncflow\.(\w+)`", (ROOT / "docs" / "extending.md").read_text()))
-    assert len(named) == 10 and named <= ENTRY_POINTS
+    assert len(named) == 10 and named <= entry_points()
 
 
 def test_a_class_has_the_arrays_that_its_page_says() -> None:
