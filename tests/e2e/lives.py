@@ -33,7 +33,8 @@ from tests.patience import patience
 
 class Life:
     """One start of a run, `cluster: inline`, in a process of its own. `harm`: see `harmed`. `kill_before`: a kind of operation on
-    the run's folder, before which it is killed; every operation is noted in a file (`tests/e2e/operations.py`)."""
+    the run's folder, before which it is killed; every operation is noted in a file (`tests/e2e/operations.py`). `killed_after`:
+    so many steps, with whose metrics it is killed, however fast it is."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Life:
         resume: bool = True,
         harm: tuple[str, int] = ("", 0),
         kill_before: str | None = None,
+        killed_after: int | None = None,
         origin: str = "",
     ) -> None:
         """`origin`: the run is a fork of that one."""
@@ -49,7 +51,9 @@ class Life:
         self.log = self.run_dir.with_name("said.log")
         self.operations = self.run_dir.with_name("operations.txt")
         of_folder = (str(self.operations), kill_before)
-        self._process = context().Process(target=_live, args=(dict(tree), resume, harm, str(self.log), of_folder, origin))
+        self._process = context().Process(
+            target=_live, args=(dict(tree), resume, harm, str(self.log), of_folder, killed_after, origin)
+        )
         self._process.start()
 
     def wait_for_steps(self, number: int, seconds: float = 60.0) -> None:
@@ -103,6 +107,7 @@ def _live(
     harm: tuple[str, int],
     log: str,
     operations: tuple[str, str | None],
+    killed_after: int | None,
     origin: str,
 ) -> None:
     os.setsid()
@@ -114,6 +119,10 @@ def _live(
     class Written(Listener):
         def log(self, text: str) -> None:
             print(text, file=said)
+
+        def step(self, step: int, row: Mapping[str, float]) -> None:
+            if killed_after == step + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     async def run() -> int:
         config = parse({**tree, "cluster": "inline"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,21 @@ class Killer(Listener):
         return asyncio.run(main())
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
+    """Folder of a run in a mode that nothing has disturbed, one for all tests."""
+    made: dict[str, Path] = {}
+
+    def of(mode: dict[str, Any]) -> Path:
+        if (key := repr(mode)) not in made:
+            whole = Killer(tree(tmp_path_factory.mktemp("whole"), mode), {})
+            assert whole.run(), whole.said
+            made[key] = whole.job.config.run_dir
+        return made[key]
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("mode", "kills"),
     in_gate(
@@ -95,14 +110,12 @@ class Killer(Listener):
     ),
 )
 def test_a_run_whose_trainers_die_comes_to_the_bits_of_one_that_nothing_disturbed(
-    mode: dict[str, Any], kills: dict[int, str], tmp_path: Path
+    mode: dict[str, Any], kills: dict[int, str], tmp_path: Path, undisturbed: Callable[[dict[str, Any]], Path]
 ) -> None:
-    whole = Killer(tree(tmp_path / "whole", mode), {})
-    assert whole.run(), whole.said
     killer = Killer(tree(tmp_path / "killed", mode), kills)
     assert killer.run(), killer.said
     run_dir = killer.job.config.run_dir
-    check_same(run_dir, whole.job.config.run_dir)
+    check_same(run_dir, undisturbed(mode))
     if mode is not TWO_RANKS:  # each rank has fingerprints of its own groups
         check_each_once(run_dir)
     told = [line for line in killer.said if "the run is resumed from its newest checkpoint in" in line]
@@ -131,12 +144,13 @@ class Waiting(Killer):
         os.kill(rollout, signal.SIGKILL)
 
 
-def test_a_rollout_worker_that_dies_while_it_waits_for_the_next_attempt_is_started_again(tmp_path: Path) -> None:
-    whole = Killer(tree(tmp_path / "whole", PERIODIC), {})
-    assert whole.run(), whole.said
-    killer = Waiting(tree(tmp_path / "killed", PERIODIC), {2: "trainer/0"})
+@pytest.mark.parametrize("mode", in_gate(DELAYED, of=[PERIODIC, DELAYED]), ids=["periodic", "delayed"])
+def test_a_rollout_worker_that_dies_while_it_waits_for_the_next_attempt_is_started_again(
+    mode: dict[str, Any], tmp_path: Path, undisturbed: Callable[[dict[str, Any]], Path]
+) -> None:
+    killer = Waiting(tree(tmp_path / "killed", mode), {2: "trainer/0"})
     assert killer.run(), killer.said
-    check_same(killer.job.config.run_dir, whole.job.config.run_dir)
+    check_same(killer.job.config.run_dir, undisturbed(mode))
     before, after = dict.fromkeys(killer.rollouts)
     assert before and after and killer.steps == list(range(STEPS))
 

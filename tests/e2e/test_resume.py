@@ -170,9 +170,8 @@ def test_killed_at_a_write(whole: tuple[dict[str, Any], Path], tmp_path: Path) -
 
 def test_killed_before_the_first_checkpoint_a_run_begins_anew_if_it_is_this_one(tmp_path: Path) -> None:
     config = tree(tmp_path, {"run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None, "every_steps": None}})
-    life = Life(config)
-    life.wait_for_steps(1)
-    assert life.end(signal.SIGKILL) == 137 and life.num_steps()
+    life = Life(config, killed_after=1)
+    assert life.end() == 137 and life.num_steps()
     before = contents(life.run_dir)
     for change, words in (
         ({"train": {"learning_rate": 1e-4}}, "train.learning_rate was 0.001"),

@@ -21,6 +21,25 @@ Small = Callable[..., dict[str, Any]]
 UNITS = ("queue.place=workers", "queue.num_units=2")
 
 
+HELD = """
+import asyncio
+from pathlib import Path
+from asyncflow.engines.train.torch_engine import TorchEngine
+
+class Held(TorchEngine):
+    def __init__(self, *arguments, until, **options):
+        super().__init__(*arguments, **options)
+        self.until, self.updates = Path(until), 0
+
+    async def optim_step(self, normaliser):
+        self.updates += 1
+        while self.updates == 2 and not self.until.exists():
+            await asyncio.sleep(0.01)
+        return await super().optim_step(normaliser)
+"""
+"""A trainer whose second update waits for a file."""
+
+
 def recipe(small: Small, **changes: Any) -> dict[str, Any]:
     exact = {"telemetry": {"fingerprints": True}, "train": {"accumulate": "exact"}, "rollout": {"num_workers": 2}}
     return small(**exact | changes)
@@ -89,12 +108,17 @@ def test_a_run_that_has_lost_rows_with_a_unit_says_so_and_saves_its_model(
 def test_a_unit_that_dies_is_started_again_and_goes_on_with_what_is_durable(
     small: Small, tmp_path: Path, background: Callable[..., Command], redis_url: str
 ) -> None:
-    config = write_config(tmp_path, recipe(small, run={"steps": 6}))
+    (tmp_path / "held.py").write_text(HELD)
+    (until := tmp_path / "go-on").touch()
+    engine = {"path": f"{tmp_path / 'held.py'}:Held", "until": str(until)}
+    config = write_config(tmp_path, recipe(small, run={"steps": 4}, train={"accumulate": "exact", "engine": engine}))
     assert run_command("train", config, "run.name=near").returncode == 0
     run_dirs = [tmp_path / "runs" / name for name in ("near", "far")]
+    until.unlink()
     command = background("train", config, "run.name=far", *UNITS, "queue.storage.name=redis", f"queue.storage.url={redis_url}")
     wait_for(lambda: (run_dirs[1] / "metrics.jsonl").exists() and rows(run_dirs[1] / "metrics.jsonl"), command)
     units_of(run_dirs[1])["storage/1"].kill()
+    until.touch()
     output, errors = command.communicate(timeout=patience(200))
     assert command.returncode == 0, output + errors
     assert "worker storage/1 (process" in output and "it is started again in 0.5 s" in output
