@@ -285,6 +285,9 @@ async def update(
         totals = await rounds.totals(number)
         if totals is None:
             return []
+        if totals.is_left_out:
+            with rounds.computing(current := rounds.left_out()):
+                rounds.trained(current, await compute(current.micro_batches), fingerprints)
         if may_change is not None:
             await may_change()
         with rounds.updating():

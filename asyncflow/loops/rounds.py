@@ -47,9 +47,8 @@ class PreparedGroup:
 class Round:
     """Groups that one rank trains at the same time as the other ranks; none where only the others have groups left.
 
-    `micro_batches`: those to compute, in order: all, or, with `skips`, those that have advantages. Of an update's first round one
-    is computed in any case: the engine then has a gradient, of zeros perhaps, and an update to make, as it would without
-    skipping.
+    `micro_batches`: those to compute, in order: all, or, with `skips`, those that have advantages. Of a run's first round one is
+    computed in any case (`is_checked`): a loss of it would tell that none may be skipped.
     """
 
     works: list[PreparedGroup]
@@ -57,11 +56,11 @@ class Round:
     micro_batches: list[MicroBatch]
 
     @staticmethod
-    def of(works: list[PreparedGroup], *, skips: bool, is_first: bool) -> Round:
+    def of(works: list[PreparedGroup], *, skips: bool, is_checked: bool) -> Round:
         """Round of these groups."""
         pieces = [piece for work in works for piece in work.micro_batches]
         if skips:
-            pieces = [piece for piece in pieces if piece.has_advantages] or (pieces[:1] if is_first else [])
+            pieces = [piece for piece in pieces if piece.has_advantages] or (pieces[:1] if is_checked else [])
         return Round(works, skips, pieces)
 
     def results(self, of_engine: Sequence[MicroBatchResult]) -> list[list[MicroBatchResult]]:
@@ -95,6 +94,7 @@ class Rounds:
         self._skips = shape.skips_zero_advantages and objective.is_zero_without_advantages
         self._sums: list[float] | None = None  # of the step's statistic
         self._update = 0
+        self._left_out: MicroBatch | None = None  # the update's first
         self._kept: dict[int, PreparedGroup] = {}  # by group: those that a later round of the step trains
         self._trained: list[TrainedGroup] = []  # that the ledger has not been told of
         self._background = asyncio.TaskGroup()
@@ -108,7 +108,7 @@ class Rounds:
 
     async def of(self, update: int) -> AsyncIterator[Round]:
         """Rounds of one of the step's updates. Each is asked for when the one before the last is trained."""
-        self._update = update
+        self._update, self._left_out = update, None
         if self._objective.waits_for_batch and self._sums is None:
             self._sums = await self._ledger.statistics(self.step, self.task, await self._read())
             if self._sums is None:
@@ -117,8 +117,16 @@ class Rounds:
         for number in itertools.count():
             if (works := await asked.popleft()) is None:
                 return
-            yield Round.of(works, skips=self._skips, is_first=number == 0)
+            if self._skips and self._left_out is None:
+                left_out_of = (piece for work in works for piece in work.micro_batches if not piece.has_advantages)
+                self._left_out = next(left_out_of, None)
+            yield Round.of(works, skips=self._skips, is_checked=self.step == number == update == 0)
             asked.append(self._ask(number + 2))
+
+    def left_out(self) -> Round:
+        """Round of a micro-batch of an update of which all were left out: with it the engine has a gradient, of zeros, and an
+        update to make, as it would without skipping. A rank without data has none."""
+        return Round([], self._skips, [] if self._left_out is None else [self._left_out])
 
     def trained(self, current: Round, results: list[MicroBatchResult], fingerprints: StepLog) -> None:
         """Report the figures of a round whose gradients have been added to the ledger and the fingerprints."""
@@ -138,12 +146,14 @@ class Rounds:
         pieces = [[piece for piece in work.micro_batches if id(piece) in computed] for work in current.works]
         rows = [sum(len(piece.indices) for piece in of_group) for of_group in pieces]
         tokens = [sum(piece.logical_tokens for piece in of_group) for of_group in pieces]
+        num_rows = sum(len(piece.indices) for piece in current.micro_batches)
+        num_tokens = sum(piece.logical_tokens for piece in current.micro_batches)
         of_one, of_step = {"group": groups[0]} if len(groups) == 1 else {}, {"step": self.step, "version": self.step}
         name = "forward_backward" if self.task == "train" else self.task
-        with self._spans.busy(name, **of_step, rows=sum(rows), tokens=sum(tokens), **of_one):
+        with self._spans.busy(name, **of_step, rows=num_rows, tokens=num_tokens, **of_one):
             yield
-        for group, num_rows, num_tokens in zip(groups, rows, tokens, strict=True) if not of_one else ():
-            self._spans.beside("train_group", began, **of_step, group=group, rows=num_rows, tokens=num_tokens)
+        for group, of_rows, of_tokens in zip(groups, rows, tokens, strict=True) if not of_one else ():
+            self._spans.beside("train_group", began, **of_step, group=group, rows=of_rows, tokens=of_tokens)
 
     async def totals(self, update: int) -> StepTotals | None:
         """Totals of one of the step's updates, when all of it is trained; None: the run is stopping."""

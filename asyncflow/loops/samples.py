@@ -487,6 +487,7 @@ def consumed(batch: Batch, results: Sequence[MicroBatchResult]) -> Consumed:
         empty_rows=[row for row, mask in zip(rows, batch.ragged("loss_mask"), strict=True) if not mask.any()],
         loss_tokens=sum(r.loss_tokens for r in results),
         is_finite=all(r.is_finite for r in results),
+        is_left_out=not any(r.is_computed for r in results),
     )
 
 

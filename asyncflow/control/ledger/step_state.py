@@ -171,6 +171,7 @@ class StepState:
         self._remove(one, group.rows)
         one.sequences += len(group.rows) - len(group.empty_rows)
         one.tokens += group.loss_tokens
+        one.has_computed |= not group.is_left_out
         if not group.is_finite:
             one.non_finite_rows.extend(group.rows)
 
@@ -190,7 +191,8 @@ class StepState:
         if one.members:
             rows = sorted(chain(*one.members.values()))
             raise ValueError(f"step {self.step} still waits for {len(rows)} rows, the first of them {rows[0]}")
-        return StepTotals(self.step, one.tokens, one.sequences, self.dead, one.non_finite_rows)
+        is_left_out = one.sequences > 0 and not one.has_computed
+        return StepTotals(self.step, one.tokens, one.sequences, self.dead, one.non_finite_rows, is_left_out)
 
     def _updates(self, task: str, group: int) -> list[UpdateProgress]:
         """Updates that train a member: one of each epoch."""

@@ -29,6 +29,7 @@ class UpdateProgress:
     tokens: int = 0
     sequences: int = 0
     non_finite_rows: list[int] = field(default_factory=list)
+    has_computed: bool = False  # whether anything of a group that was consumed was computed
 
     def remove(self, group: int, rows: Iterable[int]) -> None:
         """These rows are members no longer, nor is a group without any."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,20 @@ def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
     ledger.step_state(0).consume(consumed(5, tokens=4))
     assert ledger.is_consumed(0)
     assert ledger.totals(0) == StepTotals(0, tokens=11, sequences=3, dead=1, non_finite_rows=[])
+
+
+def test_totals_tell_that_nothing_of_an_update_was_computed() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0), meta(1)])
+    ledger.step_state(0).consume(msgspec.structs.replace(consumed(0, 1), is_left_out=True))
+    ledger.step_state(0).consume(msgspec.structs.replace(consumed(4, 5), is_left_out=True))
+    assert ledger.totals(0).is_left_out
+    for step, is_left_out in enumerate(((True, False), (False, True)), 1):
+        ledger.open([meta(2 * step, step=step), meta(2 * step + 1, step=step)])
+        for group, each in zip((2 * step, 2 * step + 1), is_left_out, strict=True):
+            rows = (group << BITS, group << BITS | 1)
+            ledger.step_state(step).consume(msgspec.structs.replace(consumed(*rows), is_left_out=each))
+        assert not ledger.totals(step).is_left_out
 
 
 def test_a_row_counts_once_however_often_it_is_given_up_or_consumed() -> None:

@@ -21,7 +21,8 @@ from asyncflow.control.modes import NEVER, Bounded, Synchronous
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response
+from asyncflow.loops.algorithm1 import update
 from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import PreparedGroup, Round, Rounds
 from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
@@ -344,10 +345,10 @@ def a_work(group: int, *advantages: float) -> PreparedGroup:
 
 def test_a_turn_leaves_out_what_has_no_advantages() -> None:
     works = [a_work(0, 0.0, 0.5), a_work(1, 0.0, 0.0), a_work(2, -0.5, float("nan"))]
-    computed = [piece.indices[0] for piece in Round.of(works, skips=False, is_first=True).micro_batches]
+    computed = [piece.indices[0] for piece in Round.of(works, skips=False, is_checked=True).micro_batches]
     assert computed == [0, 1, 2, 3, 4, 5]
-    for is_first in (False, True):
-        current = Round.of(works, skips=True, is_first=is_first)
+    for is_checked in (False, True):
+        current = Round.of(works, skips=True, is_checked=is_checked)
         assert [piece.indices[0] for piece in current.micro_batches] == [1, 4, 5]
         results = current.results([MicroBatchResult(loss, 1, 4) for loss in (0.1, 0.4, 0.5)])
         assert [[result.loss_sum for result in of_work] for of_work in results] == [[0.0, 0.1], [0.0, 0.0], [0.4, 0.5]]
@@ -355,15 +356,72 @@ def test_a_turn_leaves_out_what_has_no_advantages() -> None:
         assert all(result.loss_tokens == 1 for of_work in results for result in of_work)  # all count in the normaliser
 
 
-def test_of_an_update_without_advantages_one_is_computed_and_told_of_as_if_it_had_not_been() -> None:
+def test_of_a_run_without_advantages_one_is_computed_and_told_of_as_if_it_had_not_been() -> None:
     works = [a_work(1, 0.0, 0.0)]
-    assert Round.of(works, skips=True, is_first=False).micro_batches == []
-    current = Round.of(works, skips=True, is_first=True)
+    assert Round.of(works, skips=True, is_checked=False).micro_batches == []
+    current = Round.of(works, skips=True, is_checked=True)
     assert current.micro_batches == works[0].micro_batches[:1]
     assert current.results([MicroBatchResult(-0.0, 1, 4, {"policy/entropy": 3.0})]) == [[left_out(works[0].micro_batches[0])] * 2]
-    assert Round.of([], skips=True, is_first=True).micro_batches == []  # a rank without data
+    assert Round.of([], skips=True, is_checked=True).micro_batches == []  # a rank without data
     with pytest.raises(RunError, match=r"a loss of 0\.25, so leaving such rows out changes"):
         current.results([MicroBatchResult(0.25, 1, 4)])
+
+
+class Told(GRPO):
+    """The advantages of its rows, a row a group, in the order in which groups come."""
+
+    def __init__(self, *advantages: float) -> None:
+        super().__init__()
+        self.left = iter(advantages)
+
+    def advantages(self, group: ScoredGroup) -> Advantages:
+        return np.full(1, next(self.left), np.float32)
+
+
+class Computing:
+    """An engine that says which rows it was given in each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.updates: list[int] = []
+
+    async def forward_backward(self, pieces: Sequence[MicroBatch]) -> list[MicroBatchResult]:
+        self.calls.append([int(index) >> BITS for piece in pieces for index in piece.indices])
+        return [MicroBatchResult(0.0, 2, 4) for _ in pieces]
+
+    async def optim_step(self, normaliser: int) -> OptimResult:
+        self.updates.append(normaliser)
+        return OptimResult(1.0, 0.5)
+
+    async def discard(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("step", "advantages", "computed"),
+    [
+        (1, (1, 1, 1, 1), [[2], [3]]),
+        (1, (1, 1, 0, 1), [[], [3]]),
+        (1, (1, 1, 0, 0), [[], [], [2]]),  # the engine is to have a gradient
+        (0, (0, 1), [[0], [1]]),  # of a run's first one a loss is looked for
+    ],
+)
+async def test_what_is_left_out_is_computed_where_an_update_has_nothing_else(
+    step: int, advantages: tuple[float, ...], computed: list[list[int]]
+) -> None:
+    shape = replace(SHAPE, skips_zero_advantages=True)
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(2)
+        world.service.allow(2, 2)
+        engine, objective = Computing(), Told(*advantages)
+        await world.complete(*range(4))
+        for each in range(step + 1):
+            engine.calls.clear()
+            async with Rounds(world.context(shape), objective, 0, each) as rounds:
+                made = await update(rounds, engine, objective, engine.forward_backward, FingerprintLog(None))
+            assert [one.normaliser for one in made] == [4]
+            if each < step:
+                await world.commit()
+        assert engine.calls == computed and engine.updates == [4] * (step + 1)
 
 
 async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:

@@ -158,6 +158,7 @@ def test_what_the_ledger_is_told_adds_up() -> None:
     assert (told.computed_tokens, told.logical_tokens, told.physical_tokens) == (3, 8, 8)
     assert told.left_out == 1 and told.metrics == {"ratio": 3.0, "a/max": 2.0}
     assert samples.consumed(group.batch, results) == Consumed([4, 5], [], 4, True)
+    assert samples.consumed(group.batch, [samples.left_out(piece) for piece in pieces]) == Consumed([4, 5], [], 4, True, True)
 
 
 def test_a_row_without_a_token_to_train_on_is_told() -> None:
