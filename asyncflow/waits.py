@@ -294,9 +294,10 @@ ADAPTER_IN_USE: Final = _wait(
 )
 HELPERS: Final = _wait(
     "helpers",
-    "passes that helpers compute beside the trainer's own, or a pass for them",
+    "passes and pieces that others compute beside the trainer's own, or one for them",
     _STALL,
-    "engines/train/helpers.py:Helpers.__init__ engines/train/helpers.py:Helpers.compute engines/train/helpers.py:Helpers._serve",
+    "engines/train/helpers.py:Helpers.__init__ engines/train/helpers.py:Helpers._take_pieces_until "
+    "engines/train/helpers.py:Helpers._serve engines/train/pass_gradients.py:PassGradients.__init__",
 )
 FETCH: Final = _wait(
     "fetch",

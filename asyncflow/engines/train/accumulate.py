@@ -16,12 +16,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import RunError
 
 # C elements of a chunk; P packed tokens; a matrix has O rows of I elements; U of its rows; G micro-batches.
@@ -71,6 +73,9 @@ second moment: an update is off by less than a thousandth of the learning rate, 
 class Accumulator(ABC):
     """Gradient sums of one step. An exception leaves them unusable until `clear`."""
 
+    pieces: Pieces = AT_ONCE
+    """What `join` and `gradients` add up and divide."""
+
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """`parameters`: by name, float32, all on one device, tied ones once."""
         self._parameters = parameters
@@ -99,7 +104,7 @@ class Accumulator(ABC):
             parameter.grad = None
 
 
-def make_accumulator(kind: Literal["exact", "fp32"], parameters: Mapping[str, Tensor]) -> Accumulator:
+def make_accumulator(kind: Literal["exact", "fp32"], parameters: Mapping[str, Tensor]) -> ExactAccumulator | PlainAccumulator:
     """Make an accumulator for `parameters`.
 
     `exact`: the bits of the sums do not depend on the order of micro-batches; 8 bytes a parameter. `fp32`: plain sums; 4 bytes a
@@ -117,15 +122,52 @@ class PlainAccumulator(Accumulator):
     def join(self, other: PlainAccumulator) -> None:
         """See `Accumulator.join`."""
         for name, theirs in other._parameters.items():
-            own = self._parameters[name]
             if theirs.grad is not None:
-                own.grad = theirs.grad if own.grad is None else own.grad.add_(theirs.grad)
+                self.pieces.add(partial(self.add_whole, name, theirs.grad))
+        self.pieces.end()
         other.clear()
+
+    def add_products(
+        self,
+        name: str,
+        left_PO: Tensor,
+        right_PI: Tensor,
+        parts: Sequence[slice],
+        change: Callable[[int, int, Tensor], None] | None = None,
+    ) -> None:
+        """Add the products left^T right [O, I] over the rows of each part."""
+        assert change is None, "nothing is rounded"
+        for rows in _neighbours(parts):
+            own, left_QO, right_QI = self._parameters[name], left_PO[rows], right_PI[rows]
+            if own.grad is not None and own.grad.dtype == left_QO.dtype:
+                own.grad.addmm_(left_QO.t(), right_QI)
+            else:
+                self.add_whole(name, left_QO.t() @ right_QI)
+
+    def add_each(self, name: str, gradients: Sequence[Tensor]) -> None:
+        """Add gradients of a parameter, one of each micro-batch."""
+        for gradient in gradients:
+            self.add_whole(name, gradient)
+
+    def add_whole(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient of a parameter, which may become the sum itself."""
+        own = self._parameters[name]
+        own.grad = gradient.to(own.dtype) if own.grad is None else own.grad.add_(gradient)
+
+    def add_rows(self, name: str, rows_U: Tensor, gradient_UI: Tensor) -> None:
+        """Add a gradient of a matrix that is zero but for these rows, each of which is there once."""
+        own = self._parameters[name]
+        own.grad = torch.zeros_like(own) if own.grad is None else own.grad
+        own.grad.index_add_(0, rows_U, gradient_UI.to(own.dtype))
+
+    def end_pass(self) -> None:
+        """Do nothing: no sum is out of range."""
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if gradients:
-            torch._foreach_div_(gradients, float(normaliser))
+        for gradient in gradients:
+            self.pieces.add(partial(gradient.div_, float(normaliser)))
+        self.pieces.end()
         return gradients
 
 
@@ -171,13 +213,13 @@ class ExactAccumulator(Accumulator):
                     change(number, begin, block_BI)
                 assert sums_OI is not None
                 extremes[number] += add_rounded(sums_OI[begin:end], block_BI, GRADIENT_GRID)
-        self._extremes += [(name, of_part) for of_part in extremes]
+        self._extremes.extend((name, of_part) for of_part in extremes)
 
     def add_each(self, name: str, gradients: Sequence[Tensor]) -> None:
         """Add gradients of the shape of a small parameter, one of each micro-batch."""
         if gradients:
             addends_GC = torch.stack([gradient.flatten() for gradient in gradients])
-            self._extremes += [(name, [peak]) for peak in addends_GC.abs().amax(1)]
+            self._extremes.extend((name, [peak]) for peak in addends_GC.abs().amax(1))
             self._sum(name).view(-1).add_(GRADIENT_GRID.round_(addends_GC.double()).sum(0))
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
@@ -201,9 +243,10 @@ class ExactAccumulator(Accumulator):
             check_bound(name, self._bounds[name])
         for name, sums in other._sums.items():
             if name in self._sums:
-                self._sums[name].add_(sums)
+                self.pieces.add(partial(self._sums[name].add_, sums))
             else:
                 self._sums[name] = sums
+        self.pieces.end()
         other.clear()
 
     def is_zero(self) -> bool:
@@ -218,12 +261,15 @@ class ExactAccumulator(Accumulator):
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         """See `Accumulator.gradients`. Divides in float64, and frees each sum as soon as it is divided."""
-        gradients = []
-        for name, parameter in self._parameters.items():
-            if name in self._sums:
-                parameter.grad = divided(self._sums.pop(name), normaliser)
-                gradients.append(parameter.grad)
-        return gradients
+        names = [name for name in self._parameters if name in self._sums]
+
+        def divide(name: str) -> None:
+            self._parameters[name].grad = divided(self._sums.pop(name), normaliser)
+
+        for name in names:
+            self.pieces.add(partial(divide, name))
+        self.pieces.end()
+        return [gradient for name in names if (gradient := self._parameters[name].grad) is not None]
 
     def clear(self) -> None:
         self._sums.clear()
@@ -285,14 +331,29 @@ def add_rounded(sums: Tensor, addend: Tensor, grid: Grid) -> list[Tensor]:
     return extremes
 
 
-def order_free_norm(gradients: Sequence[Tensor]) -> float:
-    """2-norm over all elements of float32 `gradients`; its bits do not depend on their order.
+def order_free_norm(gradients: Sequence[Tensor], pieces: Pieces = AT_ONCE) -> float:
+    """2-norm over all elements of float32 `gradients`; its bits do not depend on their order. `pieces`: what computes its parts.
 
     If the gradients are sharded over processes, each process calls the three parts itself: `norm_of` takes the maximum of all
     `largest_magnitude` and the sum of all `sum_of_squares`. These are the same, to the bit, however the elements are sharded.
     """
-    largest = largest_magnitude(gradients)
-    return norm_of(sum_of_squares(gradients, largest), largest)
+    peaks: list[float] = []
+    squares: list[int] = []
+
+    def find_peak(gradient: Tensor) -> None:
+        peaks.append(largest_magnitude([gradient]))
+
+    def add_squares(gradient: Tensor) -> None:
+        squares.append(sum_of_squares([gradient], largest))
+
+    for gradient in gradients:
+        pieces.add(partial(find_peak, gradient))
+    pieces.end()
+    largest = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
+    for gradient in gradients:
+        pieces.add(partial(add_squares, gradient))
+    pieces.end()
+    return norm_of(sum(squares), largest)
 
 
 def largest_magnitude(gradients: Sequence[Tensor]) -> float:
@@ -343,6 +404,17 @@ def divided(sums: Tensor, normaliser: int) -> Tensor:
     for gradient_C, sums_C in zip(_chunks(gradient), _chunks(sums), strict=True):
         gradient_C.copy_(sums_C / normaliser)
     return gradient
+
+
+def _neighbours(parts: Sequence[slice]) -> list[slice]:
+    """Rows of the parts, those of neighbours as one."""
+    joined: list[slice] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -1,46 +1,55 @@
-"""Helpers of a trainer: threads that take passes beside the compute thread, on cores that nobody else uses.
+"""Helpers of a trainer: threads that compute beside the compute thread, on cores that nobody else uses.
 
-consumes: passes of the round that is computed
-waits for: such passes, and the leave to compute (`allow`)
-is unblocked by: the compute thread, with the next round; the driver, when cores become free (run/cores.py)
+consumes: passes of the round that is computed; pieces of a pass that somebody computes, and of the update (pieces.py)
+waits for: these, and the leave to compute (`allow`)
+is unblocked by: the compute thread, with the next round or piece; the driver, when cores become free (run/cores.py)
 
     passes of a round --+--> compute thread: the engine's own sums --------+
                         +--> helper: sums of its own, same weights --------+--> one sum, before the update
+    pieces of a pass ------> helper without a pass: the sums of that pass
 
-Whoever is free takes the next pass, and a helper looks at its leave before each one: a core is given back within a pass. With exact
-sums no bit depends on who took what: each helper computes with as many threads as the engine itself, a pass leaves no trace of its
-company, and exact sums leave none of their order.
+Whoever is free takes the next pass, and who finds none takes pieces of the passes that are left. A helper looks at its leave before
+each one: a core is given back within a pass. With exact sums no bit depends on who took what: each helper computes with as many
+threads as the engine itself, a pass leaves no trace of its company, exact sums leave none of their order, and a piece is the same
+product wherever it is computed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import torch
 
 from asyncflow.engines.train.passes import Passes
+from asyncflow.engines.train.pieces import Pieces
 from asyncflow.threads import end_at_exit
 
 T = TypeVar("T")
 
+MOST_WAITING: Final = 4
+"""Pieces that wait, for each thread that takes them: enough that it does not run out of them, and few to hold in memory."""
+_PAUSE_SECONDS: Final = 0.02
+"""Seconds without a piece after which a helper reports those that it has computed."""
+
 
 class Helpers:
-    """Threads, one for each of `passes`; each computes with `num_threads`. `on_pass` is told of each pass that a helper has
-    computed, in the helper's thread: start and end in seconds of CLOCK_MONOTONIC."""
+    """Threads, one for each of `passes`; each computes with `num_threads`. `on_pass` is told of what a helper has computed, in the
+    helper's thread: start and end in seconds of CLOCK_MONOTONIC, of a pass, or of pieces as if they had followed one another."""
 
     def __init__(self, passes: Sequence[Passes], num_threads: int) -> None:
         self.passes = passes
-        self._num_threads = num_threads
         self.on_pass: Callable[[float, float], None] = lambda start, end: None
         self._turn = threading.Condition()
         self._allowed = 0
         self._is_closed = False
         self._left: list[int] = []  # numbers of the passes that nobody has taken, the next one last
-        self._taken = 0  # passes that helpers compute
+        self._taken: set[int] = set()  # helpers that compute a pass
+        self._waiting: deque[tuple[_SharedPieces, Callable[[], object]]] = deque()
+        self._is_waiting = False  # whether the compute thread has no pass left
         self._work: Callable[[Passes, int], None] = lambda passes, number: None
         self._error: BaseException | None = None
         for number, own in enumerate(passes):
@@ -51,11 +60,11 @@ class Helpers:
 
     @property
     def allowed(self) -> int:
-        """Number of helpers that may take a pass now."""
+        """Number of helpers that may compute now."""
         return self._allowed
 
     def allow(self, count: int) -> None:
-        """Let so many helpers take passes from now on. Called from any thread."""
+        """Let so many helpers compute from now on. Called from any thread."""
         with self._turn:
             self._allowed = min(count, len(self.passes))
             self._turn.notify_all()
@@ -81,22 +90,16 @@ class Helpers:
         finally:
             with self._turn:
                 self._left.clear()
-                self._turn.wait_for(lambda: not self._taken)
+                self._is_waiting = True
+            self._take_pieces_until(lambda: not self._taken)
+            self._is_waiting = False
         if self._error is not None:
             raise self._error
         return [results[number] for number in range(count)]
 
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
-        """Context in which the calling thread computes with the cores of the allowed helpers, too: they compute nothing then.
-
-        For what has the same bits with any number of threads, such as an update: elementwise operations, and exact sums.
-        """
-        torch.set_num_threads(self._num_threads * (1 + self._allowed))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(self._num_threads)
+    def pieces(self) -> Pieces:
+        """Pieces of one thread, some of which helpers take, or the compute thread while it waits for them."""
+        return _SharedPieces(self)
 
     def close(self) -> None:
         """End the threads."""
@@ -108,26 +111,98 @@ class Helpers:
         with self._turn:
             return self._left.pop() if self._left and self._error is None else None
 
-    def _serve(self, number: int, own: Passes, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # counts for the thread that sets it
+    def _offer(self, of: _SharedPieces, piece: Callable[[], object]) -> bool:
+        """Leave a piece to others, if there is somebody who takes it soon."""
+        with self._turn:
+            takers = self._is_waiting + sum(number not in self._taken for number in range(self._allowed))
+            if self._left or len(self._waiting) >= MOST_WAITING * takers:
+                return False
+            of.num_left += 1
+            self._waiting.append((of, piece))
+            self._turn.notify_all()
+            return True
+
+    def _take_pieces_until(self, is_over: Callable[[], bool]) -> None:
+        """Compute pieces, of whomever, until it is over."""
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: self._is_closed or (self._left and number < self._allowed))
+                self._turn.wait_for(lambda: self._waiting or is_over())
+                if is_over():
+                    return
+                of, piece = self._waiting.popleft()
+            self._compute_piece(of, piece)
+
+    def _compute_piece(self, of: _SharedPieces, piece: Callable[[], object]) -> None:
+        error: BaseException | None = None
+        try:
+            with torch.no_grad():
+                piece()
+        except BaseException as caught:  # raised in the thread that has added it
+            error = caught
+        with self._turn:
+            of.num_left -= 1
+            of.error = of.error or error
+            self._turn.notify_all()
+
+    def _serve(self, number: int, own: Passes, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # counts for the thread that sets it
+        began = seconds = 0.0  # of the pieces that it has not reported, which are all of `last`
+        last: _SharedPieces | None = None
+
+        def has_work() -> bool:
+            return self._is_closed or bool(number < self._allowed and (self._left or self._waiting))
+
+        while True:
+            with self._turn:
+                has_paused = not self._turn.wait_for(has_work, _PAUSE_SECONDS if seconds else None)
                 if self._is_closed:
                     return
-                work, taken = self._work, self._left.pop()
-                self._taken += 1
-            error: BaseException | None = None
-            began = time.monotonic()
-            try:
-                work(own, taken)
-            except BaseException as caught:  # raised in the compute thread
-                error = caught
-            self.on_pass(began, time.monotonic())
+                taken, of = None, None
+                if self._left and not has_paused:
+                    taken, work = self._left.pop(), self._work
+                    self._taken.add(number)
+                elif not has_paused:
+                    of, piece = self._waiting.popleft()
+            if seconds and of is not last:
+                self.on_pass(began, began + seconds)
+                seconds = 0.0
+            start = time.monotonic()
+            if taken is not None:
+                self._compute_pass(number, own, work, taken)
+                self.on_pass(start, time.monotonic())
+                with self._turn:
+                    self._taken.discard(number)
+                    self._turn.notify_all()
+                del work
+            elif of is not None:
+                self._compute_piece(of, piece)
+                began, last = began if seconds else start, of
+                seconds += time.monotonic() - start
+                del piece
+
+    def _compute_pass(self, number: int, own: Passes, work: Callable[[Passes, int], None], taken: int) -> None:
+        try:
+            work(own, taken)
+        except BaseException as error:  # raised in the compute thread
             with self._turn:
-                self._taken -= 1
-                if error is not None and self._error is None:
-                    self._error = error
-                    self._left.clear()
-                self._turn.notify_all()
-            del work, error
+                self._error = self._error or error
+                self._left.clear()
+
+
+class _SharedPieces(Pieces):
+    """Pieces of a thread, which leaves them to others where there are some that have nothing else to do."""
+
+    def __init__(self, helpers: Helpers) -> None:
+        self._helpers = helpers
+        self.num_left = 0
+        self.error: BaseException | None = None
+
+    def add(self, piece: Callable[[], object]) -> None:
+        if not self._helpers._offer(self, piece):
+            piece()
+
+    def end(self) -> None:
+        self._helpers._take_pieces_until(lambda: not self.num_left)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error

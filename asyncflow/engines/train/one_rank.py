@@ -63,7 +63,7 @@ class OneModel(Training):
 
     def _update(self, normaliser: int) -> OptimResult:
         gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
-        result = self._optimizer.update(gradients, order_free_norm(gradients))
+        result = self._optimizer.update(gradients, order_free_norm(gradients, self._sums.pieces))
         self._sums.clear()
         return result
 
@@ -85,6 +85,9 @@ class OneRank(OneModel, PolicyTraining):
         self.helpers: Helpers | None = None
         if options.num_helpers:
             self.helpers = Helpers([Passes(model_path, options, first) for _ in range(options.num_helpers)], options.num_threads)
+            self._sums.pieces = self._optimizer.pieces = self.helpers.pieces()
+            for passes in (first, *self.helpers.passes):
+                passes.share(self.helpers.pieces())
         self.specs = HeldWeights(self.policy.parameters).specs
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
@@ -115,12 +118,9 @@ class OneRank(OneModel, PolicyTraining):
             write_lora(path, self._lora, self._model_path, {name: self.gather(name).numpy() for name in self.specs})
 
     def _update(self, normaliser: int) -> OptimResult:
-        if self.helpers is None:
-            return super()._update(normaliser)
-        with self.helpers.sharing():
-            for passes in self.helpers.passes:
-                self._sums.join(passes.sums)
-            return super()._update(normaliser)
+        for passes in () if self.helpers is None else self.helpers.passes:
+            self._sums.join(passes.sums)
+        return super()._update(normaliser)
 
     def _clear(self) -> None:
         super()._clear()

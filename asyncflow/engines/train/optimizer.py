@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, compress
 from operator import not_
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from asyncflow.devices import CPU
 from asyncflow.engines.base import Hyperparameters, OptimResult, TrainEngineOptions
+from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 PIECE_ELEMENTS: Final = 2**26
@@ -31,6 +33,9 @@ CACHED_ELEMENTS: Final = 2**18
 
 class Optimizer:
     """AdamW over named parameters, which updates them from the gradients in their `.grad`."""
+
+    pieces: Pieces = AT_ONCE
+    """What clips and updates on a CPU."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainEngineOptions) -> None:
         """`parameters`: float32, tied ones once."""
@@ -78,7 +83,9 @@ class Optimizer:
         if not gradients or not math.isfinite(grad_norm):
             return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate, skipped=True)
         if grad_norm > self._max_grad_norm:
-            torch._foreach_mul_(gradients, self._max_grad_norm / grad_norm)
+            for gradient in gradients:
+                self.pieces.add(partial(gradient.mul_, self._max_grad_norm / grad_norm))
+            self.pieces.end()
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         if self._offloads:
@@ -101,29 +108,13 @@ class Optimizer:
         """AdamW's step over pieces that fit the cache, of large parameters and of several small ones. The bits are the same."""
         state = self.adamw.state
         for group in self.adamw.param_groups:
-            beta1, beta2 = group["betas"]
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in updated:
                 if not state[parameter]:
                     state[parameter] = _state(parameter, 0, parameter.device)
             for together in _cached(_Piece(p, p.grad, **state[p]) for p in updated):
-                with torch.no_grad():
-                    adamw(
-                        [piece.parameter for piece in together],
-                        [piece.gradient for piece in together],
-                        [piece.exp_avg for piece in together],
-                        [piece.exp_avg_sq for piece in together],
-                        [],
-                        [piece.step.clone() for piece in together],  # it is counted up, and a parameter may be in several pieces
-                        foreach=True,
-                        amsgrad=False,
-                        beta1=beta1,
-                        beta2=beta2,
-                        lr=group["lr"],
-                        weight_decay=group["weight_decay"],
-                        eps=group["eps"],
-                        maximize=False,
-                    )
+                self.pieces.add(partial(_update, together, group))
+            self.pieces.end()
             for parameter in updated:
                 state[parameter]["step"] += 1
 
@@ -199,6 +190,28 @@ class _Piece:
             return [self]
         flat = [torch.split(tensor.detach().view(-1), CACHED_ELEMENTS) for tensor in tensors]
         return [_Piece(p, g, first, second, self.step) for p, g, first, second in zip(*flat, strict=True)]
+
+
+@torch.no_grad()
+def _update(together: Sequence[_Piece], group: Mapping[str, Any]) -> None:
+    """AdamW's step over some pieces."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        [piece.parameter for piece in together],
+        [piece.gradient for piece in together],
+        [piece.exp_avg for piece in together],
+        [piece.exp_avg_sq for piece in together],
+        [],
+        [piece.step.clone() for piece in together],  # it is counted up, and a parameter may be in several pieces
+        foreach=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def _cached(wholes: Iterable[_Piece]) -> Iterator[list[_Piece]]:

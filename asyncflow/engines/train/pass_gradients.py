@@ -1,11 +1,18 @@
-"""Gradients of weights, micro-batch by micro-batch within one pass, straight to exact sums (accumulate.py).
+"""Gradients of weights within one pass, straight to the sums (accumulate.py), as pieces that others may compute (pieces.py).
 
     pass of micro-batches a, b, c      rows of x and dy:  a a a b b c c c c
       layer y = x W^T                    dW_a = dy_a^T x_a --round--> sums;  dW_b ...;  dW_c ...       no gradient of W itself
 
-Rows of a pass do not depend on one another: attention keeps micro-batches apart, all else is row by row, and rows of a matrix
-product have the same bits whatever rows are beside them. Only the gradient of a weight mixes rows. So it is taken from each
-micro-batch's rows by itself, and is to the bit what the micro-batch gives alone: the sums do not know who was in a pass together.
+With exact sums a gradient is taken micro-batch by micro-batch. Rows of a pass do not depend on one another: attention keeps
+micro-batches apart, all else is row by row, and rows of a matrix product have the same bits whatever rows are beside them. Only the
+gradient of a weight mixes rows. So it is taken from each micro-batch's rows by itself, and is to the bit what the micro-batch gives
+alone: the sums do not know who was in a pass together.
+
+With plain sums (on a CPU) it is one product over all rows.
+
+Nothing in a pass waits for the gradient of a matrix: it is a third of a pass's work, and that of the head comes before the backward
+pass. So a thread that has no pass takes it meanwhile. Each is the same product wherever it is computed, and goes to the sums of its
+pass.
 
 That products keep rows apart is a matter of the machine's library: `probe` computes a micro-batch alone and among others, and
 compares the bits.
@@ -15,6 +22,7 @@ Left out: modules with weights that are none of linear layer, embedding and RMS 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,11 +33,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from asyncflow.engines.train.accumulate import ExactAccumulator
+from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulator
 from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.log_probs import token_local_loss, token_local_losses
 from asyncflow.engines.train.model.packing import Packed, joined
+from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import LossSums, Ragged
+
+Sums = ExactAccumulator | PlainAccumulator
 
 # P packed tokens, O outputs, I inputs, H hidden elements, V tokens of the vocabulary, U of them, C rows of logits.
 
@@ -37,7 +48,10 @@ from asyncflow.types import LossSums, Ragged
 class PassGradients:
     """Gradients of a model's weights in passes of several micro-batches, on their way to its sums. Implements `HeadSums`."""
 
-    def __init__(self, model: CausalModel, sums: ExactAccumulator) -> None:
+    pieces: Pieces = AT_ONCE
+    """What computes the gradients of matrices: nothing in a pass waits for them."""
+
+    def __init__(self, model: CausalModel, sums: Sums) -> None:
         """Change the model's modules so that they compute as before, except in a pass (`of`). See `why_not` first."""
         self._sums = sums
         self._places: list[slice] = []  # of each micro-batch in the pass; none: no pass is under way
@@ -47,9 +61,14 @@ class PassGradients:
         # What depends on it has a gradient, though no weight has.
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         names = {id(parameter): name for name, parameter in model.parameters.items()}
+        self._turns = {name: threading.Lock() for name in model.parameters}
         head = model.module.get_output_embeddings().weight
         self._head_name = names.get(id(head))
-        self._is_tied = self._head_name is not None and model.module.get_input_embeddings().weight is head
+        self._holds = (
+            isinstance(sums, ExactAccumulator)
+            and self._head_name is not None
+            and model.module.get_input_embeddings().weight is head
+        )
         for module in model.module.modules():
             own = {key: names.get(id(parameter)) for key, parameter in module.named_parameters(recurse=False)}
             if any(own.values()):
@@ -72,9 +91,12 @@ class PassGradients:
     def of(self, packed: Packed) -> Iterator[None]:
         """Context of a pass, forward and backward: gradients of weights go to the sums. Raises `RangeError` at its end."""
         self._places = packed.places
-        self._tokens_U = [torch.unique(packed.tokens_P[place]) for place in self._places] if self._is_tied else []
+        self._tokens_U = [torch.unique(packed.tokens_P[place]) for place in self._places] if self._holds else []
         try:
-            yield
+            try:
+                yield
+            finally:
+                self.pieces.end()
             self._sums.end_pass()
         finally:
             self._places, self._tokens_U = [], []
@@ -95,17 +117,17 @@ class PassGradients:
         if self._head_name is None:
             return
         change = None
-        if self._is_tied:
+        if self._holds:
             change = partial(self._hold, [number for number, _ in parts])
             for number, _ in parts:
                 self._held_UH[number] = hidden_CH.new_empty(len(self._tokens_U[number]), hidden_CH.shape[1])
-        self._sums.add_products(self._head_name, grad_CV, hidden_CH, [rows for _, rows in parts], change)
+        self._add_products(self._head_name, grad_CV, hidden_CH, [rows for _, rows in parts], change)
 
     def add_head_whole(self, number: int, gradient_VH: Tensor) -> None:
         """See `HeadSums`."""
         if self._head_name is None:
             return
-        if self._is_tied:
+        if self._holds:
             self._held_UH[number] = gradient_VH.new_empty(len(self._tokens_U[number]), gradient_VH.shape[1])
             self._hold([number], 0, 0, gradient_VH)
         self._sums.add_whole(self._head_name, gradient_VH)
@@ -155,7 +177,7 @@ class PassGradients:
     def add_linear(self, names: dict[str, str | None], grad_PO: Tensor, x_PI: Tensor) -> None:
         """Add the gradients of a linear layer."""
         if (name := names["weight"]) is not None:
-            self._sums.add_products(name, grad_PO, x_PI, [place for _, place in self._added()])
+            self._add_products(name, grad_PO, x_PI, [place for _, place in self._added()])
         if (bias := names.get("bias")) is not None:
             self._sums.add_each(bias, [grad_PO[place].sum(0) for _, place in self._added()])
 
@@ -167,15 +189,23 @@ class PassGradients:
 
     def add_embedding(self, name: str, tokens_P: Tensor, grad_PH: Tensor, padding: int | None) -> None:
         """Add the gradient of the embedding, and what of the head's was held back for it."""
+        self.pieces.end()  # of the head, which may be the same matrix
         for number, place in self._added():
             tokens_U, inverse = torch.unique(tokens_P[place], return_inverse=True)
             skipped = -1 if padding is None else int(torch.searchsorted(tokens_U, padding))
             if padding is not None and not (skipped < len(tokens_U) and int(tokens_U[skipped]) == padding):
                 skipped = -1
             rows_UH = torch.ops.aten.embedding_dense_backward(grad_PH[place], inverse, len(tokens_U), skipped, False)
-            if self._is_tied:
+            if self._holds:
                 rows_UH = rows_UH + self._held_UH.pop(number)
             self._sums.add_rows(name, tokens_U, rows_UH)
+
+    def _add_products(self, name: str, *arguments: Any) -> None:
+        def add() -> None:
+            with self._turns[name]:  # layers may have a matrix in common
+                self._sums.add_products(name, *arguments)
+
+        self.pieces.add(add)
 
     def _added(self) -> list[tuple[int, slice]]:
         """Micro-batches that are not muted: number, and place in the pass."""

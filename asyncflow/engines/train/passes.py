@@ -4,8 +4,9 @@
                                            +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks -> backward
                                                                                                     sums (accumulate.py) <----+
 
-With exact sums each micro-batch's gradient is taken by itself (pass_gradients.py), so that no bit depends on the company. A second
-`Passes` over the same weights computes beside the first one, in another thread, with gradients and sums of its own (helpers.py).
+Gradients of matrices are pieces of a pass, which others may compute (pass_gradients.py, helpers.py). With exact sums each
+micro-batch's is taken by itself, so that no bit depends on the company. A second `Passes` over the same weights computes beside the
+first one, in another thread, with gradients and sums of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.train.accumulate import ExactAccumulator, make_accumulator
 from asyncflow.engines.train.model import micro_step
@@ -27,6 +29,7 @@ from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.pass_gradients import probe as probe_passes
+from asyncflow.engines.train.pieces import Pieces
 from asyncflow.types import Objective
 
 Frozen = FrozenModel | SharedBaseModel
@@ -67,7 +70,7 @@ class Passes:
         self._gradients: PassGradients | None = None
         if first is not None:
             self.most_tokens = first.most_tokens
-            if first._gradients is not None and isinstance(self.sums, ExactAccumulator):
+            if first._gradients is not None:
                 self._gradients = PassGradients(self.policy, self.sums)
         elif self.most_tokens is not None:
             self._prepare()
@@ -98,17 +101,23 @@ class Passes:
             return [self.compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
         return made.results
 
+    def share(self, pieces: Pieces) -> None:
+        """Leave pieces of a pass to others."""
+        if self._gradients is not None:
+            self._gradients.pieces = pieces
+
     def _prepare(self) -> None:
         """Make ready for passes of several micro-batches; with exact sums only if no bit depends on them."""
         if self.policy.way != "packed":
             self.most_tokens = None
-        if self.most_tokens is None or not isinstance(self.sums, ExactAccumulator):
+        exact = self.sums if isinstance(self.sums, ExactAccumulator) else None
+        if self.most_tokens is None or not (exact or self.policy.device.type == CPU):
             return
         if not (why := PassGradients.why_not(self.policy)):
             gradients = self._gradients = PassGradients(self.policy, self.sums)
-            if not probe_passes(self.policy, self.sums, gradients):
+            if exact and not probe_passes(self.policy, exact, gradients):
                 why = "on this machine a micro-batch among others has other bits than alone"
-        if why:
+        if why and exact:
             self.most_tokens = self._gradients = None
             self.remark = f"{self.remark}\n" * bool(self.remark) + (
                 f"micro-batches are computed one by one, since train.accumulate=exact promises bits: {why}"

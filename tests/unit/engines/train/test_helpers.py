@@ -1,10 +1,14 @@
-"""Helpers: threads that take passes beside the compute thread, with the same bits, and only while they have leave."""
+"""Helpers: threads that take passes, and pieces of one, beside the compute thread, with the same bits, and only while they may."""
 
+import math
+import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch import nn
 from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
 from asyncflow.engines.train.helpers import Helpers
 from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.passes import Passes
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec
@@ -26,6 +31,7 @@ from tests.unit.engines.train.training import (
     policy_gradient,
     torch_engine,
     train_options,
+    untied,
     weights_of,
 )
 
@@ -143,55 +149,210 @@ async def test_helpers_read_the_weights_that_an_update_has_made(model_path: Mode
     await engine.close()
 
 
-async def test_an_update_uses_the_cores_of_the_helpers_that_are_allowed(
-    model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+def _leave_all_pieces_to_helpers(made: Helpers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let nobody but helpers take a piece that was left to others. Returns the names of the threads that take them."""
+    takers: list[str] = []
+    compute = made._compute_piece
+
+    def noted(*arguments: Any) -> None:
+        takers.append(threading.current_thread().name)
+        compute(*arguments)
+
+    def wait_until(is_over: Any) -> None:
+        with made._turn:
+            assert made._turn.wait_for(is_over, patience(60))
+
+    monkeypatch.setattr(made, "_compute_piece", noted)
+    monkeypatch.setattr(made, "_take_pieces_until", wait_until)
+    return takers
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen2-tiny", {}),
+        ("llama-tiny", {"dtype": "bfloat16", "activation_checkpointing": True}),
+        ("untied", {"log_prob_chunk_tokens": 16}),
+        ("qwen2-tiny", {"lora": LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))}),
+    ],
+)
+async def test_helpers_take_pieces_of_the_only_pass_and_of_the_update_with_the_same_bits(
+    name: str, changes: dict[str, Any], accumulate: str, model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = torch_engine(model_path("qwen2-tiny"), accumulate="exact", num_helpers=2, check_shared_prompt=False)
-    made, seen = engine.helpers, []
-    assert made is not None
-    update = Optimizer.update
-
-    def watched(*arguments: Any) -> Any:
-        seen.append(torch.get_num_threads())
-        return update(*arguments)
-
-    monkeypatch.setattr(Optimizer, "update", watched)
-    for allowed in (0, 1, 2):
-        made.allow(allowed)
-        await engine.forward_backward([micro_batch(0)], Sum(policy_gradient))
-        await engine.optim_step(8)
-    assert seen == [1, 2, 3]
-    assert await engine._thread.run(torch.get_num_threads) == 1
-    await engine.close()
+    path = untied(model_path("qwen2-tiny"), tmp_path / "untied") if name == "untied" else model_path(name)
+    found, done = [], []
+    for count in (0, 2):
+        engine = torch_engine(
+            path,
+            **{"learning_rate": 1e-2, "tokens_per_pass": 200, "check_shared_prompt": False, "max_grad_norm": 0.1, **changes},
+            accumulate=accumulate,
+            num_helpers=count,
+        )
+        takers: list[str] = []
+        if (made := engine.helpers) is not None:
+            made.allow(2)
+            takers = _leave_all_pieces_to_helpers(made, monkeypatch)
+        for number in range(2):
+            await engine.begin_step()
+            done.append(await engine.forward_backward([micro_batch(number, (9, 4, 7), 6)], Sum(with_entropy)))
+            in_pass = len(takers)
+            await engine.optim_step(8)
+            assert not count or 0 < in_pass < len(takers)
+            assert all(taker.startswith("train-helper") for taker in takers)
+            takers.clear()
+        found.append(await engine.fingerprint())
+        await engine.close()
+    assert done[:2] == done[2:]
+    assert found[0] == found[1], [key for key in found[0] if found[0][key] != found[1][key]]
 
 
 @pytest.mark.parametrize("kind", ["exact", "fp32"])
-def test_no_bit_of_an_update_depends_on_the_number_of_threads(kind: Literal["exact", "fp32"]) -> None:
+def test_no_bit_of_an_update_depends_on_who_computes_its_pieces(kind: Literal["exact", "fp32"]) -> None:
     updated, options = [], train_options(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.1)
-    for num_threads in (1, 2, 3):
+    for allowed in (0, 1, 2):
         generator = torch.Generator().manual_seed(0)
         parameters = {str(n): nn.Parameter(torch.randn(n, generator=generator)) for n in (300_017, 70_001, 5)}
-        sums, others, optimizer = (
-            make_accumulator(kind, parameters),
-            make_accumulator(kind, parameters),
-            Optimizer(parameters, options),
-        )
-        torch.set_num_threads(num_threads)
-        try:
+        sums, others = make_accumulator(kind, parameters), make_accumulator(kind, _alike(parameters))
+        optimizer = Optimizer(parameters, options)
+        with helpers(allowed) as made:
+            sums.pieces = optimizer.pieces = made.pieces()
             for _ in range(2):
                 for each in (sums, others):
-                    for parameter in parameters.values():
+                    for parameter in each._parameters.values():
                         parameter.grad = torch.randn(parameter.shape, generator=generator)
                     each.add()
-                if kind == "exact":
-                    sums.join(others)
+                sums.join(others)
                 gradients = sums.gradients(3)
-                assert not optimizer.update(gradients, order_free_norm(gradients)).skipped
+                assert not optimizer.update(gradients, order_free_norm(gradients, made.pieces())).skipped
                 sums.clear()
-        finally:
-            torch.set_num_threads(1)
         updated.append(torch.cat([p.detach() for p in parameters.values()]))
     assert updated[0].equal(updated[1]) and updated[0].equal(updated[2])
+
+
+def _alike(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(parameter.detach()) for name, parameter in parameters.items()}
+
+
+async def test_a_norm_that_is_not_finite_is_told_whatever_is_beside_it() -> None:
+    whole, broken = torch.ones(3), torch.tensor([1.0, float("nan")])
+    assert all(math.isnan(order_free_norm(each)) for each in ([whole, broken], [broken, whole]))
+    assert order_free_norm([]) == 0.0 and order_free_norm([whole, torch.tensor([-math.inf])]) == math.inf
+
+
+def test_without_leave_who_adds_a_piece_computes_it() -> None:
+    with helpers() as made:
+        pieces, takers = made.pieces(), list[str]()
+        pieces.add(lambda: takers.append(threading.current_thread().name))
+        assert takers == [threading.current_thread().name]
+        pieces.end()
+
+
+def test_pieces_of_the_last_pass_go_to_who_has_none_left() -> None:
+    with helpers(allowed=1) as made:
+        pieces, takers, is_waiting = made.pieces(), list[str](), threading.Event()
+
+        def by(passes: Passes, number: int) -> object:
+            if passes is OTHERS[0]:
+                assert is_waiting.wait(patience(60))
+                for _ in range(3):
+                    while not made._is_waiting:
+                        time.sleep(0.001)
+                    computed = threading.Event()
+                    pieces.add(lambda computed=computed: takers.append(threading.current_thread().name) or computed.set())
+                    assert computed.wait(patience(60))
+                pieces.end()
+            else:
+                is_waiting.set()
+                while not made._taken:  # the helper has the other pass
+                    time.sleep(0.001)
+            return passes
+
+        assert made.compute(2, by, as_passes(OWN)) == [OWN, OTHERS[0]]
+        assert takers == [threading.current_thread().name] * 3
+
+
+def test_a_helper_whose_leave_ends_takes_no_other_piece() -> None:
+    with helpers(allowed=1) as made:
+        pieces, takers, has_begun, may_end = made.pieces(), list[str](), threading.Event(), threading.Event()
+
+        def first() -> None:
+            has_begun.set()
+            assert may_end.wait(patience(60))
+
+        def other() -> None:
+            takers.append(threading.current_thread().name)
+
+        pieces.add(first)
+        assert has_begun.wait(patience(60))
+        pieces.add(other)  # waits for the helper
+        made.allow(0)
+        pieces.add(other)
+        may_end.set()
+        with made._turn:
+            assert made._turn.wait_for(lambda: pieces.num_left == 1, patience(60))  # type: ignore[attr-defined]
+        time.sleep(0.05)
+        assert len(takers) == 1  # nobody has taken the other one
+        pieces.end()
+        assert takers == [threading.current_thread().name] * 2
+
+
+def test_no_graph_is_made_of_what_a_helper_computes() -> None:
+    with helpers(allowed=1) as made:
+        pieces, told = made.pieces(), queue.SimpleQueue[bool]()
+        pieces.add(lambda: told.put(torch.is_grad_enabled()))
+        assert told.get(timeout=patience(60)) is False
+        pieces.end()
+
+
+def test_gradients_of_one_matrix_are_added_one_after_another(model_path: ModelPath) -> None:
+    """Layers may have a matrix in common."""
+    inside: list[int] = []
+
+    class Sums:
+        def add_products(self, name: str, *_: Any) -> None:
+            inside.append(1)
+            time.sleep(0.02)
+            overlaps.append(sum(inside) > 1)
+            inside.pop()
+
+    with helpers(allowed=2) as made:
+        overlaps: list[bool] = []
+        model = Passes(model_path("qwen2-tiny"), train_options()).policy
+        gradients = PassGradients(model, cast(Any, Sums()))
+        gradients.pieces = made.pieces()
+        for _ in range(4):
+            gradients._add_products(next(iter(model.parameters)))
+        gradients.pieces.end()
+        assert overlaps == [False] * 4
+
+
+def test_the_error_of_a_piece_is_raised_where_its_end_is_waited_for() -> None:
+    with helpers(allowed=1) as made:
+        pieces, has_failed = made.pieces(), threading.Event()
+
+        def fails() -> None:
+            has_failed.set()
+            raise ArithmeticError("a piece")
+
+        pieces.add(fails)
+        assert has_failed.wait(patience(60))
+        with pytest.raises(ArithmeticError, match="a piece"):
+            pieces.end()
+        pieces.end()
+
+
+def test_helpers_tell_of_their_pieces_together() -> None:
+    with helpers(allowed=1) as made:
+        told: queue.SimpleQueue[float] = queue.SimpleQueue()
+        made.on_pass = lambda start, end: told.put(end - start)
+        pieces, seconds = made.pieces(), 0.05
+        for _ in range(3):
+            pieces.add(partial(time.sleep, seconds))
+        with made._turn:
+            assert made._turn.wait_for(lambda: not pieces.num_left, patience(60))  # type: ignore[attr-defined]
+        assert told.get(timeout=patience(60)) >= 3 * seconds
+        assert told.empty()
 
 
 def test_without_leave_the_compute_thread_does_all_itself() -> None:

@@ -1,0 +1,25 @@
+"""Pieces of a computation that need not wait for each other: who adds them computes them, or somebody who has nothing else to do.
+
+    a pass, an update --add--> pieces --+--> the thread itself
+                             end: all   +--> a helper without a pass (helpers.py)
+
+What a piece computes, and where it adds it, is settled when it is added. So no bit depends on who takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Pieces:
+    """Pieces that are computed at once, by who adds them."""
+
+    def add(self, piece: Callable[[], object]) -> None:
+        """Compute a piece, now or later. What it reads may not change until `end`."""
+        piece()
+
+    def end(self) -> None:
+        """Wait until all pieces that were added are computed. Raises the first error of one."""
+
+
+AT_ONCE = Pieces()
