@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.generation.case import Case
+
+if TYPE_CHECKING:
+    from schemathesis.generation.case import Case
 
 LEFT_OUT = ("/v1/stop", "/v1/init_engines", "/v1/scale", "/v1/step")
 """They end the run, start workers, or wait for what nobody does."""
@@ -28,6 +28,9 @@ def fuzz(address: str, key: str, num_cases: int) -> Counter[int]:
 
     Raises `AssertionError` with the request that found something.
     """
+    import schemathesis  # half a second, which every process that collects the tests would pay
+    from schemathesis import GenerationMode
+
     with httpx2.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=60.0) as http:
         described = http.get("/openapi.json").json()
         schema, statuses = schemathesis.openapi.from_dict(described), Counter[int]()

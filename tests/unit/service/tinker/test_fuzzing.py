@@ -6,19 +6,19 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.generation.case import Case
 
 from asyncflow.service.tinker import routes
 from tests.depth import few
 from tests.unit.service.tinker.test_routes import World
+
+if TYPE_CHECKING:
+    from schemathesis.generation.case import Case
 
 LEAKS = ("Traceback", "asyncflow/", ".py", "0x7")
 
@@ -32,6 +32,9 @@ def loop() -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_request_is_a_servers_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
+    import schemathesis  # half a second, which every process that collects the tests would pay
+    from schemathesis import GenerationMode
+
     async def begun() -> tuple[World, dict[str, Any]]:
         world = World(tmp_path, models=3, sessions=1 << 20)
         session = await world.session()
