@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,12 @@ def run_of(of: Config, costs: Costs, decode_slowdown: float = 0.3) -> tuple[Simu
     return done, [*fetched, *decode_steps(done.spans, costs, decode_slowdown)]
 
 
+@functools.cache
+def true_run() -> tuple[Simulated, list[Span]]:
+    """The run of `config()` with the true costs, once for all tests."""
+    return run_of(config(), TRUE)
+
+
 def decode_steps(spans: list[Span], costs: Costs, slowdown: float) -> list[Span]:
     """Decode steps while rollout generates, some alone and some beside the trainer."""
     found = []
@@ -61,7 +68,7 @@ def decode_steps(spans: list[Span], costs: Costs, slowdown: float) -> list[Span]
 
 def test_costs_of_a_run_are_recovered_and_foretell_it() -> None:
     of = config()
-    done, spans = run_of(of, TRUE)
+    done, spans = true_run()
     found = fitted(of, join_pieces(spans), done.rows, cores=2)
     costs, contention = found.costs, found.costs.contention
     assert contention is not None
@@ -152,7 +159,7 @@ def test_where_all_responses_are_cut_off_a_longer_limit_makes_them_longer() -> N
 
 
 def test_what_if_says_what_another_configuration_would_take(tmp_path: Path) -> None:
-    write(tmp_path, config())
+    write(tmp_path)
     cores = measured(tmp_path).costs.contention
     assert cores is not None
     same = what_if(tmp_path, [])
@@ -164,7 +171,7 @@ def test_what_if_says_what_another_configuration_would_take(tmp_path: Path) -> N
 def test_a_run_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config.yaml: name the folder of a run"):
         measured(tmp_path)
-    write(tmp_path, config())
+    write(tmp_path)
     with pytest.raises(UserError, match=r"its own plan\.train"):
         what_if(tmp_path, ["plan.train.dp=2"])
     with pytest.raises(UserError, match="another model needs"):
@@ -175,10 +182,10 @@ def test_a_run_without_what_is_needed_is_refused(tmp_path: Path) -> None:
         measured(tmp_path)
 
 
-def write(folder: Path, of: Config) -> None:
-    """The folder of a run with the true costs."""
-    done, spans = run_of(of, TRUE)
-    (folder / CONFIG_FILE).write_text(dump(of))
+def write(folder: Path) -> None:
+    """The folder of the run with the true costs."""
+    done, spans = true_run()
+    (folder / CONFIG_FILE).write_text(dump(config()))
     (folder / SPANS_FILE).write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
     (folder / "metrics.jsonl").write_bytes(
         b"".join(msgspec.json.encode({"step": step, **row}) + b"\n" for step, row in done.rows.items())
