@@ -53,9 +53,12 @@ class Standstill:
         self._has_ended = False
 
     async def run(self) -> None:
-        """Write a situation and all spans every second, and say in the log what has stood for too long, until the run ends."""
+        """Write a situation at once, then one and all spans every second, and say in the log what has stood for too long, until the
+        run ends."""
         driver, loop = self._driver, asyncio.get_running_loop()
         patience = LOGGED_SHARE * driver.config.run.stall_timeout_seconds
+        if self._folder is not None:
+            await self._write(self._folder, self.situation())
         while not self._has_ended:
             idle = loop.time() - driver.last_progress
             await asyncio.sleep(SECONDS if self._folder is not None else max(SECONDS, patience - idle))
