@@ -165,8 +165,8 @@ class PlainAccumulator(Accumulator):
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        for gradient in gradients:
-            self.pieces.add(partial(gradient.div_, float(normaliser)))
+        for some in self.pieces.cut(gradients):
+            self.pieces.add(partial(torch._foreach_div_, some, float(normaliser)))
         self.pieces.end()
         return gradients
 
@@ -340,18 +340,18 @@ def order_free_norm(gradients: Sequence[Tensor], pieces: Pieces = AT_ONCE) -> fl
     peaks: list[float] = []
     squares: list[int] = []
 
-    def find_peak(gradient: Tensor) -> None:
-        peaks.append(largest_magnitude([gradient]))
+    def find_peak(some: Sequence[Tensor]) -> None:
+        peaks.append(largest_magnitude(some))
 
-    def add_squares(gradient: Tensor) -> None:
-        squares.append(sum_of_squares([gradient], largest))
+    def add_squares(some: Sequence[Tensor]) -> None:
+        squares.append(sum_of_squares(some, largest))
 
-    for gradient in gradients:
-        pieces.add(partial(find_peak, gradient))
+    for some in pieces.cut(gradients):
+        pieces.add(partial(find_peak, some))
     pieces.end()
     largest = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
-    for gradient in gradients:
-        pieces.add(partial(add_squares, gradient))
+    for some in pieces.cut(gradients):
+        pieces.add(partial(add_squares, some))
     pieces.end()
     return norm_of(sum(squares), largest)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import torch
@@ -196,6 +196,9 @@ class _SharedPieces(Pieces):
         self._helpers = helpers
         self.num_left = 0
         self.error: BaseException | None = None
+
+    def cut(self, items: Sequence[T]) -> Iterable[Sequence[T]]:
+        return ([item] for item in items)
 
     def add(self, piece: Callable[[], object]) -> None:
         if not self._helpers._offer(self, piece):

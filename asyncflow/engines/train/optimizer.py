@@ -83,8 +83,8 @@ class Optimizer:
         if not gradients or not math.isfinite(grad_norm):
             return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate, skipped=True)
         if grad_norm > self._max_grad_norm:
-            for gradient in gradients:
-                self.pieces.add(partial(gradient.mul_, self._max_grad_norm / grad_norm))
+            for some in self.pieces.cut(gradients):
+                self.pieces.add(partial(torch._foreach_mul_, some, self._max_grad_norm / grad_norm))
             self.pieces.end()
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate

@@ -8,11 +8,18 @@ What a piece computes, and where it adds it, is settled when it is added. So no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Pieces:
     """Pieces that are computed at once, by who adds them."""
+
+    def cut(self, items: Sequence[T]) -> Iterable[Sequence[T]]:
+        """Items, in the parts that pieces are made of: all together, where nobody else takes any."""
+        return [items] if items else []
 
     def add(self, piece: Callable[[], object]) -> None:
         """Compute a piece, now or later. What it reads may not change until `end`."""
