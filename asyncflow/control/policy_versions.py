@@ -66,6 +66,7 @@ class PolicyVersions:
         self.on_stale: Callable[[str, str], None] = lambda worker, why: None
         self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
         self._kept: dict[int, Manifest] = {}
+        self._told: dict[str, Manifest] = {}  # of a worker's last target: it may not be kept any more when that is installed
         self._published_at: float | None = None
         self._granted_at: dict[str, float] = {}
 
@@ -150,7 +151,8 @@ class PolicyVersions:
         Returns what is wrong then: the worker is stale, and takes no prompts. "": it serves.
         """
         worker = client_name.get()
-        promised = self._kept.get(version)
+        told = self._told.get(worker)
+        promised = told if told is not None and told.version == version else self._kept.get(version)
         self.attested[worker] = promised is not None and bool(promised.sums) and attested is not None
         if promised is not None and promised.sums and attested is not None:
             fault = fault_of(attested, version, promised.sums, promised.base)
@@ -220,7 +222,7 @@ class PolicyVersions:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        for book in (self._serving, self._installing, self.stale, self.stale_since, self._granted_at, self.attested):
+        for book in (self._serving, self._installing, self._told, self.stale, self.stale_since, self._granted_at, self.attested):
             book.pop(worker, None)
         self._signal.notify()
 
@@ -310,7 +312,9 @@ class PolicyVersions:
         return worker not in self.workers.leaving and not self.is_silent(worker)
 
     def _as_target(self, worker: str, version: int) -> Target:
-        return Target(version, self._kept.get(version), self.workers.place(worker), max(1, len(self.workers.working)))
+        if (manifest := self._kept.get(version)) is not None:
+            self._told[worker] = manifest
+        return Target(version, manifest, self.workers.place(worker), max(1, len(self.workers.working)))
 
     def _grant(self, worker: str, version: int) -> None:
         self._installing[worker] = version

@@ -629,3 +629,14 @@ async def test_a_worker_whose_weights_are_not_the_version_is_refused_until_they_
     assert books.versions.attested == {A: True, B: True} and books.versions.generating == {B: 1}
     assert await books.asks(A, books.versions.installed(1, right)) == "" and not books.versions.stale
     assert await books.asks(A, books.versions.installed(1, None)) == "" and not books.versions.attested[A], "it cannot tell"
+
+
+async def test_a_version_that_is_installed_late_is_compared_though_it_is_not_kept_any_more() -> None:
+    books = Books()
+    right, wrong = Attestation([(["a", "b"], 7)]), Attestation([(["a", "b"], 8)])
+    await books.versions.publish(Manifest("incarnation", 1, "nowhere", "hash", 0, {}, sums={"a": 3, "b": 4}))
+    assert await books.asks(A, books.versions.next_target(0)) is not None
+    await books.publish(2)
+    assert books.versions.kept([1]) == []
+    assert await books.asks(A, books.versions.installed(1, wrong)) and A in books.versions.stale
+    assert await books.asks(A, books.versions.installed(1, right)) == "" and books.versions.attested[A]
