@@ -56,7 +56,7 @@ class PolicyVersions:
         self.stale_since: dict[str, float] = {}  # by `PolicyVersions`'s clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
-        self.attested: dict[str, bool] = {}  # whether the engine of a worker that serves has shown that it has the version
+        self.attested: dict[str, bool] = {}  # whether the engine of a worker that was given a version has shown that it has it
         self.called_for = -1
         self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
@@ -153,7 +153,10 @@ class PolicyVersions:
         worker = client_name.get()
         told = self._told.get(worker)
         promised = told if told is not None and told.version == version else self._kept.get(version)
-        self.attested[worker] = promised is not None and bool(promised.sums) and attested is not None
+        if version:
+            self.attested[worker] = promised is not None and bool(promised.sums) and attested is not None
+        else:
+            self.attested.pop(worker, None)
         if promised is not None and promised.sums and attested is not None:
             fault = fault_of(attested, version, promised.sums, promised.base)
             if fault:
@@ -261,10 +264,12 @@ class PolicyVersions:
 
     @property
     def share_attested(self) -> float | None:
-        """Share of the workers that serve whose engine has shown that it has the version; None where none is promised."""
-        if self.newest is None or not self.newest.sums or not self.serving:
+        """Share of the workers that serve whose engine has shown that it has the version; None where none is promised. Who serves
+        version 0, the worker's own files, has been given none yet."""
+        given = [self.attested[worker] for worker in self.serving if worker in self.attested]
+        if self.newest is None or not self.newest.sums or not given:
             return None
-        return sum(self.attested.get(worker, False) for worker in self.serving) / len(self.serving)
+        return sum(given) / len(given)
 
     @property
     def generating(self) -> dict[str, int]:

@@ -99,6 +99,7 @@ class Rollout:
         self._at_once = at_once or engine.num_slots
         self._share = 0  # rows of a step, by what `PolicyVersions` last said: which of how many workers this one is
         self._installed = 0
+        self._attestation: Attestation | None = None  # of the version that is installed
         self._is_installing = True  # until `PolicyVersions` has said which version to begin with
         self._is_stale = self._is_leaving = False
         self._retry_seconds = RETRY_SECONDS[0]
@@ -208,7 +209,7 @@ class Rollout:
     async def _follow_weights(self) -> None:
         while (target := await self._versions.next_target(self._installed)) is not None:
             if target.version == self._installed:  # what could not be fetched is not needed any more
-                await self._versions.installed(target.version, None)
+                await self._versions.installed(target.version, self._attestation)
                 self._serve(target)
                 continue
             if (tensors := await self._fetched(target)) is None:
@@ -287,6 +288,7 @@ class Rollout:
             await asyncio.sleep(self._retry_seconds)
             self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
             return False
+        self._attestation = attested
         return True
 
     async def _attested(self, target: Target) -> Attestation | None:

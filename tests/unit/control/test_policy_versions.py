@@ -640,3 +640,16 @@ async def test_a_version_that_is_installed_late_is_compared_though_it_is_not_kep
     assert books.versions.kept([1]) == []
     assert await books.asks(A, books.versions.installed(1, wrong)) and A in books.versions.stale
     assert await books.asks(A, books.versions.installed(1, right)) == "" and books.versions.attested[A]
+
+
+async def test_a_worker_that_still_serves_its_own_files_counts_for_nothing() -> None:
+    """A trainer that is ahead by its staleness commits before the first version is installed."""
+    books = Books("bounded")
+    for worker in (A, B):
+        assert await books.asks(worker, books.versions.installed(0)) == ""
+    await books.versions.publish(Manifest("incarnation", 1, "nowhere", "hash", 0, {}, sums={"a": 3, "b": 4}))
+    assert books.versions.share_attested is None
+    assert await books.asks(A, books.versions.installed(1, Attestation([(["a", "b"], 7)]))) == ""
+    assert books.versions.share_attested == 1.0
+    assert await books.asks(B, books.versions.installed(1, None)) == ""
+    assert books.versions.share_attested == 0.5
