@@ -49,7 +49,7 @@ class Run:
 
 
 class Gains(NamedTuple):
-    """What a run has gained: of mean reward, and of held-out accuracy."""
+    """Gains of a run: of mean reward, and of held-out accuracy."""
 
     reward: float
     accuracy: float

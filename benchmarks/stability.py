@@ -110,7 +110,7 @@ def picture(runs: dict[str, list[Learnt]]) -> str:
 
 
 def panel(title: str, label: str, lines: dict[str, list[Points]]) -> str:
-    """One plot. `lines`: by mode, the points of each seed."""
+    """Plot, as SVG. `lines`: by mode, the points of each seed."""
     every = [point for seeds in lines.values() for points in seeds for point in points]
     (x_low, x_high), (y_low, y_high) = ((min(values), max(values)) for values in zip(*every, strict=True))
     x_low, room = 0.0, 0.05 * (y_high - y_low or 1.0)
