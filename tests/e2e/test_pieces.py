@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.engines.train.helpers import Helpers
 from asyncflow.telemetry.idle import helper_passes
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
@@ -18,10 +19,32 @@ from tests.e2e.test_parallel import of_metric, prints
 Small = Callable[..., dict[str, Any]]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compute thread begins a pass when its helper may compute, and leaves it the pieces. On a machine that has other work, the
+    leave may come when a tiny pass is over."""
+    compute, take = Helpers.compute, Helpers._take_pieces_until
+
+    def wait(helpers: Helpers, is_over: Callable[[], bool]) -> None:
+        with helpers._turn:
+            assert helpers._turn.wait_for(is_over, 60)
+
+    def compute_later(helpers: Helpers, *arguments: Any) -> list[Any]:
+        wait(helpers, lambda: helpers.allowed > 0)
+        return compute(helpers, *arguments)
+
+    def take_later(helpers: Helpers, is_over: Callable[[], bool]) -> None:
+        wait(helpers, lambda: not helpers._waiting or not helpers.allowed)
+        take(helpers, is_over)
+
+    monkeypatch.setattr(Helpers, "compute", compute_later)
+    monkeypatch.setattr(Helpers, "_take_pieces_until", take_later)
+
+
 @pytest.mark.skipif(num_cores() < 2, reason="no core is left for a helper")
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])
 def test_pieces_of_a_step_of_one_group_are_computed_beside_it_with_the_same_bits(
-    small: Small, tmp_path: Path, accumulate: str
+    small: Small, tmp_path: Path, patient: None, accumulate: str
 ) -> None:
     """One group a step has one pass: nothing but pieces is left for the helper, who may compute while nothing is generated."""
     for name, count in (("alone", 0), ("helped", 1)):
