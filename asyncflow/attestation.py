@@ -20,7 +20,7 @@ MODULUS: Final = 1 << 64
 
 
 class Attestation(msgspec.Struct, frozen=True):
-    """What an engine generates with: for tensors that lie in one buffer their names, and the sum of their bits.
+    """Weights that an engine generates with: for tensors that lie in one buffer their names, and the sum of their bits.
 
     `base`: sum over the model's own weights, where a version is an adapter over them; else None.
     """

@@ -54,14 +54,14 @@ Device = Annotated[str, AfterValidator(_device)]
 
 Finite = Annotated[float, Field(gt=0, lt=math.inf)]
 Weight = Annotated[float, Field(gt=-math.inf, lt=math.inf)]
-"""Of a reward; below 0 it is a penalty."""
+"""Weight of a reward; below 0 it is a penalty."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 MOST_STEPS = 1_000_000_000
 MOST_CHARACTERS = 100
-"""Of a run's name."""
+"""Longest name of a run."""
 PartName = Annotated[str, AfterValidator(_part_name)]
 TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
-"""Of metrics, `reward/mean` and so on."""
+"""Names that no part of a reward may have: they are those of metrics, `reward/mean` and so on."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """How much of a running mean stays at each step."""
 
@@ -109,7 +109,7 @@ class LowRankConfig(Section):
 
     @property
     def spec(self) -> LoraSpec:
-        """What engines are told of it."""
+        """The adapter's options, as engines take them."""
         return LoraSpec(self.rank, self.alpha, self.targets, self.path)
 
 
@@ -142,8 +142,8 @@ class DataConfig(Section):
     prompt_column: str | None = None
     """A column with a prompt, text or messages, or with a question. None: `prompt`, `question` or `problem`, which is there."""
     answer_column: str | None = None
-    """What scorers find as `answer`; `a.b` is field b of column a. None: `reward_model.ground_truth`, `answer`, `solution`, `label`
-    or `ground_truth`, which is there."""
+    """Column that scorers find as `answer`; `a.b` is field b of column a. None: the first that is there of
+    `reward_model.ground_truth`, `answer`, `solution`, `label` and `ground_truth`."""
     chat_template: bool = False
     """Send the prompt through the tokenizer's chat template as a user's message. Messages always go through it."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
@@ -175,9 +175,9 @@ class PartConfig(Section):
     """Part of a reward that has several."""
 
     scorer: Chosen
-    """What turns a response into a number."""
+    """Scorer, which turns a response into a number."""
     weight: Weight = 1.0
-    """Its weight in the sum of rewards."""
+    """Weight of its number in the sum of rewards."""
 
 
 class RewardModelConfig(Section):
@@ -186,21 +186,21 @@ class RewardModelConfig(Section):
     path: str
     """A folder in Hugging Face format."""
     weight: Weight = 1.0
-    """Its weight in the sum of rewards."""
+    """Weight of its number in the sum of rewards."""
     template: str | None = None
-    """What it reads, with {prompt} and {response} in it, by its own tokenizer. None: the very token ids, if it has the policy's
-    tokenizer, or else `{prompt}{response}`."""
+    """Text that it reads, with {prompt} and {response} in it, by its own tokenizer. None: the very token ids, if it has the
+    policy's tokenizer, or else `{prompt}{response}`."""
     device: Device = "cpu"
     """Where it computes: `cpu`, `cuda`, `cuda:1`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of its weights and its forward pass."""
+    """Floating-point type of its weights and its forward pass."""
     num_threads: PositiveInt = 1
     """Computing threads (CPU)."""
 
 
 class RewardConfig(Section):
     scorer: Chosen | None = Choice(name="final_answer")
-    """What turns a response into a number."""
+    """Scorer, which turns a response into a number."""
     scorers: dict[PartName, PartConfig] = Field(default_factory=dict)
     """Several of them, by names of your own, in place of `scorer`: the reward is their weighted sum."""
     environment: Weight | None = None
@@ -216,9 +216,9 @@ class RewardConfig(Section):
     """A scorer that has not answered by then is killed, and its row fails. With a reward model that answers nobody for so long, the
     rows that wait for it fail."""
     memory_bytes: PositiveInt = 1 << 30
-    """What a reward process may allocate beyond its start."""
+    """Memory that a reward process may allocate beyond what it had when its scorers were built."""
     output_bytes: PositiveInt = 1 << 20
-    """What scoring a response may print, and write to a file."""
+    """Output that scoring a response may print, and write to a file."""
     max_attempts: PositiveInt = 2
     """How often a row may fail before it fails for good, or has `value_on_failure`."""
     value_on_failure: Annotated[float, Field(gt=-math.inf, lt=math.inf)] | None = None
@@ -285,7 +285,7 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Responses per prompt."""
     temperature: Finite = 1.0
-    """What logits are divided by before a token is sampled."""
+    """Number that logits are divided by before a token is sampled."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens alone, as few as have this probability together. 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -299,7 +299,7 @@ class RolloutConfig(Section):
     max_new_tokens: PositiveInt = 256
     """Tokens of a response at most; one that is cut off there has not finished."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights, keys and values while generating."""
+    """Floating-point type of weights, keys and values while generating."""
     device: Device = "cpu"
     """Where it computes: `cpu`, `cuda`, `cuda:1`."""
     num_threads: PositiveInt | Literal["auto"] = 1
@@ -345,11 +345,11 @@ class EpisodesConfig(Section):
     deadline_seconds: PositiveFloat = 30.0
     """An environment that has not answered by then is killed, and its episode ends as `timeout`."""
     memory_bytes: PositiveInt = 1 << 30
-    """What an episode may allocate beyond what the environment had when it was built; of a process with several, all together."""
+    """Memory that an episode may allocate beyond what the environment had when it was built; several of one process share it."""
     output_bytes: PositiveInt = 1 << 20
-    """What an episode may print, and write to a file."""
+    """Output that an episode may print, and write to a file."""
     on_limit: Literal["score", "fail"] = "score"
-    """What becomes of an episode that reaches a limit of turns, tokens or seconds: it has the rewards that it has got until then,
+    """End of an episode that reaches a limit of turns, tokens or seconds: it is scored with the rewards that it has got until then,
     or its row fails."""
 
 
@@ -357,9 +357,10 @@ class CriticConfig(Section):
     """Model of values, where the algorithm has one. What is not set here is as for the policy."""
 
     path: str | None = None
-    """What it starts from: a folder in Hugging Face format, with a value head if a run has saved it; by default the policy's."""
+    """Model that it starts from: a folder in Hugging Face format, with a value head if a run has saved it; by default the
+    policy's."""
     learning_rate: Finite = 1e-5
-    """Of AdamW, after the warm-up."""
+    """Learning rate of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly; then it goes by `train.learning_rate_schedule`."""
     device: Device = "cpu"
@@ -400,13 +401,13 @@ class TrainConfig(Section):
     reference: Literal["fused", "task"] = "fused"
     """Where a KL term's reference is computed: in the trainer's own micro-step, or by a worker of its own ahead of it."""
     frozen_dtype: Literal["float32", "bfloat16"] | None = None
-    """What old policy and reference are kept and computed in; by default `dtype`."""
+    """Floating-point type that old policy and reference are kept and computed in; by default `dtype`."""
     offload: bool = False
     """Keep old policy and reference in host memory, and move them to the device for each pass."""
     accumulate: Literal["exact", "fp32"] = "fp32"
     """How a step's gradients add up: `exact` gives the same bits in whatever order groups arrive."""
     learning_rate: Finite = 1e-6
-    """Of AdamW, after the warm-up."""
+    """Learning rate of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -416,9 +417,10 @@ class TrainConfig(Section):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: Finite = 1e-8
-    """Of AdamW: what the root of the second moment is increased by, which bounds the update of a parameter with small gradients."""
+    """Epsilon of AdamW: it is added to the root of the second moment, which bounds the update of a parameter with small
+    gradients."""
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
-    """Of AdamW, decoupled from the gradient."""
+    """Weight decay of AdamW, decoupled from the gradient."""
     no_weight_decay: tuple[Pattern, ...] | None = None
     """Regular expressions: a parameter in whose name one is found has no weight decay. None: biases and norms have none."""
     max_grad_norm: Finite | None = 1.0
@@ -426,15 +428,15 @@ class TrainConfig(Section):
     pipeline_micro_batches: PositiveInt = 4
     """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, at least: groups are whole."""
     pipeline_fill: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """They are brought to one length, by a segment that stands for nothing, if that takes no more than this share of their tokens;
-    else each keeps its own. 1: they always are; 0: only those that are of one length."""
+    """Largest share of padding in a pipeline's tokens: its micro-batches are brought to one length, by a segment that stands for
+    nothing, if that takes no more than this share; else each keeps its own. 1: always; 0: only those that are of one length."""
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3
     """So many updates in a row of the policy, or of the critic, that cannot be made (a loss or the gradient is not finite, or no
     row is left) end the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward passes; weights, gradient sums and optimiser state are float32 or more."""
+    """Floating-point type of the forward and backward passes; weights, gradient sums and optimiser state are float32 or more."""
     activation_checkpointing: bool = False
     """Keep only what goes into each layer, and compute the layer again in the backward pass: less memory, a third more work."""
     offload_optimizer: bool = False
@@ -453,10 +455,10 @@ class WeightSyncConfig(Section):
     """How weights travel from the trainer to the rollout workers: `shared_memory` (files in memory, one machine), `collective` (a
     broadcast), `network` (TCP to one receiver per machine), or, as `path`, a class of the user's own."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """That class's own options. The built-in ones have none."""
+    """Options of a class of one's own. The built-in ones have none."""
     dtype: Literal["bfloat16"] | None = None
-    """What floating-point weights travel as; by default as the trainer has them. It halves the bytes, and the workers sample from
-    rounded weights."""
+    """Type that floating-point weights travel as; by default as the trainer has them. It halves the bytes, and the workers sample
+    from rounded weights."""
     deadline_seconds: PositiveFloat = 60.0
     """An end that sends or takes nothing for so long counts as lost, and is named."""
     min_healthy_workers: PositiveInt = 1
@@ -487,7 +489,7 @@ class QueueConfig(Section):
     place: Literal["driver", "workers"] = "driver"
     """Where they are: in the driver's process, or each in a worker of its own (`storage/0` and on), which a cluster places."""
     lease_seconds: PositiveFloat = 120.0
-    """What is held without a sign of life for so long is given to somebody else."""
+    """Length of a lease: rows that a worker holds for so long without a sign of life are given to another."""
     notify_timeout_seconds: PositiveFloat = 5.0
     """A controller that has not taken a notice for so long is away: writers no longer wait for it."""
     listen: str | None = None
@@ -537,7 +539,7 @@ class EvalConfig(Section):
     """Workers that do nothing else, with engines as `rollout` has them: training goes on meanwhile as if nothing were evaluated. 0:
     the rollout workers evaluate, behind training's rows."""
     device: Device | None = None
-    """Of each of them. None: `rollout.device`."""
+    """Device of each of them. None: `rollout.device`."""
 
     @model_validator(mode="after")
     def _possible(self) -> EvalConfig:
@@ -661,11 +663,11 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: Chosen = Choice(name="grpo")
-    """What is optimised."""
+    """Algorithm: advantages and a loss, which are what is optimised."""
     schedule: Chosen = Choice(name="periodic")
     """When things may happen."""
     environment: Chosen | None = None
-    """What episodes of several turns talk to. None: a response is one turn."""
+    """Environment that episodes of several turns talk to. None: a response is one turn."""
     episodes: EpisodesConfig = EpisodesConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()

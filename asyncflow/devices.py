@@ -18,7 +18,7 @@ KINDS: Final = (CPU, CUDA, NPU)
 ONE_OF_KINDS: Final = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
 """For a sentence."""
 PATTERN: Final = rf"^({'|'.join(KINDS)})(:\d+)?$"
-"""Of a device in a configuration: a kind, perhaps with a number (`cuda:1`)."""
+"""Pattern of a device in a configuration: a kind, perhaps with a number (`cuda:1`)."""
 COUNTED_AS: Final[Mapping[str, str]] = {CUDA: "GPU", NPU: "NPU"}
 """The names by which clusters count accelerators of a kind."""
 SHOWN_BY: Final[Mapping[str, str]] = {CUDA: "CUDA_VISIBLE_DEVICES", NPU: "ASCEND_RT_VISIBLE_DEVICES"}

@@ -25,7 +25,7 @@ _WORDS: Final = {int: "a whole number", float: "a number", str: "text", bool: "t
 _LISTS: Final = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
 _MAPPINGS: Final = (dict, Mapping)
 _BITS: Final = 63
-"""Of whole numbers: more do not travel."""
+"""Bits of whole numbers, without the sign: larger ones cannot be sent between processes."""
 
 
 class _Option(NamedTuple):

@@ -264,7 +264,7 @@ _WORDS: Final = {
     "too_long": "at most {max_length} long",
     "string_too_short": "at least {min_length} long",
 }
-"""What a value must be, by pydantic's name of the mistake."""
+"""Descriptions of what a value must be, by pydantic's name of the mistake."""
 
 
 def _shown(value: Any) -> str:

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 PLACE_LINES: Final = 5
 EXIT_SECONDS: Final = 2.0
-"""What an interpreter that ends gives a thread to end, too: one that is cut off in the middle of C++ takes the process with it, by
-SIGABRT ("terminate called without an active exception")."""
+"""Seconds that an interpreter which ends gives a thread to end, too: one that is cut off in the middle of C++ takes the process
+with it, by SIGABRT ("terminate called without an active exception")."""
 
 _to_end: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 

@@ -301,7 +301,7 @@ class GroupMeta(msgspec.Struct, frozen=True, array_like=True):
 
 
 Advantages = np.ndarray | Ragged
-"""Of a group: float32 [R], a number a row; or ragged float32, a number for each token of each response."""
+"""Advantages of a group: float32 [R], a number a row; or ragged float32, a number for each token of each response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

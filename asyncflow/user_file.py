@@ -12,7 +12,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Final
 
 PREFIX: Final = "asyncflow_user_"
-"""Of the names that such modules have."""
+"""Beginning of the names that such modules have."""
 MAX_TEXT: Final = 2000
 """Characters of an error's own words that are told."""
 

@@ -29,7 +29,7 @@ class Wait:
     places: str
 
     def words(self, facts: dict[str, int | str]) -> str:
-        """What is waited for, in words; a fact that nobody has told is left out."""
+        """Description of what is waited for; a fact that is not known is left out."""
         return self.what.format_map(_Facts(facts))
 
 
@@ -55,7 +55,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def words(self) -> str:
-        """What is waited for."""
+        """Description of what is waited for."""
         return WAITS[self.name].words(self.facts)
 
 
@@ -70,7 +70,7 @@ class OpenWaits:
         _recorded.set(self)
 
     def now(self, now: float, most: int = 8) -> list[OpenWait]:
-        """Those that are open at this time of the event loop, the oldest first."""
+        """Waits that are open at this time of the event loop, the oldest first."""
         return [each.at(now) for each in sorted(self._open, key=lambda each: each.since)[:most]]
 
 

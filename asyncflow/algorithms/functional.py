@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
-"""Of a KL divergence from one sample of a token."""
+"""Estimator of a KL divergence from one sample of a token."""
 
 
 def group_advantages(rewards_R: Array, epsilon: float) -> Array:

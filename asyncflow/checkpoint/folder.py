@@ -1,4 +1,4 @@
-"""A run's checkpoints: folders of files, each with a manifest of their hashes, which is written last.
+"""Checkpoints of a run: folders of files, each with a manifest of their hashes, which is written last.
 
     checkpoints/step-000012.partial/    files come, from several processes
                      | every file and folder is flushed to the disk, hashed; manifest.json; rename

@@ -12,7 +12,7 @@ from asyncflow.settings import wanted
 from asyncflow.types import UserError
 
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""Of all wrong arguments. Typer gives no name to it."""
+"""Base class of the errors about wrong arguments. Typer gives no name to it."""
 
 
 def refuse(options: Mapping[str, Any], why: str) -> None:

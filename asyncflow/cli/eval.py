@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GENERATED_PROMPTS = 256
 KEPT_SAMPLES = 100
 GIVEN = ("run.name", "run.dir", "model.path", "data.path", "eval.path", "eval.num_workers")
-"""What overrides may not set."""
+"""Keys that overrides may not set."""
 
 
 def evaluate(

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "eval": {"path": None, "num_workers": 0},
     "cluster": "local",
 }
-"""What both runs have, whatever the configuration says."""
+"""Settings of both runs, whatever the configuration says."""
 GIVEN = ["reward.delays", "cluster"] + [
     f"{section}.{key}" for section, keys in SETTINGS.items() if isinstance(keys, dict) for key in keys
 ]

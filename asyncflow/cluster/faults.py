@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 GRACES_SECONDS = (0.0, 0.5, 5.0, 60.0)
-"""What leavers may take to end what they hold, in simulated runs."""
+"""Seconds that a worker which leaves may take to end what it holds, in simulated runs."""
 HANG_SECONDS = (5.0, 60.0, 400.0)
-"""What a fetch that hangs may take: `weight_sync.deadline_seconds`, or less, or, where some bytes come now and then, more."""
+"""Seconds that a fetch which hangs may take: `weight_sync.deadline_seconds`, or less, or, where some bytes come now and then,
+more."""
 
 
 @dataclass(frozen=True, slots=True)

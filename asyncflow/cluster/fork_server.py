@@ -37,7 +37,8 @@ TITLE: Final = "asyncflow-fork-server"
 """How lists of processes call it."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
 _MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
-"""What glibc reads from the environment when a process starts, and mallopt's numbers for it: a fork does not start anew."""
+"""Variables that glibc reads when a process starts, with mallopt's number of each: a fork does not start anew, so it calls
+mallopt."""
 
 
 class Import(msgspec.Struct, frozen=True, tag=True):

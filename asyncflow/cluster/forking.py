@@ -164,7 +164,7 @@ class ForkServer:
 
     @staticmethod
     def _start(theirs: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Its process, with `theirs` as standard input."""
+        """Start the server's process, with `theirs` as standard input."""
         command = [sys.executable, "-m", "asyncflow.cluster.fork_server"]
         return subprocess.Popen(command, stdin=theirs.fileno(), env=environment, start_new_session=True)
 
@@ -275,7 +275,8 @@ class ForkServer:
         self._children.clear()
 
     def _end(self) -> None:
-        """Its process, and what this one keeps for it. One that has ended is reaped: it would stay, as a zombie."""
+        """End the server's process, and close what this one keeps for it. A process that has ended is reaped: it would stay, as a
+        zombie."""
         self._socket.close()
         if not self._is_lost:
             self._process.kill()

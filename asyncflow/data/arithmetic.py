@@ -30,7 +30,7 @@ PROMPT_TEMPLATE: Final = "{question}\n"
 """How a question becomes a prompt; the response starts on the line after it."""
 
 ANSWER_MARK: Final = "#### "
-"""What stands before the final number on the last line of a response."""
+"""Characters before the final number on the last line of a response."""
 
 MAX_COUNT: Final = 20
 MAX_STEP: Final = 9

@@ -44,7 +44,7 @@ _NO_TEXT: Final = {
     b"PK\x03\x04": "a zip archive: unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it first",
 }
-"""What a file is that begins with these bytes, and what to do."""
+"""Kinds of files that are no data set, by the bytes that they begin with, and what to do with each."""
 
 
 def load_rows(

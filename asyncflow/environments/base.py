@@ -18,7 +18,7 @@ import msgspec
 from asyncflow.types import Array
 
 Message = Mapping[str, Any]
-"""Of a chat, as chat templates take it: `{"role": "tool", "content": "12"}`."""
+"""Message of a chat, as chat templates take it: `{"role": "tool", "content": "12"}`."""
 Words = str | Sequence[Message]
 """An observation: text, or messages of a chat."""
 
@@ -140,7 +140,7 @@ class TurnFormat(Protocol):
         ...
 
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
-        """What the environment is told of a turn."""
+        """Action of a turn: what the environment gets to see of it."""
         ...
 
 

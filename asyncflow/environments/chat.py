@@ -19,7 +19,7 @@ class ChatFormat:
     `data.chat_template_options` count, too."""
 
     is_chat = True
-    """It takes the options of the prompts' template."""
+    """Whether the format takes the options of the prompts' template: it does."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, branches: bool = True, **options: Any) -> None:
         """`branches`: False: a sequence goes on as it is also where the template would change earlier turns.

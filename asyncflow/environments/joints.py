@@ -72,7 +72,7 @@ class Survey(NamedTuple):
     begun: str
 
     def sentences(self) -> list[str]:
-        """What the user of a run should know before it starts."""
+        """Sentences for the user of a run, before it starts."""
         said = []
         if self.changing:
             said.append(

@@ -51,7 +51,7 @@ class CloseEpisode(msgspec.Struct, frozen=True, tag=True):
 
 
 class EpisodeOpened(msgspec.Struct, frozen=True, tag=True):
-    """What `reset` returned: the fields of `Opening`; `words` None: nothing."""
+    """Result of `reset`: the fields of `Opening`; `words` None: nothing."""
 
     words: str | list[dict[str, Any]] | None
     tools: list[dict[str, Any]]

@@ -64,7 +64,7 @@ class EnvironmentPool:
         self.path = f"{Path(place).resolve()}:{cls}" if place.endswith(".py") else path
         self.failures: Counter[str] = Counter()
         self.facts = EnvironmentReady()
-        """What the environment says of itself, once the pool is started."""
+        """Facts that the environment says of itself, once the pool is started."""
         names = SandboxNames(process="environment process", code=f"environment {self.path}", built="environment")
         self._processes = SandboxProcesses(
             "asyncflow.environments.worker",

@@ -20,7 +20,7 @@ OUTPUT_BYTES: Final = 1 << 16
 
 
 class ProgramOutput(msgspec.Struct, tag=True):
-    """What a program has printed, and the value of its last expression."""
+    """Output of a program: what it has printed, and the value of its last expression."""
 
     text: str
 

@@ -50,7 +50,7 @@ def calls_in(text: str) -> list[ToolCall | Malformed]:
 
 
 def without_calls(text: str) -> str:
-    """What a turn says beside its calls."""
+    """Text of a turn without its calls."""
     if "<tool_call>" in text or _FENCED.search(text):
         return _FENCED.sub("", _HERMES.sub("", text)).strip()
     if "[TOOL_CALLS]" in text:

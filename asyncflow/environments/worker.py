@@ -53,7 +53,7 @@ Send = Callable[[bytes, Reply], None]
 
 
 class NotAnAnswer(Exception):
-    """What an environment returned and must not."""
+    """Error for what an environment returned and must not return."""
 
 
 def load(path: str, options: Mapping[str, Any]) -> Build:
@@ -65,14 +65,14 @@ def load(path: str, options: Mapping[str, Any]) -> Build:
 
 
 def opened(returned: Any) -> EpisodeOpened:
-    """What `reset` returned, as a message. Raises `NotAnAnswer`."""
+    """Result of `reset`, as a message. Raises `NotAnAnswer`."""
     if isinstance(returned, Opening):
         return EpisodeOpened(_words(returned.words), list(returned.tools))
     return EpisodeOpened(_words(returned), [])
 
 
 def stepped(returned: Any) -> EpisodeStepped:
-    """What `step` returned, as a message. Raises `NotAnAnswer`."""
+    """Result of `step`, as a message. Raises `NotAnAnswer`."""
     try:
         words, reward, done, facts = returned
     except (TypeError, ValueError):

@@ -89,7 +89,7 @@ def has_branches(batch: Batch) -> bool:
 
 
 def first_sequences(batch: Batch, of_tokens: Ragged) -> Ragged:
-    """Of a number per response token: those of each row's sequence behind the group's prompt."""
+    """First sequence of each row, the one behind the group's prompt, of a column with a number for each response token."""
     ends = [pairs[0] if len(pairs) else None for pairs in batch.ragged(BRANCHES)]
     rows = [row[:end] for row, end in zip(of_tokens, ends, strict=True)]
     return Ragged.from_arrays(rows, str(of_tokens.values.dtype))

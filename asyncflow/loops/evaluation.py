@@ -80,7 +80,7 @@ class HeldOut:
         """`done`: versions that an earlier attempt of the run has evaluated, or of which nobody has the weights any more."""
         self._unscored: Counter[int] = Counter()  # rows that failed for good, by group
         self.latest: dict[str, list[Responses]] = {}
-        """Of the evaluation that was finished last, by kind, each prompt's responses, in the prompts' order."""
+        """Responses of the evaluation that was finished last, by kind: each prompt's, in the prompts' order."""
         self.settings = settings
         self._prompts, self._on_row, self._done = list(prompts), on_row, frozenset(done)
         self._num_left_out = 0  # since the last figures

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LANES = {"rollout": "generate", EVALUATE_TASK: EVALUATE_TASK}
-"""What a worker's lane is in while it generates, by its task."""
+"""State of a worker's lane while it generates, by its task."""
 RETRY_SECONDS = (0.5, 2.0)
 """After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
 
@@ -53,7 +53,7 @@ class EngineVersion(NamedTuple):
 
 
 FIRST = EngineVersion(0, "")
-"""Those that an engine was built with."""
+"""Weights that an engine was built with."""
 
 
 def share_of(num_prompts: int, place: int, num_workers: int, version: int) -> int:
@@ -73,7 +73,7 @@ class ServedWeights:
     original: Callable[[], Mapping[str, Tensor]]
     """Tensors of the worker's own files: of the version that has no manifest."""
     has: EngineVersion | None = FIRST
-    """Those that the engine has; None: some, or parts of some."""
+    """Weights that the engine has; None: some, or parts of some."""
 
 
 class Rollout:
@@ -292,7 +292,7 @@ class Rollout:
         return True
 
     async def _attested(self, target: Target) -> Attestation | None:
-        """What the engine says that it generates with, if it can."""
+        """Attestation of the engine, if it can give one: what it generates with."""
         if (attest := getattr(self._engine, "attest", None)) is None:
             return None
         start = self._spans.clock()

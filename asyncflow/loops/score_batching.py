@@ -22,7 +22,7 @@ SIBLINGS_SECONDS: Final = 0.5
 """The moment. A worker that dies loses no more than that beside what it was generating."""
 NO_REWARD: Final = "no reward: "
 SKIPPED: Final = "skipped: "
-"""What the errors of rows begin with that could not be scored, and of those that no scorer had anything to say about."""
+"""Beginnings of the errors of rows: of those that could not be scored, and of those that no scorer had anything to say about."""
 
 
 def why_failed(failure: Exception) -> tuple[str, bool]:

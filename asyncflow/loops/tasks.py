@@ -21,7 +21,7 @@ from asyncflow.transfer_queue.client import Leased
 from asyncflow.types import Batch, GroupMeta
 
 Work = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, Exception]]]]
-"""What a task does to a group: the columns that it adds, and why rows have failed, by row."""
+"""Work of a task on a group: it returns the columns that it adds, and why rows have failed, by row."""
 
 
 async def serve(task: str, context: LoopContext, work: Work, *, at_once: int = 1) -> None:

@@ -115,7 +115,7 @@ class Transcript:
         self._append(turn.token_ids, turn.logprobs, 1)
 
     def answered(self, result: TurnResult) -> None:
-        """What the environment says of the last turn, but for its words."""
+        """Add the environment's answer to the last turn, but for its words."""
         self._turns[-1][2:] = [int(result.info.get(TOOL_CALLS, 0)), int(result.info.get(TOOL_FAILURES, 0))]
         self._rewards[-1] = np.nan if result.reward is None else result.reward
 

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Final
 
 KINDS: Final = (MemoryError, RecursionError)
-"""What is noted: what says nothing of the question, but that the machine had no room to answer it."""
+"""Errors that are noted: they say nothing of the question, but that the machine had no room to answer it."""
 
 _NOTE: Final = "__note_what_is_caught__"
 _caught: list[type[MemoryError] | type[RecursionError]] = []

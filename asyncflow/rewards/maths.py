@@ -29,7 +29,7 @@ MAX_CHARACTERS: Final = 1000
 # A reference of which equations may be the parts: (1, 2), x = 2 or x = 3.
 _SEVERAL = re.compile(r"[=,]|\b(?:or|and)\b|\\pm|±")
 _INCOMPARABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
-"""What sympy raises of things that it cannot compare, beside errors of its own. Whatever else it raises is the sample's failure."""
+"""Errors that sympy raises for things that it cannot compare, beside errors of its own. Any other one is the sample's failure."""
 MUCH_MEMORY: Final = 0.25
 """A `MemoryError` may also be caught below math-verify, where nobody tells. So "not equal" is no answer after a comparison that
 took more than this share of what there is: what asked for too much had at least that before, since things grow by doubling."""

@@ -18,7 +18,7 @@ MAX_EXPONENT: Final = 64
 MAX_DIGITS: Final = 60
 MAX_DEPTH: Final = 20
 MAX_BITS: Final = 4096
-"""Of a value's numerator and of its denominator."""
+"""Most bits of a value's numerator, and of its denominator."""
 ROUGHLY: Final = Fraction(1, 20)
 """How far apart two sides of an ≈ may be."""
 
@@ -107,7 +107,7 @@ def plain(text: str) -> str:
 # -- sides of an equation -------------------------------------------------------------------------------------------------------
 
 MAX_WORDS: Final = 5
-"""Of a name."""
+"""Most words of a name."""
 _SIGN = re.compile(r"(?<![<>!:=])=(?!=)|≈|[()]")
 # An index, an argument, a prime.
 _BELONGS_TO_NAME = re.compile(r"_\{?\w+\}?|(?<=[A-Za-z}])\([^()]*\)|'")

@@ -194,7 +194,7 @@ async def next_attempt(run_dir: Path, over: JobFile, deadline_seconds: float) ->
 
 
 def config_of(run_dir: Path) -> Config:
-    """A run's configuration, which lies in `run_dir` here, wherever it does on the driver's machine."""
+    """Configuration of a run, which lies in `run_dir` here, wherever it does on the driver's machine."""
     config = load(run_dir / CONFIG_FILE)
     if os.environ.get(OWN_DEVICES):
         config = _unnumbered(config)

@@ -1,11 +1,11 @@
-"""A run's evaluations: which of them are still to be made, and by whom; what a checkpoint keeps for them.
+"""Evaluations of a run: which of them are still to be made, and by which workers; what a checkpoint keeps for them.
 
     feed, among training's prompts --> rollout workers --rows--+--> HeldOut --figures--> RunRecord: eval.jsonl
     Evaluations, one by one ---------> evaluators -------rows--'
 
 consumes: the versions that are due, their rows as they are scored
 waits for: the rows of one evaluation after another
-is unblocked by: whoever generates them
+is unblocked by: the workers that generate them
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
 
 
 def asked(key: str, device: str) -> str:
-    """What PyTorch is asked for, where the worker is placed; empty where that is a CPU."""
+    """Device that PyTorch is asked for, where the worker is placed; empty where that is a CPU."""
     return "" if kind_of(device) == CPU else f"{key}={kind_of(device)}"
 
 

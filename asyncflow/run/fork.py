@@ -36,7 +36,7 @@ from asyncflow.types import UserError
 
 Kept = Literal["optimizer", "data"]
 KEPT: Final[tuple[Kept, ...]] = ("optimizer", "data")
-"""What a fork may keep of the run that it comes from, beside the weights."""
+"""Parts of a run that a fork of it may keep, beside the weights."""
 
 
 class ForkRecord(msgspec.Struct, frozen=True):

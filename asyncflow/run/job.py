@@ -434,7 +434,7 @@ class Job:
             self._attempt.tell_workers(msgspec.structs.replace(self._attempt.job, door=door))
 
     def _kept(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
-        """What the journal has beside a checkpoint, and its prompts as tokens."""
+        """Rows that the journal has beside a checkpoint, and its prompts as tokens."""
         assert self.journal is not None
         done, shape, config = (0, 0), shape_of(self.config), self.config
         if resumed is not None:

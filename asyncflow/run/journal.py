@@ -35,8 +35,8 @@ MAX_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a run goes on with beside its checkpoint: rows of the data that were put and are in none, and completed rows. `hashes`:
-    by group, of the prompt that its rows answer."""
+    """Rows that a run goes on with beside its checkpoint: rows of the data that were put and are in none, and completed rows.
+    `hashes`: by group, of the prompt that its rows answer."""
 
     prompts: Sequence[Mapping[str, Any]] = ()
     rows: Batch | None = None
@@ -89,7 +89,7 @@ class Journal:
         self._limit = max(MAX_BYTES, 2 * len(content.getvalue()))
 
     def read(self, num_prompts: int, first_group: int, completed: Batch | None, outputs: Container[str]) -> Kept:
-        """What a run goes on with, whose checkpoint has the first `num_prompts` prompts and no group before `first_group` to train.
+        """Rows for a run whose checkpoint has the first `num_prompts` prompts and no group before `first_group` to train.
 
         `completed`: rows that are in the checkpoint. Where both have some, they are joined by the columns that generation
         gives (`outputs`): what other tasks have added is made again.

@@ -30,7 +30,7 @@ from asyncflow.settings import apply_override
 from asyncflow.types import UserError
 
 PROMPT_TOKENS = 512
-"""Of the longest prompt, which no data is there to tell."""
+"""Tokens of the longest prompt, assumed: there is no data that would tell."""
 
 
 async def checked(path: str, overrides: Sequence[str], scratch: Path, log: Log = print) -> list[str]:
@@ -71,7 +71,7 @@ def _model(path: str, folder: Path, module: Any) -> Iterator[str]:
 
 
 def _training(config: Config, fields: Mapping[str, Any]) -> Iterator[str]:
-    """What each train engine says to it."""
+    """Verdicts of the train engines on a model, a line each."""
     for name in TRAIN_ENGINE_CHECKS:
         try:
             build("train engine", name, {"options": train_engine_options(config), "fields": fields}, TRAIN_ENGINE_CHECKS)
@@ -84,7 +84,7 @@ def _training(config: Config, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rollout(fields: Mapping[str, Any]) -> Iterator[str]:
-    """What each rollout engine says to it."""
+    """Verdicts of the rollout engines on a model, a line each."""
     try:
         DecoderConfig.from_fields(fields)
     except (ValueError, KeyError) as error:

@@ -67,7 +67,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run's inputs, checked. `num_left_out`: prompts that were too long, of those to train on and of the held-out ones. `tools`:
+    """Inputs of a run, checked. `num_left_out`: prompts that were too long, of those to train on and of the held-out ones. `tools`:
     that prompts tell of. `notes`: sentences that the run says before it starts."""
 
     model: Path

@@ -25,7 +25,7 @@ from asyncflow.registry import load
 from asyncflow.transport import remote
 
 AT_DRIVER: Final = "driver://"
-"""What the environment of such ranks says of where they find each other."""
+"""Value in the environment of such ranks that says where they find each other."""
 
 
 class Rendezvous:

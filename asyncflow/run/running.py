@@ -1,4 +1,4 @@
-"""A run's workers and the driver's loops, while they run.
+"""Workers of a run and the driver's loops, while they run.
 
 consumes: events that somebody waits for
 waits for: that event, beside the workers' ends, the driver's loops, the error that ends the run, and an interrupt
@@ -18,7 +18,7 @@ from asyncflow.waits import WORKERS_START, waiting
 
 
 class Running:
-    """A run's workers and the driver's loops. Every wait also watches these: one that fails ends the wait.
+    """Workers of a run and the driver's loops. Every wait also watches these: one that fails ends the wait.
 
     `failure`: what has ended the run before what it waited for (`until`) came: an error, or an interrupt that ends it at once.
     """

@@ -1,4 +1,4 @@
-"""What stands, and why: a run's situations on disk, and its words in the log.
+"""Standstill of a run, and why: its situations on disk, and its words in the log.
 
 consumes: ledger, leases, versions, the workers' reports, open waits
 waits for: the next second; in a simulation, for a tenth of `run.stall_timeout_seconds` in which nothing has moved
@@ -30,7 +30,7 @@ from asyncflow.waits import LEASE, PROCESS, OpenWait, OpenWaits
 SECONDS: Final = 1.0
 """Between two situations; and what nothing has moved for when processes are looked at."""
 LOGGED_SHARE: Final = 0.1
-"""Of `run.stall_timeout_seconds`: for so long nothing has moved when the log says why."""
+"""Share of `run.stall_timeout_seconds` after which the log says why nothing moves."""
 MOST: Final = 8
 """Groups of a step that a situation has."""
 DRIVER_SECONDS: Final = 5.0
@@ -252,8 +252,7 @@ class Standstill:
 
 
 def state_of_driver(situation: Situation) -> str:
-    """What has become of a run since its situation, in words, by what the operating system says of its driver: no question is
-    asked of the run."""
+    """State of a run's driver since the situation, in words, from the operating system: no question is asked of the run."""
     age, moved = max(0.0, time.time() - situation.time), f"nothing has moved for {situation.idle:.0f} s"
     if situation.ended:
         return f"it ended {age:.0f} s ago: {situation.ended}. When it ended, {moved}:"
@@ -288,7 +287,7 @@ def _natural(name: str) -> tuple[str, int]:
 
 
 def _process(pid: int) -> str:
-    """What the operating system says of a process."""
+    """State of a process, as the operating system says."""
     try:
         return psutil.Process(pid).status()
     except psutil.Error:

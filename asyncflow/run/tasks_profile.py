@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 PROMPTS = (16, 128)
 """Lengths of prompts, in tokens: the longer one shows what the context costs."""
 RESPONSE_TOKENS = 64
-"""Of one request: with a step timed now and then, enough for some of each number of slots."""
+"""Response tokens of one request: with a step timed now and then, enough for some of each number of slots."""
 REWARDS = 4
 """Rewards of one repetition, since a reward may take less than a millisecond."""
 

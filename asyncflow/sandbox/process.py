@@ -276,7 +276,7 @@ class SandboxProcesses:
 
 
 async def patiently(spawn: Callable[[], Any]) -> Any:
-    """What `spawn` gives. A start that fails is tried again: a machine may be short for a moment."""
+    """Result of `spawn`. A start that fails is tried again: a machine may be short of memory for a moment."""
     for pause in RESTART_PAUSES_SECONDS:
         try:
             return await spawn()

@@ -25,7 +25,7 @@ from asyncflow.types import UserError
 Scope = Literal["read", "drive", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 PREFIX: Final = "af-"
-"""Of a new key, so that one which lies in the wrong place is recognised."""
+"""Beginning of a new key, so that one which lies in the wrong place is recognised."""
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):

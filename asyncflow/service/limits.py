@@ -34,11 +34,11 @@ class Limits:
     head_seconds: float = 10.0
     """From the first byte of a request, or from the connection, to the end of the headers."""
     body_bytes: int = 64 << 20
-    """Of one request."""
+    """Bytes of one request's body."""
     streamed_bytes: int = 1 << 40
-    """Of one request whose body goes to a file as it comes."""
+    """Bytes of one request's body that goes to a file as it comes."""
     buffered_bytes: int = 256 << 20
-    """Of all bodies that are being read or worked on."""
+    """Bytes of all bodies that are being read or worked on."""
     slowest_bytes_per_second: int = 64 << 10
     """A body, or an answer, that is slower is given up, after `head_seconds` at the soonest."""
     requests_per_second: float = 10_000.0
@@ -71,7 +71,7 @@ class Busy(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer 429."""
+        """Headers of the answer 429."""
         return {"Retry-After": str(math.ceil(self.seconds))}
 
 
@@ -105,7 +105,7 @@ class Room:
         self.left -= num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """What was taken is free again."""
+        """Give back what was taken."""
         self.left += num_bytes
 
 
@@ -129,7 +129,7 @@ class Callers:
         self._under_way[key] = under_way + 1
 
     def leave(self, key: str) -> None:
-        """It has been answered."""
+        """End a request of this key: it has been answered."""
         self._under_way[key] -= 1
 
     def refuse(self, address: str) -> None:

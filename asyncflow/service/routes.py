@@ -140,7 +140,7 @@ class Joined(BaseModel):
     """A row is group << group_bits | sample. Sampling noise that depends on seed, group, sample and position alone has a lost row
     made again as it was."""
     dtype: str
-    """That the run's own rollout workers generate in, and sums of weights are of."""
+    """Floating-point type that the run's own rollout workers generate in, and that sums of weights are of."""
 
 
 class WantPrompts(Body):
@@ -178,7 +178,7 @@ class PutResponse(Body):
     token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=1 << 20)]
     """The end token included where it was reached."""
     logprobs: Annotated[list[float], Field(min_length=1, max_length=1 << 20)]
-    """Of the distribution that was sampled from."""
+    """Log-probabilities of the tokens under the distribution that was sampled from."""
     finish_reason: Literal["stop", "length"]
     versions: Annotated[list[tuple[Step, Step]], Field(max_length=1 << 16)] | None = None
     """Pairs (first token, version), ascending; without it all tokens are of the version that the worker serves."""
@@ -208,7 +208,7 @@ class AttestedWeights(Body):
 class Installed(Body):
     version: Step
     attested: AttestedWeights | None = None
-    """What the client now generates with, in the run's dtype, if it can tell: compared with what the trainer has published."""
+    """Weights that the client now generates with, in the run's dtype, if it can tell: compared with what the trainer published."""
 
 
 class BeginTraining(Body):
@@ -248,7 +248,7 @@ class ExperienceAnswer(BaseModel):
     step: int
     groups: list[GroupAnswer]
     normaliser: int | None
-    """What the sum over all of the step's groups is divided by, when there are no more of them than were given out; else null."""
+    """Divisor of the sum over all of the step's groups, when there are no more of them than were given out; else null."""
 
 
 class Acknowledge(Body):

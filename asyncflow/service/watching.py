@@ -79,7 +79,7 @@ class WatchedRun:
         self._heavy_next, self._heavy_of = time.monotonic() + _HEAVY_SECONDS / 2, -1
 
     async def of(self, look: Callable[[RunReader], Any]) -> Any:
-        """What somebody wants to know of the run."""
+        """Result of `look` at the run as it is now."""
         async with self._lock:
             return await asyncio.to_thread(look, self.reader)
 

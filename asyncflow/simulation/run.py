@@ -58,8 +58,8 @@ from asyncflow.weight_sync.sleeping import SleepingWeightSync
 LATE_REWARD = 50.0
 """How many times as long a late reward takes."""
 STOP_SECONDS = 60.0 + max(HANG_SECONDS)
-"""Who has not ended by then never will: virtual seconds cost nothing, so a slow worker may end what it is at, a fetch that hangs
-included."""
+"""Virtual seconds that workers have to end. They cost nothing, so a slow worker may end what it is at, a fetch that hangs included;
+one that has not ended by then never will."""
 NO_FAULTS = Faults()
 NO_CHECKPOINTS: Mapping[str, Any] = {"keep": 0}
 

@@ -28,7 +28,7 @@ from asyncflow.types import RunError
 
 MAX_LINE_BYTES = 1 << 24
 RUN_SECONDS = 1800.0
-"""Of real time, for one run in a process of its own."""
+"""Seconds of real time for one run in a process of its own."""
 
 
 class Order(msgspec.Struct, frozen=True):

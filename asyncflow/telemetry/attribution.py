@@ -39,7 +39,7 @@ START: Final = "start"
 STOP: Final = "stop"
 REASONS: Final = (DATA, SLOWEST, INTERVAL, WEIGHTS, ENVIRONMENTS, START, STOP)
 _KNOWN: Final = {START: START, STOP: STOP, "publish": WEIGHTS, "environment": ENVIRONMENTS}
-"""What a wait is due to whatever others did, by the cause that its loop has named."""
+"""Reason of a wait, whatever others did meanwhile, by the cause that its loop has named."""
 
 Cuts = list[tuple[float, str]]
 """(until, reason), in the order of time; the last one is until infinity."""

@@ -41,7 +41,7 @@ Table = list[tuple[str, list[str]]]
 
 
 class RunsCompared:
-    """What is told of several runs, whose spans have been read."""
+    """Comparison of several runs, whose spans have been read."""
 
     def __init__(self, runs: Mapping[str, RunReader]) -> None:
         self._runs = runs

@@ -28,7 +28,7 @@ ABSENT = "absent"
 CRITIC = "critic/"
 
 Facts = dict[tuple[str, str], str]
-"""What must not depend on timing, by (what, where)."""
+"""Facts that must not depend on timing, by (what, where)."""
 
 
 class Difference(msgspec.Struct, frozen=True):

@@ -145,9 +145,9 @@ DEFINITIONS: Final[dict[str, str]] = {
 HOW_ROWS_END: Final = ("trained", "zero_advantage", "dead", "unscored", "skipped", "degenerate", "surplus", "empty", "redelivered")
 MISMATCHES: Final = ("mismatch/logprob_difference", "mismatch/kl")
 LARGE_MISMATCH: Final = 0.01
-"""Of `mismatch/kl`, in nats: two engines that compute the same model stay far below it, also in bfloat16."""
+"""Limit of `mismatch/kl`, in nats: two engines that compute the same model stay far below it, also in bfloat16."""
 LARGE_ROLLOUT_KL: Final = 0.1
-"""Of `policy/rollout_kl`, in nats, where no row is fresh: a version or two of learning stay far below it."""
+"""Limit of `policy/rollout_kl`, in nats, where no row is fresh: a version or two of learning stay far below it."""
 
 FAMILIES: Final = {name[: name.index("<")]: name for name in DEFINITIONS if "<" in name}
 """Prefixes of the metrics of which every worker, or every task of the queue, has its own, with the key that defines them."""

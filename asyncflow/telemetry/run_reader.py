@@ -126,7 +126,7 @@ def _last_lines(path: Path, num_bytes: int) -> list[Span]:
 
 
 class RunReader:
-    """What is known of one run. `refresh` reads what is new; everything else only looks at what was read.
+    """Reader of one run's files. `refresh` reads what is new; everything else only looks at what was read.
 
     `rows`: of metrics; `evaluations`, `samples`: of their files; `unscored`: responses that could not be scored; `spans`: their
     index; `situation`: what the run has last said of itself; `certificate`: of a run that has ended in order.

@@ -14,7 +14,7 @@ FAILED = "failed"
 
 
 class SampleQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched for; None and "": anything. `words`: all of them, in prompt or response, in any case. `ended`: one of
+    """Query for samples; None and "": anything. `words`: all of them, in prompt or response, in any case. `ended`: one of
     `stop`, `length`, how an episode ended, or `failed`."""
 
     words: str = ""

@@ -142,8 +142,8 @@ def idle_of_pools(found: Mapping[str, Activity]) -> dict[str, dict[str, float]]:
 
 
 def planned(run: RunReader) -> list[tuple[str, str, str, str]]:
-    """What the plan of the run predicted beside what was measured after the first step: name, predicted, measured, and the error of
-    the prediction. Empty without a plan, or without a second step."""
+    """Predictions of the run's plan beside what was measured after the first step: name, predicted, measured, and the error of the
+    prediction. Empty without a plan, or without a second step."""
     plan = run.config.get("plan")
     predicted = plan.get("predicted") if isinstance(plan, Mapping) else None
     ends, later = [end for _, end in run.spans.steps], [row for row in run.rows[1:] if row.get("perf/step_seconds")]
@@ -167,7 +167,7 @@ def planned(run: RunReader) -> list[tuple[str, str, str, str]]:
 
 
 def workers_now(run: RunReader) -> list[dict[str, Any]]:
-    """What each worker does: as a run that goes on says of itself, or as its last spans say. Cells of a table, as text."""
+    """State of each worker: as a run that goes on says of itself, or as its last spans say. Cells of a table, as text."""
     if run.is_live and run.situation is not None:
         by_name = {worker.name: worker for worker in run.situation.workers}
         return [_worker_now(by_name[name]) for name in worker_order(by_name)]

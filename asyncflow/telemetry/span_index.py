@@ -98,7 +98,7 @@ class SpanIndex:
         return {} if self.frame is None else self.frame.activities(self._bars, start, end)
 
     def last_states(self) -> dict[str, tuple[str, str, float, float]]:
-        """What each worker's lane last did: (task, cause as its loop has named it, start, end), seconds of the chart."""
+        """Last state of each worker's lane: (task, cause as its loop has named it, start, end), in seconds of the chart."""
         last: dict[str, Span] = {}
         for span in self._newest:
             if span.is_lane and (span.worker not in last or span.end > last[span.worker].end):

@@ -84,7 +84,7 @@ def chain(situation: Situation) -> list[Link]:
 
 
 def graph(situation: Situation) -> list[Link]:
-    """What each worker waits for, or does, and whom it waits for: the edges of who waits for whom."""
+    """Edges of the graph of waits: what each worker does or waits for, and on which other one."""
     return [next(_Chain(situation).of_worker(worker.name)) for worker in situation.workers]
 
 

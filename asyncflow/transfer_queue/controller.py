@@ -203,7 +203,7 @@ class Controller:
         return dict(held)
 
     def askers(self) -> list[tuple[str, float]]:
-        """Who asks for rows and has none yet, by name, and since when."""
+        """Workers that ask for rows and have none yet, by name, and since when."""
         parked = (request for request in self._parked if not request.answer.done())
         return [(request.worker.rpartition("@")[0] or request.worker, request.since) for request in parked]
 

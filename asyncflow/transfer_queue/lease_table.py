@@ -98,7 +98,7 @@ class LeaseTable:
         return self._held[token.lease]
 
     def of_worker(self, worker: str) -> list[int]:
-        """Its leases, sorted."""
+        """Leases of a worker, sorted."""
         load = self._loads.get(worker)
         return sorted(load.leases) if load is not None else []
 

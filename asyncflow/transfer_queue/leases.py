@@ -10,7 +10,7 @@ import msgspec
 from asyncflow.types import GroupMeta, RunError, crosses
 
 Pick = list[tuple[int, list[int]]]
-"""What a sampler chose for a request: group numbers and, for each, its rows. It is to be handed out."""
+"""Choice of a sampler for a request: group numbers and, for each, its rows. It is to be handed out."""
 
 
 class Want(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class Lease(msgspec.Struct, frozen=True):
         return max((attempt for attempts in self.attempts for attempt in attempts), default=0)
 
     def by_unit(self) -> dict[int, list[int]]:
-        """Its rows, by the unit they live on."""
+        """Rows of the lease, by the unit they live on."""
         found: dict[int, list[int]] = {}
         for unit, rows in zip(self.units, self.rows, strict=True):
             found.setdefault(unit, []).extend(rows)

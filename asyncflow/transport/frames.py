@@ -39,7 +39,7 @@ class FrameLimits:
     body_bytes: int = 4 << 30
     buffers: int = 4096
     assembly_bytes: int = 8 << 30
-    """Of frames that are arriving, over all connections of a server. What does not fit waits."""
+    """Bytes of frames that are arriving, over all connections of a server. What does not fit waits."""
     unsent_bytes: int = 64 << 20
     """Above it, a connection's requests are not read, and a caller waits, until half of it has gone."""
     hello_seconds: float = 20.0
@@ -48,7 +48,7 @@ class FrameLimits:
     """From a frame's first byte to its last, and one second more for every `frame_bytes_per_second` of it."""
     frame_bytes_per_second: float = 1e7
     requests: int = 16384
-    """Of one connection at once, parked ones included; one more costs its sender the connection."""
+    """Open requests of one connection, parked ones included; one more costs its sender the connection."""
     hold_seconds: float = 60.0
     """For how long an answer handed over by reference is kept for a client that does not say that it has copied it."""
 

@@ -35,4 +35,4 @@ WEIGHT_SYNC_FACTS: Final = {
     "collective": WeightSyncFacts(has_door=True, is_broadcast=True),
     "network": WeightSyncFacts(has_door=True, needs_key=True),
 }
-"""What the driver asks of them, which imports no torch. Any other class has its own as `facts`."""
+"""Facts that the driver asks of each, without importing torch. Any other class has its own as `facts`."""

@@ -69,9 +69,9 @@ class WeightSyncOptions:
     attested_dtype: str | None = None
     """Dtype (torch's name) that engines generate in, for the sender to promise what they will have; None: it promises nothing."""
     base: int | None = None
-    """Of a sender of adapters: the sum over the weights that they are for."""
+    """Sum over the weights that adapters are for, where the sender sends adapters."""
     device: str = "cpu"
-    """What broadcasts go through, and so by which library: gloo for the CPU, NCCL for CUDA."""
+    """Device that broadcasts go through, and so by which library: gloo for the CPU, NCCL for CUDA."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:

@@ -47,7 +47,8 @@ class GroupStore(dist.Store):  # type: ignore[name-defined]
 
 
 class Group:
-    """Its calls block; they raise `RuntimeError`, and close it, when a member is gone, or silent for `timeout_seconds`."""
+    """Group of processes that broadcast. Calls block; they raise `RuntimeError`, and close the group, when a member is gone, or
+    silent for `timeout_seconds`."""
 
     def __init__(self, store: GroupStore, rank: int, size: int, *, device: str, timeout_seconds: float, is_local: bool) -> None:
         """Waits for the other members, and keeps the `store`. `is_local`: all are on this machine."""

@@ -51,7 +51,7 @@ class Filling:
         """
         self.layout = layout
         self.sums: dict[str, int] = {}
-        """Of the tensors that have come, in `attested_dtype`; see attestation.py."""
+        """Sums of the bits of the tensors that have come, in `attested_dtype`; see attestation.py."""
         self._attested = None if attested_dtype is None else _torch_dtype(attested_dtype)
         self._file, self._source = file, source
         self._digest = xxhash.xxh3_128()

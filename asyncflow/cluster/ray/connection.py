@@ -36,7 +36,7 @@ from asyncflow.types import RunError, UserError
 log = logging.getLogger(__name__)
 
 LOCAL_CPUS: Final = 1024
-"""What a cluster that is started here says it has: workers share the cores, as those of `local` do."""
+"""CPUs that a cluster started here says it has: workers share the cores, as those of `local` do."""
 HOST_SECONDS: Final = 30.0  # so long a host, or who owns a cluster of our own, may take to do as it is told
 ASK_SECONDS: Final = 1.0  # between looks at what is waited for
 JOIN_SECONDS: Final = 10.0

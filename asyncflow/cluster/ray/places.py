@@ -56,7 +56,7 @@ class WorkerPlace:
     host: Any = None
     has_begun: bool = False
     apart: Mapping[str, str] = field(default_factory=dict)
-    """What its environment has instead, since its pool lies on several nodes."""
+    """Variables that replace those of its environment, since its pool lies on several nodes."""
 
     def begin_host(self) -> Any:
         """A new host, on the node of the bundle."""

@@ -28,10 +28,11 @@ FORWARDED: Final = (
     "CUBLAS_", "HCCL_", "ASCEND_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "VLLM_", "UCX_", "FI_", "PYTHONHASHSEED",
     "PYTHONWARNINGS", "LANG", "LC_", "TZ",
 )  # fmt: skip
-"""What begins so, of the driver's environment, workers on other nodes get as well; `forward` names more. Not what ends as below."""
+"""Beginnings of variables of the driver's environment that workers on other nodes get as well, but for those that end as below;
+`forward` names more."""
 _SECRET: Final = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 _SMALLEST: Final = 1e-4
-"""Of a resource, in Ray's arithmetic."""
+"""Smallest amount of a resource, in Ray's arithmetic."""
 _WHOLE: Final = tuple(COUNTED_AS.values())
 _FIRST_TRAINER: Final = "trainer/0"
 
@@ -45,12 +46,12 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The keys of `cluster: {name: ray, ...}`."""
 
     address: str | None = None
-    """Of a cluster that is running, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); this machine is one of its nodes. None: one
-    is started here, for this run alone."""
+    """Address of a cluster that is running, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); this machine is one of its nodes.
+    None: one is started here, for this run alone."""
     placement: dict[Pool, Strategy] = {}
     """How each pool's workers lie on the nodes; PACK unless told."""
     resources: dict[Pool, dict[str, float]] = {}
-    """What each worker of a pool takes, by Ray's names (`CPU`, `GPU`, `NPU`, one of the user's own), over what follows from its
+    """Resources of each worker of a pool, by Ray's names (`CPU`, `GPU`, `NPU`, one of the user's own), over what follows from its
     device and threads."""
     forward: list[str] = []
     """Variables of the driver's environment that workers on other nodes are to have, besides those of the libraries in use."""

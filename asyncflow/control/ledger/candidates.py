@@ -45,7 +45,7 @@ class Candidates:
         self.rows[group], self._is_varied[group] = set(rows), None
 
     def decide(self, group: int, *, is_varied: bool) -> None:
-        """Its rewards are known. What is decided stays so."""
+        """Decide on a group whose rewards are known. A decision stays."""
         if self._is_varied[group] is None:
             self._is_varied[group] = is_varied
 

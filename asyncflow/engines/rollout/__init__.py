@@ -14,13 +14,13 @@ ROLLOUT_ENGINE_CHECKS = {
     "slots": "asyncflow.engines.rollout.slot_options:check",
     "vllm": "asyncflow.engines.rollout.vllm.options:check",
 }
-"""What the options of a run's engines are asked before it starts, and before workers join it."""
+"""Checks of the options of a run's engines, before it starts and before workers join it."""
 ROLLOUT_ENGINE_ENVIRONMENTS = {"vllm": "asyncflow.engines.rollout.vllm.options:check_environment"}
-"""What the options of a run's engines are asked before it starts on this machine: whether what they start is installed."""
+"""Checks of what the engines of a run need on this machine before it starts: whether what they start is installed."""
 ROLLOUT_ENGINE_WHYS = {
     "transformers": "asyncflow.engines.rollout.checks:why_transformers_is_not_deterministic",
     "vllm": "asyncflow.engines.rollout.vllm.options:why_not_deterministic",
 }
 """Why an engine is not deterministic, of those that never are; others say it of the machine that they run on."""
 ROLLOUT_ENGINE_IMPORTS = {"slots": ("asyncflow.engines.rollout.engine",)}
-"""What one process may import for all the workers that are forked from it; others want an interpreter of their own."""
+"""Modules that one process may import for all the workers that are forked from it; others need an interpreter of their own."""

@@ -52,7 +52,7 @@ class Adapter:
         self._spec = spec
         self._layers: list[tuple[HasLora, LowRank]] = []
         self.slices: dict[str, Tensor] = {}
-        """What is computed with, by the names of an adapter's tensors."""
+        """Tensors that are computed with, by the names of an adapter's tensors."""
 
     def add(self, layer: AdaptableLayer) -> None:
         """Have an adapter for this layer, if any of its parts is a target."""

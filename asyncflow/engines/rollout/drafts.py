@@ -28,16 +28,16 @@ from asyncflow.types import Array
 LONGEST: Final = 4
 """Tokens that are compared, at most, to find where a text goes on as it did before."""
 MOST_DRAFTS: Final = 8
-"""Of a slot in one step, with `auto`."""
+"""Most drafts of a slot in one step, with `auto`."""
 KEPT_TOKENS: Final = 1 << 18
-"""Of finished responses that drafts may come from."""
+"""Tokens of finished responses that are kept: drafts may come from them."""
 SEPARATOR: Final = -1
 ACCEPTANCE: Final = np.array([0.2, 0.3, 0.4, 0.5])
 """Share of drafts that are taken to be right before any are seen, by tokens in common; counts as much as one draft."""
 FORGETTING: Final = (0.999, 0.99)
-"""What is left of the acceptance seen, after a step without drafts, and with some."""
+"""Share of the acceptance seen so far that still counts after a step: one without drafts, and one with some."""
 REMEMBERED: Final = 0.99
-"""What the seconds of a pass count a step later."""
+"""Weight of a pass's seconds one step later."""
 OUTLIER: Final = 2.0
 """Times what it was expected to take that a pass counts as at most: what else the machine did is no property of the pass."""
 

@@ -49,7 +49,7 @@ from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, LoraSpec, TensorSpec, WeightSource
 
 TRIED_RANK = 16
-"""Of the adapter that the start-up probe tries, at most, where adapters of several ranks may come."""
+"""Largest rank of the adapter that the start-up probe tries, where adapters of several ranks may come."""
 
 
 class SlotEngine(ThreadedEngine):

@@ -48,7 +48,7 @@ class UnfilledPrompt:
 
     @property
     def token_ids(self) -> Array:
-        """Its tokens: int64 [Lp]."""
+        """Tokens of the prompt: int64 [Lp]."""
         return self.claims[0].request.prompt_ids
 
 

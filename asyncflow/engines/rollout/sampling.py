@@ -59,7 +59,7 @@ def inverse_cdf(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What is left of each row's distribution, see `Sampling`: top_p and min_p float32 [N], top_k int64 [N]."""
+    """Cuts of each row's distribution, see `Sampling`: top_p and min_p float32 [N], top_k int64 [N]."""
 
     top_p: Array
     top_k: Array

@@ -144,7 +144,7 @@ class ThreadedEngine(RolloutEngine):
         await asyncio.wrap_future(self._hand_in(call))
 
     def _take_prepared(self, version: int) -> list[Tensor] | None:
-        """What was made of a version's tensors ahead of its install; None: nothing."""
+        """Tensors that were made of a version ahead of its install; None: there are none."""
         return None
 
     def timings(self) -> Sequence[Timing]:

@@ -274,7 +274,7 @@ class Batches:
 
 
 def _prompt(request: SlotRequest) -> Array:
-    """What a request's responses come behind: its prompt, and the turns after it."""
+    """Tokens before a request's responses: its prompt, and the turns after it."""
     return np.concatenate([request.prompt_ids, request.after]) if len(request.after) else request.prompt_ids
 
 

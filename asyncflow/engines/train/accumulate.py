@@ -74,7 +74,7 @@ class Accumulator(ABC):
     """Gradient sums of one step. An exception leaves them unusable until `clear`."""
 
     pieces: Pieces = AT_ONCE
-    """What `join` and `gradients` add up and divide."""
+    """Pieces by which `join` and `gradients` add up and divide."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """`parameters`: by name, float32, all on one device, tied ones once."""

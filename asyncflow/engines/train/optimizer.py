@@ -35,7 +35,7 @@ class Optimizer:
     """AdamW over named parameters, which updates them from the gradients in their `.grad`."""
 
     pieces: Pieces = AT_ONCE
-    """What clips and updates on a CPU."""
+    """Pieces by which a CPU clips and updates."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainEngineOptions) -> None:
         """`parameters`: float32, tied ones once."""

@@ -49,7 +49,7 @@ class PassGradients:
     """Gradients of a model's weights in passes of several micro-batches, on their way to its sums. Implements `HeadSums`."""
 
     pieces: Pieces = AT_ONCE
-    """What computes the gradients of matrices: nothing in a pass waits for them."""
+    """Pieces by which the gradients of matrices are computed: nothing in a pass waits for them."""
 
     def __init__(self, model: CausalModel, sums: Sums) -> None:
         """Change the model's modules so that they compute as before, except in a pass (`of`). See `why_not` first."""

@@ -42,7 +42,7 @@ class TorchEngine(LeaderEngine):
 
     @property
     def helpers(self) -> Helpers | None:
-        """Its helpers, if it was made with any."""
+        """Helpers of the engine, if it was made with any."""
         return self.training.helpers if isinstance(self.training, OneRank) else None
 
     async def close(self) -> None:

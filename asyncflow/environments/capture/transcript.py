@@ -203,7 +203,7 @@ def _digests(messages: Sequence[Message]) -> list[bytes]:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Of a conversation with one message more. White space at the ends, ids of calls and the spelling of JSON do not count."""
+    """Digest of a conversation with one message more. White space at the ends, ids of calls and spellings of JSON do not count."""
     calls = [
         (call["function"]["name"], json.dumps(_arguments(call["function"]["arguments"]), sort_keys=True))
         for call in message.get("tool_calls") or ()

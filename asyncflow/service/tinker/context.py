@@ -47,14 +47,14 @@ class Bounds:
     models: int = 4
     adapters: int = 8
     rank: int = 256
-    """Of an adapter, at most."""
+    """Largest rank of an adapter."""
     sessions: int = 256
     samplers: int = 100_000
-    """Of one session."""
+    """Most samplers of one session."""
     queue: int = 2_000
     """Requests that wait for an engine: of one model, and for samples."""
     queue_bytes: int = 512 << 20
-    """Of the requests of one model that wait."""
+    """Bytes of the requests of one model that wait."""
     micro_batch_tokens: int = 4096
     """Tokens that a model computes at once, at most, unless one example has more."""
     session_seconds: float = 120.0

@@ -29,7 +29,7 @@ WHOLE_WEIGHTS: Final = (
     "fine-tuning."
 )
 ADAPTERS: Final = "The output layer gets no adapter here: train_unembed has no effect."
-"""What clients are told at the beginning of a session."""
+"""Remark for clients at the beginning of a session."""
 LOOKS: Final = tuple(
     f"/api/v1/{path}"
     for path in (

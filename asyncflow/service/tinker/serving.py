@@ -33,10 +33,10 @@ from asyncflow.settings import apply_override
 from asyncflow.types import LoraSpec, UserError
 
 KEY_PREFIX: Final = "tml-"
-"""Of keys: the SDK takes no others."""
+"""Beginning of keys: the SDK takes no others."""
 DEFAULT_CONTEXT: Final = 2048
 ALPHA: Final = 32.0
-"""Of every adapter: clients choose learning rates by it."""
+"""Alpha of every adapter: clients choose learning rates by it."""
 KEPT_SNAPSHOTS: Final = 4
 KEPT_BYTES: Final = 64 << 20
 OPEN_RESULTS: Final = 20_000

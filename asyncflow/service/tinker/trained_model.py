@@ -128,7 +128,7 @@ class TrainedModel:
         return PassOutput(Ragged.from_arrays(found, "float32"), {"loss:sum": total})
 
     async def _computed(self, inputs: LossInputs, loss: Loss, is_forward_only: bool) -> list[tuple[list[int], Ragged, float]]:
-        """Of each micro-batch its examples, their log-probs, and its loss."""
+        """Results of a computation: of each micro-batch its examples, their log-probs, and its loss."""
         engine, recording, made = self.engine, Recording(loss), []
         for numbers, batch in inputs.micro_batches(self._micro_batch_tokens):
             if is_forward_only:

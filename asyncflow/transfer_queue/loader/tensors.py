@@ -47,7 +47,7 @@ TensorColumn = Tensor | Jagged | Padded
 """A dense column [n, ...], or a ragged one."""
 
 WritableColumn = TensorColumn | Ragged | Array | Sequence[object]
-"""What can be written as a column: also numpy arrays, nested tensors, and sequences with one array or list for each entry."""
+"""Values that can be written as a column: also numpy arrays, nested tensors, and sequences with an array or list for each entry."""
 
 
 @dataclass(frozen=True, slots=True)

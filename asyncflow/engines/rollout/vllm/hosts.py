@@ -26,7 +26,8 @@ class ServerHost:
         """Have a server, without waiting for it. Raises `UserError` if there can be none."""
 
     def wait_until_ready(self) -> tuple[str, str]:
-        """Its address and key. Blocks. Raises `RunError` if it does not come; whether it answers is asked by its handle."""
+        """Block until the server is there, and return its address and key. Raises `RunError` if it does not come; whether it
+        answers is asked by its handle."""
         return self._address, self._key
 
     def stop(self) -> None:

@@ -32,7 +32,7 @@ class Transfer(ABC):
     """Way of the weights to all servers of an engine."""
 
     backend: str
-    """What vLLM's factory calls it."""
+    """Name of the transfer in vLLM's factory."""
 
     @abstractmethod
     async def send(self, client: VllmClient, file: WeightsFile) -> None:

@@ -43,7 +43,7 @@ class StageModel(Protocol):
     """A stage's part of a model."""
 
     dtype: torch.dtype
-    """Of hidden states, wherever they are."""
+    """Floating-point type of hidden states, on every stage."""
 
     def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
         """The hidden states [P, H] behind the stage's layers, on the last stage behind the norm too.

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from asyncflow.engines.families import check_pipeline
 
 EMBEDDING_COST: Final = 0.25
-"""Of what such a matrix costs in a layer or the head: nothing is multiplied, but a gradient of its size is filled and added up."""
+"""Cost of the embedding, as a share of what such a matrix costs in a layer or the head: nothing is multiplied, but a gradient of
+its size is filled and added up."""
 
 
 @dataclass(frozen=True, slots=True)
