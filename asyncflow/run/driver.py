@@ -34,6 +34,7 @@ from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.context import RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
+from asyncflow.run.driver_state import Resumed, as_prompt
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_schedule,
@@ -56,7 +57,6 @@ from asyncflow.run.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import Observer, RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous
-from asyncflow.run.resume import Resumed, as_prompt
 from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run.scaling import Devices
 from asyncflow.run_dir import KEY_FILE, UNSCORED_FILE

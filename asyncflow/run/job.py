@@ -38,6 +38,7 @@ from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.connection import model_begun_with
 from asyncflow.run.driver import Driver
+from asyncflow.run.driver_state import Resumed
 from asyncflow.run.factories import advice, queue_schema, shape_of
 from asyncflow.run.fleet import rollout_worker, workers
 from asyncflow.run.journal import Journal, Kept
@@ -45,7 +46,7 @@ from asyncflow.run.model_card import push_model
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.record import Observer
-from asyncflow.run.resume import Resumed, evaluated_versions
+from asyncflow.run.resume import evaluated_versions
 from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
 from asyncflow.run.standstill import Standstill

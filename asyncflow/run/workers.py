@@ -29,6 +29,7 @@ from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected, next_attempt
 from asyncflow.run.cores import lend, widen
+from asyncflow.run.driver_state import TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.run.engines import (
     base_sum,
     critic_engine,
@@ -44,7 +45,7 @@ from asyncflow.run.episodes import capture_endpoint, environments, episode_playe
 from asyncflow.run.factories import ON_ONE_MACHINE, make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
-from asyncflow.run.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
+from asyncflow.run.resume import CRITIC_FINGERPRINTS
 from asyncflow.run.saving import CheckpointWriter
 from asyncflow.run.scoring import scoring
 from asyncflow.run_dir import CRITIC_DIR, RunDir

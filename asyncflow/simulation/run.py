@@ -42,10 +42,10 @@ from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.connection import RunConnection, background, joined
 from asyncflow.run.cores import lend
 from asyncflow.run.driver import Driver
+from asyncflow.run.driver_state import Resumed
 from asyncflow.run.factories import episode_limits, make_schedule, num_helpers, shape_of, tokens_per_pass
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
-from asyncflow.run.resume import Resumed
 from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.simulation.audit import Audit
 from asyncflow.telemetry.spans import Span

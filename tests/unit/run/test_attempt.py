@@ -10,9 +10,9 @@ import pytest
 
 from asyncflow.config import dump, parse
 from asyncflow.run.attempt import Attempt
+from asyncflow.run.driver_state import DriverState, write_driver
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import RecordState
-from asyncflow.run.resume import DriverState, write_driver
 from asyncflow.run.saving import places_of
 from asyncflow.run_dir import RunDir
 from asyncflow.types import CheckpointPlace, UserError

@@ -17,10 +17,10 @@ from asyncflow.control.ledger import TaskPlan
 from asyncflow.control.modes import Delayed
 from asyncflow.loops.samples import Prompt
 from asyncflow.run import saving
+from asyncflow.run.driver_state import SavedPrompt, read_driver
 from asyncflow.run.factories import shape_of
 from asyncflow.run.memory_pace import MemoryPace
 from asyncflow.run.record import RecordState
-from asyncflow.run.resume import SavedPrompt, read_driver
 from asyncflow.run.saving import CheckpointCoordinator, checkpoints_in, checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR
 from asyncflow.weight_sync.base import Manifest
