@@ -19,7 +19,7 @@ from figures import Figure, finish, parser
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart, Sample
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.sandbox.limits import ProcessLimits
 
 TIMES = ("user", "system", "children_user", "children_system")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.sandbox.frames import Broken, Failed, ProcessLimits
+from asyncflow.sandbox.frames import Broken, Failed
+from asyncflow.sandbox.limits import ProcessLimits
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag=True):

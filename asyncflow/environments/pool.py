@@ -32,8 +32,9 @@ from asyncflow.environments.messages import (
     ResetEpisode,
     StepEpisode,
 )
-from asyncflow.sandbox.frames import Broken, Failed, ProcessLimits, frame
+from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.interpreter import SCHEME
+from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.sandbox.process import ProcessEnded, SandboxNames, SandboxProcess, SandboxProcesses, patiently
 from asyncflow.types import RunError, UserError
 

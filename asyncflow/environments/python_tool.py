@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from asyncflow.sandbox.forked import in_child
-from asyncflow.sandbox.frames import Failed, ProcessLimits
-from asyncflow.sandbox.limits import children
+from asyncflow.sandbox.frames import Failed
+from asyncflow.sandbox.limits import ProcessLimits, children
 
 DEADLINE_SECONDS: Final = 5.0
 MEMORY_BYTES: Final = 512 << 20

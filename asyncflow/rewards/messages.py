@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from asyncflow.rewards.base import RewardPart
-from asyncflow.sandbox.frames import Broken, Failed, ProcessLimits
+from asyncflow.sandbox.frames import Broken, Failed
+from asyncflow.sandbox.limits import ProcessLimits
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):

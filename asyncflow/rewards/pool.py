@@ -21,7 +21,8 @@ import msgspec
 
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score
 from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
-from asyncflow.sandbox.frames import Broken, Failed, ProcessLimits, frame
+from asyncflow.sandbox.frames import Broken, Failed, frame
+from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.sandbox.process import ProcessEnded, SandboxNames, SandboxProcess, SandboxProcesses, patiently
 from asyncflow.types import RunError, UserError
 

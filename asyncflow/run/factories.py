@@ -38,7 +38,7 @@ from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
-from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.settings import Choice
 from asyncflow.threads import num_cores
 from asyncflow.transfer_queue import STORAGES

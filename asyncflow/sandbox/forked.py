@@ -23,8 +23,8 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from asyncflow.sandbox.frames import Failed, ProcessLimits, frame
-from asyncflow.sandbox.limits import die_with_parent, end_children, limit_memory, limit_output
+from asyncflow.sandbox.frames import Failed, frame
+from asyncflow.sandbox.limits import ProcessLimits, die_with_parent, end_children, limit_memory, limit_output
 
 LAST_WORDS_BYTES: Final = 4096
 MAX_ANSWER_BYTES: Final = 1 << 20

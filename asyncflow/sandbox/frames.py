@@ -12,19 +12,6 @@ MAX_FRAME_BYTES = 1 << 28
 TOKEN_BYTES = 8
 
 
-class ProcessLimits(msgspec.Struct, frozen=True):
-    """Limits of a process that runs code of the user's."""
-
-    deadline_seconds: float
-    """For one answer, from the moment the question is taken up."""
-    memory_bytes: int
-    """Address space that answering may add to what the process has when all is built."""
-    output_bytes: int = 1 << 20
-    """Bytes that answering may print, and write to a file."""
-    start_seconds: float = 60.0
-    """For importing and building."""
-
-
 class Broken(msgspec.Struct, frozen=True, tag=True):
     """Something of the user's cannot be imported or built; `message` follows its name."""
 

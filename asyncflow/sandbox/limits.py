@@ -12,6 +12,8 @@ import time
 from collections.abc import Set
 from pathlib import Path
 
+import msgspec
+
 END_SECONDS = 2.0  # SIGKILL to the end of all that a piece of work has left
 LOOK_AGAIN_SECONDS = 0.001
 
@@ -19,6 +21,19 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 _space_at_limit: int | None = None  # bytes of address space that this process had when it was limited
+
+
+class ProcessLimits(msgspec.Struct, frozen=True):
+    """Limits of a process that runs code of the user's."""
+
+    deadline_seconds: float
+    """Seconds for one answer, from the moment the question is taken up."""
+    memory_bytes: int
+    """Address space that answering may add to what the process has when all is built."""
+    output_bytes: int = 1 << 20
+    """Bytes that answering may print, and write to a file."""
+    start_seconds: float = 60.0
+    """Seconds for importing and building."""
 
 
 def die_with_parent(parent: int) -> None:

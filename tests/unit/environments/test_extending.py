@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncflow.environments.base import Action
 from asyncflow.environments.pool import EnvironmentPool
-from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.sandbox.limits import ProcessLimits
 from tests.conftest import ROOT
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from asyncflow.environments.base import Action, EnvironmentFailure
 from asyncflow.environments.pool import EnvironmentPool
-from asyncflow.sandbox.frames import ProcessLimits
 from asyncflow.sandbox.interpreter import command_of
+from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.types import UserError
 from tests.patience import patience
 

@@ -13,7 +13,7 @@ import pytest
 
 from asyncflow.environments.base import Action, EnvironmentFailure, Opening, seed_of
 from asyncflow.environments.pool import EnvironmentPool
-from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
 

@@ -18,7 +18,7 @@ from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score, wei
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.scorings import with_fallback
 from asyncflow.sandbox import limits
-from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.sandbox.limits import ProcessLimits
 from tests.patience import patience
 from tests.processes import below, is_alive, words_of
 

@@ -19,7 +19,8 @@ from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample
 from asyncflow.rewards.messages import Scored
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.sandbox.frames import TOKEN_BYTES, ProcessLimits, frame
+from asyncflow.sandbox.frames import TOKEN_BYTES, frame
+from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.sandbox.process import SandboxProcess
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
@@ -486,7 +487,7 @@ PARENT = """
 import asyncio, json, sys
 from asyncflow.rewards.base import RewardPart, Sample
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.sandbox.frames import ProcessLimits
+from asyncflow.sandbox.limits import ProcessLimits
 
 async def main(path, responses):
     parts = [RewardPart("test", path)]
