@@ -137,9 +137,9 @@ class Waiting(Killer):
 
     async def _kill(self, worker: str) -> None:
         assert self.job._cluster is not None
-        rollout = self.job._cluster.pids()["rollout/0"]
+        rollout, over = self.job._cluster.pids()["rollout/0"], self.job.driver
         await super()._kill(worker)
-        while self.job.driver is not None:
+        while self.job.driver is over:  # where the attempt's end took longer than the pause, the next one's driver may be there
             await asyncio.sleep(0.002)
         os.kill(rollout, signal.SIGKILL)
 
