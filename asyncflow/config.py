@@ -194,8 +194,13 @@ class RewardModelConfig(Section):
     """Where it computes: `cpu`, `cuda`, `cuda:1`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of its weights and its forward pass."""
-    num_threads: PositiveInt = 1
-    """Computing threads (CPU)."""
+    num_threads: PositiveInt | Literal["auto"] = 1
+    """Computing threads (CPU). `auto`: as `train.num_threads`."""
+
+    @property
+    def least_threads(self) -> int:
+        """Computing threads in any case."""
+        return 1 if self.num_threads == "auto" else self.num_threads
 
 
 class RewardConfig(Section):
@@ -443,11 +448,17 @@ class TrainConfig(Section):
     """Keep the optimiser's state in host memory, and bring it over piece by piece for each update."""
     device: Device = "cpu"
     """Where it computes: `cpu`, `cuda`, `cuda:1`. With several devices, rank n of a machine takes number n."""
-    num_threads: PositiveInt = 1
-    """Computing threads of each rank (CPU)."""
+    num_threads: PositiveInt | Literal["auto"] = 1
+    """Computing threads of each rank, and of each worker of a reference and a critic (CPU). `auto`: one, and with
+    `accumulate: fp32` the cores of this machine are dealt out after each step by what each pool has computed in it."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often the run is resumed from its newest checkpoint, in the driver's own process, when a trainer has died, or another
     worker that is not started again by itself: after a pause that doubles each time. 0: such a death ends the run."""
+
+    @property
+    def least_threads(self) -> int:
+        """Computing threads of a rank in any case."""
+        return 1 if self.num_threads == "auto" else self.num_threads
 
 
 class WeightSyncConfig(Section):

@@ -1,30 +1,37 @@
-"""Cores of the machine that some workers leave free, for the others: helpers of the trainer, threads of rollout workers.
+"""Cores of the machine: dealt out to the pools after each step, and, where some workers leave theirs free, lent to others.
 
-    driver: rows that are leased, versions        FreeCores --num_helpers--> trainer: lend --allow--> helpers (train/helpers.py)
-    that are installed, rounds under way    -->             --num_threads--> rollout worker: widen --use_threads--> its engine
+    driver: seconds of each pool in a step         FreeCores --num_threads--> a pool's workers: widen --use_threads--> its engines
+    rows that are leased, versions that are    -->           --num_helpers--> trainer: lend --allow--> helpers (train/helpers.py)
+    installed, rounds under way
 
 consumes: the number of helpers that may take passes, or of threads to compute with
 waits for: another number
 is unblocked by: a rollout worker that takes a row, has stored its last one, or installs weights; a round that the trainer is given,
-and its last commit; the end of the run
+and its last commit; the end of a step, and of the run
 
-A rollout worker's cores are free while it holds no row and installs no weights; the trainer's while it has no round and no update
-to compute. The driver is the first to know of each, so nothing is polled or guessed. What is given out is never more than there are
-cores, but for the first thread of each worker.
+A pool whose number of threads is `auto` has a part of the cores by what it has computed in the step before. A rollout worker's
+cores are free while it holds no row and installs no weights; the trainer's while it has no round and no update to compute. The
+driver is the first to know of each, so nothing is polled or guessed. What is given out is never more than there are cores, but for
+the first thread of each worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncflow.config import Config
 from asyncflow.control.signal import Signal
-from asyncflow.run.factories import devices_each, num_devices, num_helpers
-from asyncflow.telemetry.idle import HELPER_TASK
-from asyncflow.telemetry.spans import Recorder
+from asyncflow.control.worker_pool import is_guest
+from asyncflow.devices import CPU, kind_of
+from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.loops.samples import VALUES_TASK
+from asyncflow.run.factories import ON_ONE_MACHINE, devices_each, num_helpers, tasks_before_training
+from asyncflow.telemetry.idle import HELPER_TASK, computing_seconds
+from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.threads import num_cores
 from asyncflow.transport import remote
 from asyncflow.waits import FREE_CORES
@@ -32,6 +39,42 @@ from asyncflow.waits import FREE_CORES
 if TYPE_CHECKING:
     from asyncflow.engines.sleeping import SleepingPasses
     from asyncflow.engines.train.helpers import Helpers
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers of a task on this machine's cores: how many compute, with how many threads each in any case, and whether they are
+    dealt more. `key`: of the configuration, that says so."""
+
+    workers: int
+    least: int
+    is_dealt: bool
+    key: str
+
+
+def pools_of(config: Config) -> dict[str, Pool]:
+    """Pools of a run, by the first part of their workers' names. Evaluators are among those of rollout."""
+    train, rollout, tasks = config.train, config.rollout, tasks_before_training(config)
+    has_bits = train.accumulate == "exact"
+
+    def pool(workers: int, threads: int | Literal["auto"], device: str, key: str, *, changes_bits: bool = False) -> Pool:
+        is_dealt = threads == "auto" and config.cluster.name in ON_ONE_MACHINE and kind_of(device) == CPU
+        return Pool(workers, 1 if threads == "auto" else threads, is_dealt and (changes_bits or not has_bits), key)
+
+    generating = (rollout.num_workers + config.eval.num_workers) * devices_each(config)
+    trained, of_critic = (train.num_threads, train.device), (train.num_threads, train.critic.device)
+    pools = {
+        "rollout": pool(generating, rollout.num_threads, rollout.device, "rollout.num_threads", changes_bits=True),
+        "trainer": pool(config.layout.size, *trained, "train.num_threads"),
+    }
+    if "reference" in tasks:
+        pools["reference"] = pool(config.plan.reference.num_workers, *trained, "train.num_threads")
+    if VALUES_TASK in tasks:
+        pools["critic"] = pool(1, *of_critic, "train.num_threads")
+        pools["values"] = pool(config.plan.values.num_workers, *of_critic, "train.num_threads")
+    if (model := config.reward.model) is not None:
+        pools["reward"] = pool(config.plan.reward.num_workers, model.num_threads, model.device, "reward.model.num_threads")
+    return pools
 
 
 class FreeCores:
@@ -42,43 +85,105 @@ class FreeCores:
         self, config: Config, signal: Signal, generating: Callable[[], Collection[str]], is_training: Callable[[], bool]
     ) -> None:
         self._signal, self._generating, self._is_training, self._is_stopping = signal, generating, is_training, False
-        self._most_helpers, self._of_trainer = num_helpers(config), config.train.num_threads
-        self._of_worker, self._is_auto = config.rollout.least_threads, config.rollout.num_threads == "auto"
-        others = num_devices(config) - config.layout.size
-        others -= (config.rollout.num_workers + config.eval.num_workers) * devices_each(config)
-        self._cores = num_cores() - others * config.train.num_threads  # the other tasks' workers never count as idle
+        self._most_helpers, self._of_helper = num_helpers(config), config.train.least_threads
+        self._pools, self._cores = pools_of(config), num_cores()
+        self._threads = {name: pool.least for name, pool in self._pools.items()}  # of each worker, as dealt
+        self._most_given = 0
 
     @property
     def helpers_now(self) -> int:
         """Number of helpers that may compute now."""
-        free = self._cores - self._of_trainer - self._of_worker * len(self._generating()) if self._most_helpers else 0
-        return max(0, min(self._most_helpers, free // self._of_trainer))
+        if not self._most_helpers:
+            return 0
+        free = self._cores - self._of("trainer") - self._of_others - self._pools["rollout"].least * len(self._generating())
+        return max(0, min(self._most_helpers, free // self._of_helper))
 
     @property
     def threads_now(self) -> int:
         """Number of threads that each worker that generates may compute with now."""
-        if not self._is_auto:
-            return self._of_worker
-        of_training = self._of_trainer * (1 + self.helpers_now) if self._is_training() else 0
-        return max(self._of_worker, (self._cores - of_training) // max(1, len(self._generating())))
+        pool = self._pools["rollout"]
+        if not pool.is_dealt:
+            return pool.least
+        return max(pool.least, (self._cores - self._of_others - self._of_training) // max(1, len(self._generating())))
+
+    def threads_of(self, pool: str) -> int:
+        """Number of threads that each worker of a pool may compute with now."""
+        return self.threads_now if pool == "rollout" else self._threads[pool]
+
+    def seconds(self, spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
+        """Seconds of cores that each pool has computed in [start, end], with the threads that it has been dealt. A client's are not
+        this machine's; whose task is no pool of these has one."""
+
+        def threads(pool: str, worker: str) -> int:
+            task = worker.partition("/")[0]
+            own = "rollout" if task == EVALUATORS else task
+            return self._threads.get(own, 1) if own == pool and not is_guest(worker) else 0
+
+        pools = {*self._pools, *(span.worker.partition("/")[0] for span in spans)} - {EVALUATORS}
+        return {pool: computing_seconds(spans, start, end, partial(threads, pool)) for pool in sorted(pools)}
+
+    def deal(self, seconds: Mapping[str, float]) -> None:
+        """Deal out the cores by the seconds that each pool has computed in a step: a thread more for each of its workers, again and
+        again, to the pool which would take longest alone, as long as there are cores for it."""
+        threads = {name: pool.least for name, pool in self._pools.items()}
+        left = self._cores - sum(pool.workers * pool.least for pool in self._pools.values())
+
+        def alone(name: str) -> float:
+            return seconds.get(name, 0.0) / (threads[name] * self._pools[name].workers)
+
+        while may := [name for name, pool in self._pools.items() if pool.is_dealt and 0 < pool.workers <= left and alone(name)]:
+            longest = max(may, key=alone)
+            threads[longest] += 1
+            left -= self._pools[longest].workers
+        self._threads = threads
+        self._signal.notify()
+
+    def most_given(self) -> float | None:
+        """Most threads that workers were given at a time since the last call / cores; None if nobody asks for any."""
+        if not self._most_helpers and not any(pool.is_dealt for pool in self._pools.values()):
+            return None
+        self._look()
+        most, self._most_given = self._most_given, 0
+        return most / self._cores
 
     @remote
     async def num_helpers(self, known: int) -> int | None:
         """Wait until another number of helpers than `known` may compute, and return it. None: the run is stopping."""
-        await self._signal.until(lambda: self._is_stopping or self.helpers_now != known, FREE_CORES)
+        await self._signal.until(lambda: self._is_news(self.helpers_now != known), FREE_CORES)
         return None if self._is_stopping else self.helpers_now
 
     @remote
-    async def num_threads(self, known: int) -> int | None:
-        """Wait until a worker that generates may compute with another number of threads than `known`, and return it. None: the run
-        is stopping."""
-        await self._signal.until(lambda: self._is_stopping or self.threads_now != known, FREE_CORES)
-        return None if self._is_stopping else self.threads_now
+    async def num_threads(self, pool: str, known: int) -> int | None:
+        """Wait until a worker of the pool may compute with another number of threads than `known`, and return it. None: the run is
+        stopping."""
+        await self._signal.until(lambda: self._is_news(self.threads_of(pool) != known), FREE_CORES)
+        return None if self._is_stopping else self.threads_of(pool)
 
     def stop(self) -> None:
         """Stop: nobody waits any more."""
         self._is_stopping = True
         self._signal.notify()
+
+    @property
+    def _of_others(self) -> int:
+        """Threads of the pools that never count as idle."""
+        return sum(self._of(name) for name in self._pools if name not in ("rollout", "trainer"))
+
+    @property
+    def _of_training(self) -> int:
+        """Threads of the trainer and its helpers, while it has something to compute."""
+        return self._of("trainer") + self._of_helper * self.helpers_now if self._is_training() else 0
+
+    def _of(self, pool: str) -> int:
+        return self._pools[pool].workers * self._threads[pool]
+
+    def _is_news(self, is_other: bool) -> bool:
+        self._look()
+        return is_other or self._is_stopping
+
+    def _look(self) -> None:
+        given = self._of_others + self._of_training + self.threads_now * len(self._generating())
+        self._most_given = max(self._most_given, given)
 
 
 async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recorder) -> None:
@@ -99,7 +204,16 @@ async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recor
         helpers.on_pass = lambda start, end: None
 
 
-async def widen(cores: FreeCores, use_threads: Callable[[int], None], least: int) -> None:
-    """Let a rollout engine, which computes with `least` threads, use more while there are cores for them, until the run stops."""
-    while (count := await cores.num_threads(least)) is not None:
-        use_threads(least := count)
+async def widen(cores: FreeCores, pool: str, use_threads: Callable[[int], Awaitable[None]], least: int) -> None:
+    """Let an engine of a pool, which computes with `least` threads, use as many as there are for it, until the run stops."""
+    while (count := await cores.num_threads(pool, least)) is not None:
+        await use_threads(least := count)
+
+
+def widening(config: Config, cores: FreeCores, pool: str, engine: Any) -> tuple[list[Any], str]:
+    """What lets an engine of a pool use more threads, and why no bits are promised then; nothing where its number is fixed."""
+    use_threads: Callable[[int], Awaitable[None]] | None = getattr(engine, "use_threads", None)
+    of = pools_of(config)[pool]
+    if not of.is_dealt or use_threads is None:
+        return [], ""
+    return [widen(cores, pool, use_threads, of.least)], f"{of.key}=auto: the number of threads changes, and bits with it"

@@ -132,7 +132,8 @@ class Driver:
             progress=self.progress,
         )
         before = resumed.record if resumed is not None else RecordState()
-        self.record = RunRecord(context, observer, num_devices=self.devices.mean, before=before)
+        self.cores = FreeCores(config, signal, self._generating, self._is_training)
+        self.record = RunRecord(context, observer, num_devices=self.devices.mean, cores=self.cores, before=before)
         self.hub = self.record.hub
         self.evaluating = Evaluating(context, self.record, prepared.held_out, resumed)
         evaluators = self.evaluating.evaluators
@@ -143,7 +144,6 @@ class Driver:
         self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record, pace)
         self.desk = TrainDesk(self.progress)
         self.handover = Handover()
-        self.cores = FreeCores(config, signal, self._generating, self._is_training)
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
             "versions": self.versions,

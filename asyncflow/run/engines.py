@@ -79,7 +79,7 @@ def reference_engine(config: Config, model: Path) -> LogProbEngine:
         dtype=train.frozen_dtype or train.dtype,
         temperature=config.rollout.temperature,
         log_prob_chunk_tokens=train.log_prob_chunk_tokens,
-        num_threads=train.num_threads,
+        num_threads=train.least_threads,
         offload=train.offload,
     )
     arguments = {"model_path": model, "options": options}

@@ -178,7 +178,7 @@ def num_helpers(config: Config) -> int:
         return train.helpers
     if why or kind_of(rollout.device) != CPU:
         return 0
-    return max(0, min(rollout.num_workers * rollout.least_threads, num_cores() - train.num_threads) // train.num_threads)
+    return max(0, min(rollout.num_workers * rollout.least_threads, num_cores() - train.least_threads) // train.least_threads)
 
 
 def queue_schema(config: Config) -> Schema:
@@ -247,7 +247,7 @@ def train_engine_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) 
         device=train.device,
         dtype=train.dtype,
         log_prob_chunk_tokens=train.log_prob_chunk_tokens,
-        num_threads=train.num_threads,
+        num_threads=train.least_threads,
         accumulate=train.accumulate,
         old=train.old,
         is_corrected=algorithm.correction != "none",

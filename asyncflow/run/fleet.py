@@ -39,7 +39,7 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     specs += [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
     specs += [evaluator(config, f"{EVALUATORS}/{i}") for i in range(config.eval.num_workers)]
     if "reward" in tasks:
-        device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.num_threads)
+        device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.least_threads)
         needs, known, environment = devices(device, num_threads), imports(device=device), thread_environment(num_threads)
         there = asked("reward.model.device", device)
         specs += [
@@ -49,7 +49,7 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     if is_training and not are_trainers_there:
         specs += trainers(config, f"{MAINS}:train_worker", weights_dir)
     if is_training and "reference" in tasks:
-        needs, known = devices(config.train.device, config.train.num_threads), train_imports(config, config.train.device)
+        needs, known = devices(config.train.device, config.train.least_threads), train_imports(config, config.train.device)
         there = asked("train.device", config.train.device)
         specs += [
             WorkerSpec(f"reference/{i}", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known, device=there)
@@ -57,7 +57,7 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
         ]
     if is_training and VALUES_TASK in tasks:
         device = config.train.critic.device
-        needs, known = devices(device, config.train.num_threads), train_imports(config, device)
+        needs, known = devices(device, config.train.least_threads), train_imports(config, device)
         mains = {"critic": "critic_worker"} | {f"values/{i}": "values_worker" for i in range(config.plan.values.num_workers)}
         there = asked("train.critic.device", device)
         specs += [
@@ -104,7 +104,7 @@ def storage_unit(number: int) -> WorkerSpec:
 def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
     """Workers of the trainer, one for each rank of the layout. They find each other in `folder`, which is theirs alone, or, on
     several machines, at the driver."""
-    size, needs = config.layout.size, devices(config.train.device, config.train.num_threads)
+    size, needs = config.layout.size, devices(config.train.device, config.train.least_threads)
     environment, apart = training(config) | {RANKS_STORE: f"file://{folder}/ranks"}, {RANKS_STORE: AT_DRIVER}
     known, there = train_imports(config, config.train.device), asked("train.device", config.train.device)
     return [

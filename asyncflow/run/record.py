@@ -20,19 +20,18 @@ import numpy as np
 
 from asyncflow.control.ledger import Consumed, Decided, StepTotals, Update
 from asyncflow.control.signal import Signal
-from asyncflow.control.worker_pool import is_guest
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.own_metrics import means
 from asyncflow.run.context import RunContext
+from asyncflow.run.cores import FreeCores
 from asyncflow.run.factories import shared_cores
 from asyncflow.run.training_checks import TrainingChecks
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, UNSCORED_FILE
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub, UnscoredResponse
-from asyncflow.telemetry.idle import computing_seconds
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
@@ -86,12 +85,13 @@ class RunRecord:
         observer: Observer,
         *,
         num_devices: Callable[[float, float], float],
+        cores: FreeCores,
         before: RecordState,
     ) -> None:
         """Open the run's files. `num_devices`: between two moments, on average. `before`: of the attempts before this one."""
         self._context, self._config, self._observer = context, context.config, observer
         self._ledger, self._schedule, self._progress = context.ledger.ledger, context.schedule, context.progress
-        self._now, self._num_devices = context.clock, num_devices
+        self._now, self._num_devices, self._cores = context.clock, num_devices, cores
         config, run_dir = context.config, context.config.run_dir
         callbacks = self._keep_sample, self._keep_tokens, self._keep_unscored, context.progress
         self.hub = Hub(SpanLog(run_dir / SPANS_FILE), *callbacks)
@@ -329,9 +329,12 @@ class RunRecord:
                 row["weights/version_bytes"] = newest.num_bytes
             if (attested := self._context.versions.share_attested) is not None:
                 row["weights/attested"] = attested
+            seconds = self._cores.seconds(spans, times.started, times.committed)
             if (cores := shared_cores(self._config)) is not None and row["perf/step_seconds"]:
-                computed = computing_seconds(spans, times.started, times.committed, self._num_threads)
-                row["perf/cores_busy"] = computed / (row["perf/step_seconds"] * cores)
+                row["perf/cores_busy"] = sum(seconds.values()) / (row["perf/step_seconds"] * cores)
+            if (most := self._cores.most_given()) is not None:
+                row["perf/threads"] = most
+            self._cores.deal(seconds)
             if self._before.resumed_at:
                 row["run/num_resumes"] = len(self._before.resumed_at)
             self._checks.look_at_metrics(row)
@@ -341,13 +344,6 @@ class RunRecord:
             self._num_finished = step + 1
             self._finished.notify()
             self._observer.step(step, row)
-
-    def _num_threads(self, worker: str) -> int:
-        """Computing threads of a worker; 0 for a client's, which has cores of its own."""
-        if is_guest(worker):
-            return 0
-        is_generating = worker.partition("/")[0] in ("rollout", EVALUATORS)
-        return self._config.rollout.least_threads if is_generating else self._config.train.num_threads
 
     def _log_to(self, name: str, tracker: Tracker, step: int, row: Mapping[str, float]) -> None:
         """Give the row to a tracker. One that fails gets nothing more, and the run goes on, but for the run's own file."""

@@ -24,7 +24,8 @@ from asyncflow.own_metrics import add, step_scored
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import Scoring, by_environment, by_model, delayed, together, with_fallback
-from asyncflow.run.connection import RunConnection
+from asyncflow.run.connection import RunConnection, background
+from asyncflow.run.cores import widening
 from asyncflow.run.factories import reward_pool
 from asyncflow.telemetry.hub import UnscoredResponse
 
@@ -50,6 +51,9 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
             run.reporter.recorder.enter("load")
             engine = await asyncio.to_thread(_reward_model, config.model)
             stack.push_async_callback(engine.close)
+            widened, why = widening(run.config, run.cores, "reward", engine)
+            run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or why
+            await stack.enter_async_context(background(*widened))
             compute = _computing(engine, run, config.model)
             scorings.append((by_model(compute, config.model.path, failures, config.deadline_seconds), 1))
         if config.environment is not None and is_here:
@@ -103,7 +107,7 @@ def _sampled(run: RunConnection) -> Callable[[float], None]:
 
 
 def _reward_model(model: RewardModelConfig) -> ClassifierEngine:
-    options = {"model_path": Path(model.path), "device": model.device, "dtype": model.dtype, "num_threads": model.num_threads}
+    options = {"model_path": Path(model.path), "device": model.device, "dtype": model.dtype, "num_threads": model.least_threads}
     return cast(ClassifierEngine, build("reward model engine", "torch", options, CLASSIFIER_ENGINES))
 
 

@@ -26,7 +26,7 @@ _KEEP_FREED_MEMORY: Final = {
 
 def training(config: Config) -> dict[str, str]:
     """The environment of a worker that computes as the trainer does."""
-    return thread_environment(config.train.num_threads) | _KEEP_FREED_MEMORY
+    return thread_environment(config.train.least_threads) | _KEEP_FREED_MEMORY
 
 
 def imports(*modules: str, device: str = CPU) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def import_ahead(config: Config, *, is_training: bool = True) -> None:
     if config.cluster.name == "local" and IS_POSSIBLE:
         wanted.append((config.rollout.least_threads, rollout_imports(config, config.rollout.device)))
         if is_training:
-            wanted.append((config.train.num_threads, train_imports(config, config.train.device)))
+            wanted.append((config.train.least_threads, train_imports(config, config.train.device)))
     servers = [(ForkServer.here({**os.environ, **thread_environment(count)}), modules) for count, modules in wanted if modules]
     ForkServer.keep([server for server, _ in servers])
     for server, modules in servers:

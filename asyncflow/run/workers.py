@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected, next_attempt
-from asyncflow.run.cores import lend, widen
+from asyncflow.run.cores import lend, widening
 from asyncflow.run.driver_state import TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.run.engines import (
     base_sum,
@@ -42,7 +42,7 @@ from asyncflow.run.engines import (
     weight_sync,
 )
 from asyncflow.run.episodes import capture_endpoint, environments, episode_player
-from asyncflow.run.factories import ON_ONE_MACHINE, make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
+from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
 from asyncflow.run.resume import CRITIC_FINGERPRINTS
@@ -109,16 +109,12 @@ async def roll_out(
     task, schedule, shape = "rollout", make_schedule(run.config), run.shape
     if is_evaluator:
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
-    use_threads: Callable[[int], None] | None = getattr(engine, "use_threads", None)
-    widening = []
-    if run.config.rollout.num_threads == "auto" and run.config.cluster.name in ON_ONE_MACHINE and use_threads is not None:
-        run.reporter.why_not_deterministic = "rollout.num_threads=auto: the number of threads changes, and bits with it"
-        widening = [widen(run.cores, use_threads, run.config.rollout.least_threads)]
-    run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or engine.why_not_deterministic
+    widened, why = widening(run.config, run.cores, "rollout", engine)
+    run.reporter.why_not_deterministic = why or engine.why_not_deterministic
     await run.reporter.flush()  # what a checkpoint holds depends on it
     context = replace(loop_context(run), schedule=schedule, shape=shape)
     by_worker = ResponseScoring(score if run.config.reward.place == "rollout" else None, decode, _sample_filter(run))
-    async with background(*widening):
+    async with background(*widened):
         await Rollout(context, engine, weights, by_worker, task, episodes, run.config.episodes_at_once).run()
     run.reporter.recorder.waiting("stop")
     await weights.receiver.close()
@@ -183,7 +179,10 @@ async def train_worker(name: str, run_dir: Path) -> None:
             base = await asyncio.to_thread(base_sum, run.config, Path(run.job.model))
             sender = weight_sync(run, run.config.train.device, base=base).sender(uuid.uuid4().hex)
         helpers: Helpers | None = getattr(engine, "helpers", None)
-        async with background(*([] if helpers is None else [lend(run.cores, helpers, spans)])):
+        async with (
+            _with_threads(run, "trainer", engine),
+            background(*([] if helpers is None else [lend(run.cores, helpers, spans)])),
+        ):
             saving = await train_steps(run, engine, sender)
         with spans.busy("save"), RunDir(run_dir).saving_model(is_first=rank == 0) as folder:
             await engine.save(folder)
@@ -195,6 +194,15 @@ async def train_worker(name: str, run_dir: Path) -> None:
         if sender is not None:
             await sender.close()
         await engine.close()
+
+
+@asynccontextmanager
+async def _with_threads(run: RunConnection, pool: str, engine: object) -> AsyncIterator[None]:
+    """An engine uses the threads that its pool is dealt."""
+    widened, why = widening(run.config, run.cores, pool, engine)
+    run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or why
+    async with background(*widened):
+        yield
 
 
 def _led(spans: Recorder, call: str) -> AbstractContextManager[None]:
@@ -243,7 +251,8 @@ async def reference_worker(name: str, run_dir: Path) -> None:
     async with connected(name, run_dir, lambda config: config.train.device) as run:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(reference_engine, run.config, Path(run.job.model))
-        await add_log_probs(run, engine)
+        async with _with_threads(run, "reference", engine):
+            await add_log_probs(run, engine)
 
 
 async def add_log_probs(run: RunConnection, engine: LogProbEngine) -> None:
@@ -259,7 +268,8 @@ async def critic_worker(name: str, run_dir: Path) -> None:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(critic_engine, run.config, Path(run.job.model))
         sender = critic_weight_sync(run).sender(uuid.uuid4().hex) if run.config.plan.values.num_workers else None
-        saving, version = await critic_steps(run, engine, sender)
+        async with _with_threads(run, "critic", engine):
+            saving, version = await critic_steps(run, engine, sender)
         with run.reporter.recorder.busy("save"), RunDir(run_dir).saving_model(CRITIC_DIR, version=version) as folder:
             await engine.save(folder)
         run.reporter.recorder.waiting("checkpoint")
@@ -298,7 +308,8 @@ async def values_worker(name: str, run_dir: Path) -> None:
     async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(critic_engine, run.config, Path(run.job.model))
-        await compute_values(run, engine, critic_weight_sync(run).receiver(name))
+        async with _with_threads(run, "values", engine):
+            await compute_values(run, engine, critic_weight_sync(run).receiver(name))
 
 
 async def compute_values(run: RunConnection, engine: CriticEngine, receiver: WeightReceiver) -> None:

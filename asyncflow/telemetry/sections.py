@@ -66,6 +66,11 @@ def figures(run: RunReader) -> list[tuple[str, str, str]]:
     exposed = [row["perf/exposed_weights"] for row in rows[1:] or rows if row.get("perf/exposed_weights") is not None]
     if exposed:
         tiles.append(("mean exposed weights", f"{sum(exposed) / len(exposed):.2%}", "of rollout workers' and trainers' time"))
+    busy = [row["perf/cores_busy"] for row in rows[1:] or rows if row.get("perf/cores_busy") is not None]
+    given = [row["perf/threads"] for row in rows if row.get("perf/threads") is not None]
+    if busy:
+        remark = f"threads at one time: {max(given):.2g} x the cores at most" if given else ""
+        tiles.append(("mean cores busy", f"{sum(busy) / len(busy):.0%}", remark))
     return tiles
 
 

@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from asyncflow.engines.train.frozen_engine import FrozenEngine
+from asyncflow.engines.train.training import Training
+from asyncflow.run import cores
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
 from tests.depth import in_gate
+from tests.e2e.test_parallel import of_metric
 from tests.e2e.test_restarts import Killer
 from tests.e2e.test_resume import STEPS, prints, tree
 
@@ -83,3 +87,24 @@ def test_a_rollout_worker_computes_with_what_nobody_else_does(tmp_path: Path) ->
     assert run.run(), run.said
     assert run.job.certificate is not None
     assert run.job.certificate.why_not_deterministic.startswith("rollout.num_threads=auto: the number of threads changes")
+
+
+def test_cores_are_dealt_to_all_roles_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine of 8 cores; the numbers of threads of this one are not touched."""
+    used: dict[str, list[int]] = {"trainer": [], "reference": []}
+
+    async def use_threads(engine: FrozenEngine, count: int) -> None:
+        used["reference"].append(count)
+
+    monkeypatch.setattr(cores, "num_cores", lambda: 8)
+    monkeypatch.setattr(Training, "use_threads", lambda training, count: used["trainer"].append(count))
+    monkeypatch.setattr(FrozenEngine, "use_threads", use_threads)
+    train = {"num_threads": "auto", "accumulate": "fp32", "reference": "task"}
+    changes = {"cluster": "inline", "train": train, "run": {"steps": 4}, "algorithm": {"name": "grpo", "kl_coefficient": 0.01}}
+    run = Disturber(tree(tmp_path, changes), None)
+    assert run.run(), run.said
+    assert max(used["trainer"]) > 1 and max(used["reference"]) > 1
+    shares = of_metric(run.job.config.run_dir, "perf/threads")
+    assert len(shares) == 4 and 3 / 8 <= max(shares) <= 1
+    assert run.job.certificate is not None
+    assert "train.num_threads=auto: the number of threads changes" in run.job.certificate.why_not_deterministic

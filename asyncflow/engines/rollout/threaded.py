@@ -87,7 +87,7 @@ class ThreadedEngine(RolloutEngine):
         end_at_exit(self._thread, partial(self._inbox.put, None))
         self._thread.start()
 
-    def use_threads(self, count: int) -> None:
+    async def use_threads(self, count: int) -> None:
         """Compute with so many threads from the next step on. Bits depend on their number."""
         self._inbox.put(partial(torch.set_num_threads, count))
 

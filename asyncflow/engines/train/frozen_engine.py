@@ -23,6 +23,10 @@ class FrozenEngine(LogProbEngine):
         self._model = FrozenModel(model_path, passes, offload=options.offload)
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
+    async def use_threads(self, count: int) -> None:
+        """Compute with so many threads from the next call on."""
+        await self._thread.run(torch.set_num_threads, count)
+
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         return await self._thread.run(self._model.response_log_probs, prompt_ids, response_ids, target_ids)
 

@@ -49,6 +49,10 @@ class TrainingEngine(ModelTraining, Generic[T]):
         # The count holds for GEMMs only when it is set inside the thread that calls them.
         self._thread = ComputeThread("train-engine", setup=lambda: self._set_up(options.num_threads))
 
+    async def use_threads(self, count: int) -> None:
+        """Compute with so many threads from the next call on, as the ranks do that follow."""
+        await self._lead("use_threads", count)
+
     async def begin_step(self) -> None:
         await self._lead("begin_step")
 

@@ -38,6 +38,10 @@ class RewardModelEngine(ClassifierEngine):
         self._longest = getattr(model.config, "max_position_embeddings", None)
         self._thread = ComputeThread("reward-model", setup=lambda: torch.set_num_threads(num_threads))
 
+    async def use_threads(self, count: int) -> None:
+        """Compute with so many threads from the next score on."""
+        await self._thread.run(torch.set_num_threads, count)
+
     async def score(self, token_ids: Array) -> float:
         """See `ClassifierEngine.score`. Also raises `MemoryError` if the device's memory does not suffice."""
         if not len(token_ids) or (self._longest is not None and len(token_ids) > self._longest):

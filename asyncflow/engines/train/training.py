@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from asyncflow.engines.base import Hyperparameters, MicroBatch, MicroBatchResult, OptimResult
@@ -38,6 +39,10 @@ class Training(ABC):
     _optimizer: Optimizer
     _state: EngineState
     """State in a checkpoint. Who keeps another one overrides the three methods that use it."""
+
+    def use_threads(self, count: int) -> None:
+        """Compute with so many threads from now on, in the calling thread. Bits depend on their number."""
+        torch.set_num_threads(count)
 
     def begin_step(self) -> None:
         """See `TrainEngine.begin_step`."""

@@ -12,7 +12,7 @@ from asyncflow.config import parse
 from asyncflow.control.signal import Signal
 from asyncflow.run import cores as module_of_cores
 from asyncflow.run import factories as module_of_factories
-from asyncflow.run.cores import FreeCores, lend, widen
+from asyncflow.run.cores import FreeCores, lend, widen, widening
 from asyncflow.telemetry.spans import Recorder, Span
 from tests.patience import patience
 
@@ -80,12 +80,12 @@ def test_who_generates_has_the_cores_that_nobody_else_computes_on(
 async def test_a_rollout_engine_uses_more_threads_while_the_trainer_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, used, changed = {"trainer", "rollout/0"}, list[int](), asyncio.Event()
 
-    def use_threads(count: int) -> None:
+    async def use_threads(count: int) -> None:
         used.append(count)
         changed.set()
 
     cores, signal = cores_of(monkeypatch, 2, busy, rollout={"num_threads": "auto"})
-    widening = asyncio.create_task(widen(cores, use_threads, 1))
+    widening = asyncio.create_task(widen(cores, "rollout", use_threads, 1))
     for change, threads in ((busy.discard, 2), (busy.add, 1)):
         change("trainer")
         changed.clear()
@@ -134,3 +134,80 @@ async def test_helpers_follow_what_the_workers_do_until_the_run_stops(monkeypatc
     await asyncio.wait_for(lending, patience(10))
     assert helpers.allowed[3:] == [0, 0]
     assert [(span.task, span.start, span.end, span.is_lane) for span in spans] == [("helper_pass", 1.0, 3.0, False)]
+
+
+AUTO: dict[str, Any] = {"rollout": {"num_threads": "auto"}, "train": {"num_threads": "auto", "helpers": 0}}
+
+
+@pytest.mark.parametrize(
+    ("count", "sections", "seconds", "trainer", "rollout"),
+    [
+        (8, AUTO, {"trainer": 3.0, "rollout": 1.0}, 6, 2),
+        (8, AUTO, {"trainer": 1.0, "rollout": 1.0}, 4, 4),
+        (8, AUTO, {"trainer": 1.0, "rollout": 100.0}, 1, 7),
+        (8, AUTO, {}, 1, 7),  # nothing is known yet
+        (2, AUTO, {"trainer": 3.0, "rollout": 1.0}, 1, 1),
+        (1, AUTO, {"trainer": 3.0, "rollout": 1.0}, 1, 1),
+        (
+            8,
+            {**AUTO, "rollout": {"num_threads": 3}},
+            {"trainer": 1.0, "rollout": 9.0},
+            5,
+            3,
+        ),  # who computes something gets what is left
+        (8, {**AUTO, "train": {"num_threads": 2, "helpers": 0}}, {"trainer": 9.0, "rollout": 1.0}, 2, 6),
+        (
+            8,
+            {**AUTO, "train": {**AUTO["train"], "accumulate": "exact"}},
+            {"trainer": 9.0, "rollout": 1.0},
+            1,
+            7,
+        ),  # bits are promised
+        (8, {**AUTO, "train": {**AUTO["train"], "reference": "task"}}, {"trainer": 3.0, "rollout": 1.0, "reference": 2.0}, 4, 2),
+    ],
+)
+def test_cores_are_dealt_by_what_each_pool_has_computed(
+    count: int, sections: dict[str, Any], seconds: dict[str, float], trainer: int, rollout: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_of_factories, "num_cores", lambda: count)
+    cores, _ = cores_of(monkeypatch, count, {"trainer", "rollout/0"}, **sections)
+    assert cores.threads_of("trainer") == sections["train"]["num_threads"] if sections["train"]["num_threads"] != "auto" else 1
+    cores.deal(seconds)
+    assert (cores.threads_of("trainer"), cores.threads_of("rollout")) == (trainer, rollout)
+    most = cores.most_given()
+    assert most is not None and most * count <= max(count, 2)
+    cores.deal({})
+    assert cores.threads_of("trainer") == sections["train"]["num_threads"] if sections["train"]["num_threads"] != "auto" else 1
+
+
+def test_the_seconds_of_pools_count_the_threads_that_they_were_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, _ = cores_of(monkeypatch, 8, set(), **AUTO)
+    lanes = ("rollout/0", "rollout/1", "evaluator/0", "trainer/0", "reward/0", "rollout/outside-0")
+    spans = [Span(worker=worker, task="forward_backward", start=1.0, end=2.0) for worker in lanes]
+    spans += [
+        Span(worker="trainer/0", task="helper_pass", start=1.0, end=1.5, is_lane=False),
+        Span(worker="rollout/0", task="wait", start=2.0, end=9.0, cause="rows"),
+    ]
+    alone = cores.seconds(spans, 0.0, 10.0)
+    assert alone == {"reward": 1.0, "rollout": 3.0, "trainer": 1.5}
+    cores.deal({"trainer": 3.0, "rollout": 1.0})
+    assert cores.seconds(spans, 0.0, 10.0)["trainer"] == 6 * 1.5
+
+
+def test_no_threads_are_dealt_where_the_number_is_fixed_or_the_engine_cannot_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        async def use_threads(self, count: int) -> None: ...
+
+    def why(engine: object, **sections: Any) -> str:
+        config = parse({"model": {"path": "model"}, "data": {"path": "data"}, **sections})
+        coroutines, said = widening(config, cast(Any, None), "trainer", engine)
+        for coroutine in coroutines:
+            coroutine.close()
+        assert bool(coroutines) == bool(said)
+        return said
+
+    assert why(Engine(), train=AUTO["train"]).startswith("train.num_threads=auto: ")
+    assert why(object(), train=AUTO["train"]) == ""
+    assert why(Engine(), train={"num_threads": 4}) == ""
+    assert why(Engine(), train={**AUTO["train"], "device": "cuda"}) == ""
+    assert why(Engine(), train=AUTO["train"], cluster="ray") == ""

@@ -213,6 +213,7 @@ def test_every_metric_is_defined():
         "policy/rollout_kl",
         "policy/rollout_logprob_difference",
         "perf/helper_seconds",
+        "perf/threads",
         "perf/cores_busy",
         "run/num_resumes",
         "weights/attested",

@@ -192,3 +192,11 @@ def test_the_plan_stands_beside_what_the_run_measured(tmp_path):
     assert "-50%" in told
     assert f"busy share of trainer 100.0% {busy:.1%} {100 * (1 - busy):+.1f} points" in told
     assert "busy share of values" not in told  # no such pool has run
+
+
+def test_busy_cores_are_shown_and_how_many_threads_there_were_at_most(tmp_path):
+    rows = [
+        {"step": step, "perf/cores_busy": 0.5 + step / 4, "perf/threads": threads} for step, threads in enumerate((1.0, 0.5, 0.75))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "mean cores busy 88% threads at one time: 1 x the cores at most" in Page(write_report(tmp_path)).text

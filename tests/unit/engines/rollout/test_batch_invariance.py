@@ -148,6 +148,6 @@ async def test_two_threads_promise_nothing(model_path: Path) -> None:
 async def test_the_number_of_threads_changes_between_two_steps(model_path: Path) -> None:
     engine = SlotEngine(model_path, num_slots=4, max_context=64)
     for count in (2, 1):
-        engine.use_threads(count)
+        await engine.use_threads(count)
         assert await asyncio.wrap_future(engine._hand_in(torch.get_num_threads)) == count
     await engine.close()
