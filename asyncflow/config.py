@@ -131,7 +131,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     path: str | None = None
     """A file of JSON Lines, JSON, CSV, TSV or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
-    (`openai/gsm8k`), or `generated:arithmetic`. None: prompts are put by whoever drives the run, and it waits for them."""
+    (`openai/gsm8k`), or `generated:arithmetic`. None: prompts are put by the user, as the run goes, and it waits for them."""
     subset: str | None = None
     """Which part of a data set on the Hub, where it has several (`main`)."""
     split: str = "train"
@@ -494,7 +494,8 @@ class QueueConfig(Section):
     storage: Chosen = Choice(name="memory")
     """Where samples are kept."""
     samplers: dict[str, Chosen] = Field(default_factory=dict)
-    """Which ready rows go to which worker, by task (`rollout`, `train`, ...); by default the oldest to whoever asked first."""
+    """Which ready rows go to which worker, by task (`rollout`, `train`, ...); by default the oldest to the worker that asked
+    first."""
     num_units: PositiveInt = 1
     """Storage units; each group of rows lies on one of them."""
     place: Literal["driver", "workers"] = "driver"

@@ -1,8 +1,8 @@
 """Names of devices: in PyTorch, in clusters that count them, and in the variables that make them visible. Only this file names
 accelerators.
 
-Whoever computes is handed a device, and asks at most whether it is the CPU. What differs between accelerators is looked up here, by
-kind, or in `engines/devices.py`, from PyTorch. No torch here: configurations name devices where nothing computes.
+Code that computes is handed a device, and asks at most whether it is the CPU. What differs between accelerators is looked up
+here, by kind, or in `engines/devices.py`, from PyTorch. No torch here: configurations name devices where nothing computes.
 """
 
 from __future__ import annotations

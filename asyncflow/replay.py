@@ -87,9 +87,9 @@ class ReplayPlan:
 class Comparison:
     """Results of the replay beside those of the run, for the policy and, where there is one, the critic.
 
-    `metrics`: by name, the run's and the replay's, None who has none; `has_metrics`: whether the run has written the step's at all.
-    `tensors`: those whose bits differ after the step, None where the run kept no fingerprints; `losses`: (micro-batches with the
-    same loss, all), or None.
+    `metrics`: by name, the run's and the replay's, None for one that has none; `has_metrics`: whether the run has written the
+    step's at all. `tensors`: those whose bits differ after the step, None where the run kept no fingerprints; `losses`:
+    (micro-batches with the same loss, all), or None.
     """
 
     metrics: Mapping[str, tuple[float | None, float | None]]

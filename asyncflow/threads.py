@@ -129,7 +129,7 @@ def places() -> list[str]:
 def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
     if future.cancelled():
         return
-    if isinstance(error, StopIteration):  # which no future takes: whoever waits would wait for ever
+    if isinstance(error, StopIteration):  # which no future takes: the caller would wait for ever
         ended = RuntimeError("a call in a compute thread raised StopIteration")
         ended.__cause__ = error
         error = ended

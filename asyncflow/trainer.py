@@ -77,7 +77,7 @@ class Trainer:
     def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
         """Have every rollout worker serve the weights of the last committed step now; returns their version (AF, section 5).
 
-        Workers get new weights by themselves, when the schedule lets them: this is for who drives a run from outside. They change
+        Workers get new weights by themselves, when the schedule lets them: this is for driving a run from outside. They change
         all at once, in `sub_step` too, where they otherwise do it in turn; but no row is made by a version that its step may not
         have, so that under a schedule that is ahead with generating they first finish what only the older version may make. Returns
         when all serve it. Raises `RunError` naming the workers that do not in time: the call stands, and they change when they can.

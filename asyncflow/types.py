@@ -243,8 +243,8 @@ class WeightSource(Protocol):
     def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
         """Pairs (name, tensor) of `specs`, in that order. Tensors are on the CPU, contiguous, and as their specs say.
 
-        A tensor is valid until the next one is asked for, or, if they `are_lasting`, until the next `optim_step`. Who begins goes
-        on to the end.
+        A tensor is valid until the next one is asked for, or, if they `are_lasting`, until the next `optim_step`. A reader that
+        begins goes on to the end.
         """
         ...
 

@@ -13,7 +13,7 @@
     sequences         1 / |o|         its responses           every response weighs the same
     constant          1 / constant    its responses           every token weighs the same, and in every step (Dr. GRPO)
 
-KL and H have no importance weight: they hold the policy, whoever drew the token.
+KL and H have no importance weight: they hold the policy, whichever engine drew the token.
 
 With `kl_place: reward` the KL term is not in the loss: it is taken off the rewards before they become advantages, and has no
 gradient of its own. It is then from the policy that drew the tokens to the reference, which is needed ahead of training.
@@ -60,7 +60,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class PolicyLoss(Algorithm):
-    """See the module's head. Who is below it says what `advantages` are, from `rewards`."""
+    """Base of the algorithms here, see the module's head. A subclass says what `advantages` are, from `rewards`."""
 
     def __init__(
         self,

@@ -117,7 +117,7 @@ def snapshot(hub: Hub, name: Annotated[str, typer.Argument()], key: Key = None) 
 
 @app.command(name="key")
 def new_key(path: Annotated[Path, typer.Argument(help="A new file, readable by you alone.")]) -> None:
-    """Make a queue's key: whoever has it may connect by tls:."""
+    """Make a queue's key: a process that has it may connect by tls:."""
     from asyncflow.transport import Credentials
 
     Credentials.create(path)

@@ -18,7 +18,7 @@ def status(
     run: Annotated[Path, typer.Argument(help="A live run's folder, such as runs/quickstart.")],
     prometheus: Annotated[bool, typer.Option("--prometheus", help="Print the queue's metrics in Prometheus' text form.")] = False,
 ) -> None:
-    """Show who does what in a live run, and what waits for what."""
+    """Show what each worker of a live run does, and what waits for what."""
     asyncio.run(_status(run, prometheus))
 
 

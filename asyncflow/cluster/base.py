@@ -92,10 +92,11 @@ class Cluster(Protocol):
     async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
         """Wait so long for the workers to end, then kill. Returns the names of those that were killed.
 
-        `keep`: names of workers whose processes stay, for whoever starts workers of these names next; only where the cluster has
+        `keep`: names of workers whose processes stay, for the next start of workers of these names; only where the cluster has
         such (`WorkerSpec.may_stay`).
 
-        Those that outlive the others are ended after them, at once, when `settle` has returned: who else needs them is done then.
+        Those that outlive the others are ended after them, at once, when `settle` has returned: others that need them are done
+        then.
         """
         ...
 

@@ -38,7 +38,7 @@ class Faults:
     slow: Mapping[str, float] = field(default_factory=dict)
     deaths: tuple[tuple[float, str], ...] = ()
     stalls: tuple[tuple[float, str, float], ...] = ()
-    """(when, who, for how long); for ever: until the run is stopped."""
+    """(when, worker, for how long); for ever: until the run is stopped."""
     late_rewards: float = 0.0
     """Share of rewards that take fifty times as long."""
     broken_fetches: Mapping[str, float] = field(default_factory=dict)
@@ -58,7 +58,8 @@ class Faults:
         one in three has fetches that hang.
 
         The first worker is never slow, never dies and always has its weights, so that somebody is left. Where there are `sizes`
-        that a run may have, every other one changes its size, and what goes wrong with those who join is drawn as for the others.
+        that a run may have, every other one changes its size, and what goes wrong with workers that join is drawn as for the
+        others.
         """
         rng, mortals = random.Random(f"{seed}/faults"), workers[1:]
 

@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _import(module: str) -> None:
-    with contextlib.suppress(Exception, SystemExit):  # whoever needs it says so in its own words
+    with contextlib.suppress(Exception, SystemExit):  # the process that needs it says so in its own words
         importlib.import_module(module)
 
 

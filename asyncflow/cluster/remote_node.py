@@ -1,6 +1,6 @@
 """A machine that is not the driver's, as its workers know it, and the addresses by which machines reach each other.
 
-Its workers reach the driver by the run's TLS door and not by the private socket. Whoever places them says so in their
+Its workers reach the driver by the run's TLS door and not by the private socket. The cluster that places them says so in their
 environment.
 """
 
@@ -54,7 +54,7 @@ def host_of(address: str) -> str:
 
 
 def is_any(host: str) -> bool:
-    """Whether it is no machine's address, but all those of whoever says it: `0.0.0.0`, `::`."""
+    """Whether it is no machine's address, but all those of the process that says it: `0.0.0.0`, `::`."""
     address = _ip_address(host)
     return not host or (address is not None and address.is_unspecified)
 

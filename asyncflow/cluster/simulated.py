@@ -43,7 +43,7 @@ class _Worker:
 class SimulatedCluster:
     """`Cluster` of processes that are not.
 
-    `late` and `failures`: who was killed at the end, and who ended with what error, before it or in it.
+    `late` and `failures`: workers that were killed at the end, and those that ended with an error, before it or in it.
     """
 
     def __init__(self, wire: Wire, mains: Mapping[str, Main], faults: Faults) -> None:
@@ -59,7 +59,7 @@ class SimulatedCluster:
         self._over: asyncio.Future[None] = wire.loop.create_future()
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
-        """See `Cluster`. With the first workers the plan begins; who is not there when his turn comes is spared."""
+        """See `Cluster`. With the first workers the plan begins; a worker that is not there when its turn comes is spared."""
         loop, is_first = self._wire.loop, not self._lives
         for spec in workers:
             self._begin(spec)
@@ -88,7 +88,7 @@ class SimulatedCluster:
         return not was_running
 
     async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
-        """See `Cluster`. Whoever stands still goes on, and nobody dies or is started any more. Nobody outlives the others."""
+        """See `Cluster`. Workers that stand still go on; none dies or is started any more, and none outlives the others."""
         for timer in self._timers:
             timer.cancel()
         for worker in self._workers.values():

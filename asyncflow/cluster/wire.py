@@ -42,7 +42,7 @@ class Wire:
         self._rng, self._latency_seconds = rng, latency_seconds
 
     async def start(self, address: object) -> str:
-        """There is no door to be opened: whoever has the wire may connect."""
+        """There is no door to be opened: every client that has the wire may connect."""
         return str(address)
 
     async def close(self) -> None:
@@ -118,7 +118,7 @@ class SimulatedPeer:
             if service not in self._wire.services:
                 raise LookupError(f"no service {service!r}")
             result = getattr(self._wire.services[service], method)(*arguments)
-        except Exception as error:  # the answer to the caller, who raises it
+        except Exception as error:  # the answer to the caller, which raises it
             self._down(self._answer, number, raised(service, method, error_name(error), str(error)), None)
             return
         if not isinstance(result, asyncio.Future):

@@ -1,4 +1,4 @@
-"""Critic versions: which version of the critic is published, for those who compute values by it.
+"""Critic versions: which version of the critic is published, for the workers that compute values by it.
 
 A version is a step count: version v is what training on v steps has made. Version 0 is in the files that the critic starts from. A
 resumed run from version `first` begins when the critic has published that version. The values of step s are those of version s, and
@@ -25,7 +25,7 @@ class CriticVersions:
     @remote
     async def publish(self, version: int, manifest: Manifest | None) -> None:
         """The critic has published a version. Versions only rise; anything else is a `ValueError`. Without a manifest it is there
-        already for whoever waits: in the engine that has trained it."""
+        already for a loop that waits: in the engine that has trained it."""
         if version <= self.newest.version:
             raise ValueError(f"version {version} of the critic was published after version {self.newest.version}")
         self.newest = Target(version, manifest)

@@ -123,7 +123,7 @@ class SubStep(Periodic):
             return False
         if version == fleet.called_for:
             return True
-        # Who has just begun, or is stale, takes no supply away, and its weights may be long in coming.
+        # A worker that has just begun, or is stale, takes no supply away, and its weights may be long in coming.
         num_changing = sum(worker in fleet.generating for worker in fleet.installing)
         if not num_changing:
             return True

@@ -193,7 +193,7 @@ class PolicyVersions:
     # -- the driver's -------------------------------------------------------------------------------------------------------
 
     def resize(self, size: int) -> tuple[list[str], list[str]]:
-        """Have so many workers, see `WorkerPool.resize`. Who is to leave is told so."""
+        """Have so many workers, see `WorkerPool.resize`. Those that are to leave are told so."""
         coming, going = self.workers.resize(size)
         self._signal.notify()
         return coming, going
@@ -264,8 +264,8 @@ class PolicyVersions:
 
     @property
     def share_attested(self) -> float | None:
-        """Share of the workers that serve whose engine has shown that it has the version; None where none is promised. Who serves
-        version 0, the worker's own files, has been given none yet."""
+        """Share of the workers that serve whose engine has shown that it has the version; None where none is promised. One that
+        serves version 0, the worker's own files, has been given none yet."""
         given = [self.attested[worker] for worker in self.serving if worker in self.attested]
         if self.newest is None or not self.newest.sums or not given:
             return None

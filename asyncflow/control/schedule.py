@@ -67,7 +67,7 @@ class Fleet(Protocol):
 
     @property
     def called_for(self) -> int:
-        """Somebody who drives the run has called for this version: workers change to it all at once, as soon as the interval lets
+        """The user has called for this version: workers change to it all at once, as soon as the interval lets
         them. The newest such version; -1: nobody has."""
         ...
 

@@ -28,7 +28,7 @@ class Signal:
         self._waiting: list[_Waiting] = []
 
     async def until(self, condition: Callable[[], bool], wait: Wait, **facts: int | str) -> None:
-        """`wait` and its facts: what is waited for, for whoever asks why nothing moves."""
+        """`wait` and its facts: what is waited for, in the answer to why nothing moves."""
         entry: _Waiting | None = None
         while not condition():  # once more after waking: another waiter may have changed things in between
             entry = entry or _Waiting(condition, wait, facts)

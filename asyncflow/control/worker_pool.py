@@ -56,8 +56,8 @@ class WorkerPool:
         self.guests.remove(guest)
 
     def resize(self, size: int) -> tuple[list[str], list[str]]:
-        """Have so many members that work. Returns who is to be started, and who is to leave: those that came last, and all that
-        failed for good."""
+        """Have so many members that work. Returns those to start, and those that are to leave: the ones that came last, and all
+        that failed for good."""
         working = self._own
         going = [name for name in self.members if name in self.failed or name in working[size:]]
         self.leaving |= set(going)

@@ -64,7 +64,7 @@ class CheckpointTokenizer:
         assert self.template_source is not None, "the tokenizer has no chat template"
         specials = {name: _token_text(self._settings.get(name)) for name in _SPECIALS}
         known = {"tools": None, "documents": None, **specials, **(options or {})}
-        try:  # compiled when first used: a template that jinja2 cannot read harms nobody who does without
+        try:  # compiled when first used: a template that jinja2 cannot read harms no run that does without
             self._template = self._template or _compile(self.template_source)
             return self._template.render(messages=messages, add_generation_prompt=has_answer_begun, **known)
         except (jinja2.TemplateError, TypeError) as error:

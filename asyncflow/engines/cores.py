@@ -63,7 +63,7 @@ class Computation:
         self.call_when_done()
 
     def call_when_done(self) -> None:
-        """(Re)start the timer. It belongs to who has begun the work, whoever changes its rate."""
+        """(Re)start the timer. It belongs to the task that has begun the work, whichever changes its rate."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.loop.call_later(max(0.0, self.until(self.seconds)), self.then, context=self.context)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "updates.txt"
 ROLLOUT, TRAIN, CRITIC, REFERENCE = "rollout", "train", "critic", "reference"
-"""Pools, by which contention knows who computes."""
+"""Pools, by which contention knows what computes."""
 ROUNDING = 1e-9  # fraction of a decode step: a timer that fires at the step's end may be early by rounding
 
 
@@ -355,7 +355,8 @@ class SleepingPasses:
     async def compute(
         self, passes: Sequence[int], own: Callable[[int], Awaitable[None]], beside: Callable[[int], Awaitable[None]]
     ) -> None:
-        """Compute passes of so many tokens, here by `own` and in the helpers by `beside`; whoever is free takes the next one."""
+        """Compute passes of so many tokens, here by `own` and in the helpers by `beside`; the one that is free takes the next
+        pass."""
         left, clock = deque(passes), asyncio.get_running_loop().time
 
         async def help_out(helper: int) -> None:

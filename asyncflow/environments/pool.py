@@ -105,7 +105,7 @@ class EnvironmentPool:
         return episode, None if reply.words is None else Opening(reply.words, reply.tools)
 
     async def close(self) -> None:
-        """Kill all processes and wait for their end. Whoever still waits for an answer gets a `RunError`."""
+        """Kill all processes and wait for their end. A caller that still waits for an answer gets a `RunError`."""
         self._fail(RunError(f"environment pool {self._name!r} was closed"))
         for task in self._beside:
             task.cancel()

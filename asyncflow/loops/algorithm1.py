@@ -1,6 +1,6 @@
 """Algorithm 1 (PA, section 4): the feed, the producers and the consumer, side by side. The numbers are the algorithm's lines.
 
-    feed      consumes: prompts            waits for: the schedule's leave       is unblocked by: commits, whoever puts prompts
+    feed      consumes: prompts            waits for: the schedule's leave       is unblocked by: commits, the user's prompts
     produce   consumes: an admitted group  waits for: slots, rewards             is unblocked by: the engine, the reward processes
     train     consumes: complete groups    waits for: groups of its step         is unblocked by: producers, the end of the step
 
@@ -304,7 +304,7 @@ class Publishing:
     """
 
     def __init__(self, sender: WeightSender | None, versions: PolicyVersions, spans: Recorder, beside: asyncio.TaskGroup) -> None:
-        """`beside`: what fails there ends whoever trains."""
+        """`beside`: what fails there ends the trainer."""
         self._sender, self._versions, self._spans, self._beside = sender, versions, spans, beside
         self._under_way: asyncio.Task[None] | None = None
 

@@ -41,7 +41,7 @@ async def add_values(
     while (target := await versions.reaches(step)) is not None:
         step = target.version
         if target.manifest is not None:
-            assert receiver is not None, "whoever does not train the critic has a receiver"
+            assert receiver is not None, "a worker that does not train the critic has a receiver"
             if not await _install(target, engine, versions, receiver, context.spans):
                 continue
         if not await context.ledger.may_start(VALUES_TASK, step):

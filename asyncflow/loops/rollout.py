@@ -161,7 +161,7 @@ class Rollout:
                         self._under_way.append(request)
                         groups.create_task(self._produce(leased, request))
                 self._changed.notify()
-                if leased is None and not self._is_stale:  # withdrawn, or closed; who is stale may serve the same again
+                if leased is None and not self._is_stale:  # withdrawn, or closed; a stale worker may serve the same again
                     await self._changed.until(partial(self._has_moved_on, version), OWN_RESPONSES)
 
     def _may_take(self) -> bool:
@@ -215,7 +215,7 @@ class Rollout:
             if (tensors := await self._fetched(target)) is None:
                 continue
             if not await self._versions.may_install(target.version, self._installed):
-                # It is to serve another one: whoever publishes need not wait for the file of this one.
+                # It is to serve another one: the sender need not wait for the file of this one.
                 await self._weights.receiver.release()
                 continue
             self._is_installing = True

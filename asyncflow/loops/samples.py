@@ -16,7 +16,7 @@
 | timed_out | row | rollout, evaluate | uint8, 1 where the environment's deadline ended the episode |
 | branches | row | rollout, evaluate | int64, ragged, flat: further sequences of the row (branches.py), with an environment |
 | reward | row | rollout, evaluate, or reward where `reward.place` is `task` | float32 |
-| reward_parts | row | who writes reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
+| reward_parts | row | as reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
 | ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
 | member | row | select | uint8, 1: the row is trained in its step; only where steps choose their members |
 | values | row | values | float32, ragged; only where the algorithm has a critic |

@@ -5,7 +5,7 @@
 
 consumes: whole groups with their rewards
 waits for: such groups
-is unblocked by: who scores
+is unblocked by: the workers that score
 
 A group whose rewards are all equal teaches nothing that compares them: it is degenerate. Of the others it is their numbers that say
 which are members (`ledger/candidates.py`). A lease is held until that is certain.

@@ -54,7 +54,7 @@ class Taking:
             finally:
                 for future in (taking, closed):
                     future.cancel()
-            # Of a lease that has expired, the rows are marked by whoever has them now, or end with the drop.
+            # Of a lease that has expired, the rows are marked by the worker that has them now, or end with the drop.
             await self._queue.mark(list(leases.values()))
             if self._task == self._ledger.ledger.tasks.policy:
                 await self._ledger.released(step)

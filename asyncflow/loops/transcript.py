@@ -1,4 +1,4 @@
-"""The tokens of an episode, who said them, and by which weights: as they come, and as a whole."""
+"""The tokens of an episode, which side said them, and by which weights: as they come, and as a whole."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class RewardPool:
             self._unanswered.discard(future)
 
     async def close(self) -> None:
-        """Kill all workers and wait for their end. Whoever still waits in `score` gets a `RunError`."""
+        """Kill all workers and wait for their end. A caller that still waits in `score` gets a `RunError`."""
         self._fail(RunError(f"reward pool {self._name!r} was closed"))
         for task in self._serving:
             task.cancel()

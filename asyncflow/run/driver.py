@@ -304,7 +304,7 @@ class Driver:
 
     async def hand_over(self, may_stay: Collection[str]) -> Collection[str]:
         """Tell every loop that the attempt is over, and these workers that another follows. Returns those that stay for it, and
-        have let go of this one. Who is not connected, or loads a model, cannot."""
+        have let go of this one. One that is not connected, or loads a model, cannot."""
         states = self.hub.states
         self.handover.begin({name for name in may_stay if name in states and states[name].task != "load"})
         await self.stop()

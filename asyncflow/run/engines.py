@@ -93,7 +93,7 @@ def critic_engine(config: Config, model: Path) -> CriticEngine:
 
 
 def weight_sync(run: RunConnection, device: str, *, receives: bool = False, base: int | None = None) -> WeightSync:
-    """The way of the weights, for who sends them or receives them on `device`. `base`: see `WeightSyncOptions`."""
+    """The way of the weights, for a worker that sends them or receives them on `device`. `base`: see `WeightSyncOptions`."""
     config = run.config
     # A sender keeps one version more than is needed: the newest is whole while the next one is written. A receiver's machine has
     # one more where there are evaluators: they fetch older versions.

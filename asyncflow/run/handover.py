@@ -5,7 +5,7 @@
 
 consumes: the word that another attempt follows; questions of workers whose loops have ended
 waits for: these workers to let go of the attempt that is over
-is unblocked by: their connections' ends, or the deadline: who is late is ended
+is unblocked by: their connections' ends, or the deadline: a worker that is late is ended
 """
 
 from __future__ import annotations

@@ -411,7 +411,7 @@ class Job:
             self.listener.log(f"at the end: {words}")
 
     async def _settle(self, driver: Driver, grace: float) -> None:
-        """The cluster's workers have ended: who else needs storage units is waited for."""
+        """The cluster's workers have ended: others that need storage units are waited for."""
         if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
             self.listener.log(f"the trainers that torchrun has started did not end within {grace:g} s")
         await driver.settle()

@@ -44,7 +44,7 @@ class Kept:
 
 
 class Journal:
-    """The files of one run. Whoever begins the run anew calls `clear`."""
+    """The files of one run. `clear` begins the run anew."""
 
     def __init__(self, folder: Path, group_bits: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -103,7 +103,7 @@ async def _until_ended(run_dir: Path, workers: list[WorkerSpec]) -> None:
         await cluster.start(workers)
         await cluster.wait(lambda name, why, is_final: None)
     finally:
-        await cluster.stop(0.0)  # whoever has not ended waits for one that has failed
+        await cluster.stop(0.0)  # workers that have not ended wait for one that has failed
 
 
 def profiled_model(folder: Path) -> Path:

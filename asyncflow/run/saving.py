@@ -140,7 +140,8 @@ class CheckpointCoordinator:
                 self._log(f"{what} could not be kept: {error.strerror or error}")
 
     async def settle(self) -> None:
-        """Wait until every checkpoint whose files are all there is one, or has been left out, whoever has died meanwhile."""
+        """Wait until every checkpoint whose files are all there is one, or has been left out, whichever process has died
+        meanwhile."""
         if self._finishing:
             await asyncio.wait(self._finishing)
 

@@ -1,6 +1,6 @@
 """Rollout workers that join and leave a run: `asyncflow cluster scale rollout=4 --run RUN`.
 
-    scale --> PolicyVersions.resize: who comes, who goes --> Cluster.start: they load the model, join `PolicyVersions`, take prompts
+    scale --> PolicyVersions.resize: changed pool --> Cluster.start: they load the model, join `PolicyVersions`, take prompts
                                                '--> Cluster.end: told by `PolicyVersions`, they end what they hold, or are killed
 
 consumes: how many there are to be
@@ -98,7 +98,7 @@ class Scaling:
         resizing = asyncio.create_task(self._resize(size, grace_seconds))
         self._under_way.add(resizing)
         resizing.add_done_callback(self._is_through)
-        await asyncio.wait([resizing])  # whoever has asked may go: it is done all the same
+        await asyncio.wait([resizing])  # the caller may go: it is done all the same
         if resizing.cancelled():
             raise RunError(_ENDING)
         return resizing.result()

@@ -19,7 +19,7 @@ from asyncflow.types import RunError
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The answer to `asyncflow status`: who does what, what waits for what, and what each storage unit holds."""
+    """The answer to `asyncflow status`: what each worker does, what waits for what, and what each storage unit holds."""
 
     run: str
     committed: int
@@ -63,7 +63,7 @@ class Watch:
         while True:
             await asyncio.sleep(max(0.05, driver.last_progress + limit - loop.time()))
             if driver.ledger.is_held or driver.waits_outside:
-                driver.progress()  # who drives the run by hand, or works for it from outside, may take his time
+                driver.progress()  # a user by hand, or a worker from outside, may take any time
             elif loop.time() - driver.last_progress >= limit:
                 status, lease = await self.status(), driver.config.queue.lease_seconds
                 late = (

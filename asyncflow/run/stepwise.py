@@ -52,7 +52,7 @@ class StepwiseRun:
         return self.job.rows[step]
 
     async def until(self, condition: Callable[[], bool]) -> bool:
-        """See `Job.until`. A worker whose death ends the run is not started again here: whoever drives the run may have pushed
+        """See `Job.until`. A worker whose death ends the run is not started again here: the caller may have pushed
         prompts that only he has, so he goes on by himself, which the sentence says."""
         return await self._or_its_end(self.job.until(condition))
 

@@ -5,7 +5,7 @@
     | process.py: its owner     | ------------> | child.py: one question after another, each with its token  |
     |                           | <------------ |   fork --> forked.py: one piece of work, its deadline, its |
     +---------------------------+  answer       |            memory, what it prints; nothing of it stays     |
-                 | who lives                    +------------------------------------------------------------+
+                 | is it alive?                 +------------------------------------------------------------+
                  v                                                  ^ SIGKILL to the whole session
     +---------------------------+                                   |
     | guard.py                  | ----------------------------------+  when the run's process is gone

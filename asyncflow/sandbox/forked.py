@@ -5,8 +5,8 @@ waits for: the child's answer, at most `deadline_seconds`
 is unblocked by: the answer, the child's end, too much of output, or the deadline
 
 Whatever the work did, to modules, to globals, to a cache, is gone with the child. So are its temporary files, and processes that it
-started: the child has a process group of its own, and who left that becomes a child of this process when its parent ends. What the
-child prints is kept here, the end of it, as its last words.
+started: the child has a process group of its own, and a process that left it becomes a child of this one when its parent ends.
+What the child prints is kept here, the end of it, as its last words.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def in_child(
             _work(work, limits, own, answer, word, folder)
         os.close(answer)
         os.close(word)
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: whoever comes first
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: the first of both counts
             os.setpgid(child, child)
         watch = _Watch(child, answers, words, reply_type, limits, who)
         try:

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def kill_sessions(sessions: set[int]) -> None:
-    """SIGKILL to all processes of sessions, each named by its leader, who need not live any more.
+    """SIGKILL to all processes of sessions, each named by its leader, which need not live any more.
 
     Every piece of work has a process group of its own in its process's session. Where /proc does not tell
     them, only the leader's is ended.

@@ -390,7 +390,7 @@ def needs(scope: Scope) -> Any:
 
 
 def _secret(headers: Mapping[bytes, bytes], *, is_look: bool) -> str | None:
-    """Secret that a request shows. As a password of a browser's, who sends it by itself, it counts for looking alone."""
+    """Secret that a request shows. As a password of a browser's, which sends it by itself, it counts for looking alone."""
     if (given := headers.get(b"x-api-key")) is not None:
         return given.decode("latin-1")
     kind, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")

@@ -275,8 +275,8 @@ class PublishedFiles:
 
 
 class ToldQueue(TransferQueueClient):
-    """The queue as an outside worker's loop sees it: who has put a response is told what became of it. `kept` is called with the
-    rows that were stored, and hashes of their prompts, before that."""
+    """The queue as an outside worker's loop sees it: a client that has put a response is told what became of it. `kept` is called
+    with the rows that were stored, and hashes of their prompts, before that."""
 
     def __init__(self, places: Places, engine: OutsideEngine, kept: Callable[[Batch, Array], None]) -> None:
         super().__init__(places)

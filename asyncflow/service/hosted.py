@@ -90,7 +90,7 @@ class HostedRun:
         self.config, self._run = config, run
         self._workers = OutsideWorkers(run.driver, model, vocabulary, self._kept)
         if config.train.engine.name == OUTSIDE:
-            run.allow(config.run.steps)  # whoever trains says when
+            run.allow(config.run.steps)  # the client that trains says when
         self._watching = asyncio.create_task(self._watch(run))
 
     async def _watch(self, run: StepwiseRun) -> None:
@@ -189,7 +189,7 @@ class HostedRun:
         return step + 1
 
     def is_published(self, step: int) -> bool:
-        """Whether the step is committed: who publishes it again has not heard the answer."""
+        """Whether the step is committed: a client that publishes it again has not heard the answer."""
         return step < self.run.driver.ledger.ledger.committed
 
     def begin_training(self, *, is_fresh: bool) -> TrainerSession:

@@ -1,4 +1,4 @@
-"""Routes of a hosted run: the calls of AsyncFlow's service (AF, section 5), and of whoever drives or watches a run.
+"""Routes of a hosted run: the calls of AsyncFlow's service (AF, section 5), and of people that drive or watch a run.
 
 /v1/...                  the run: init_engines, step, status, prompts, ...
 /v1/generators/...       clients that generate: get_prompts_data, put_experience_data, weights
@@ -69,7 +69,7 @@ class InitEngines(Body):
     rollout: Place | None = None
     """`own`: the run starts rollout workers. `outside`: clients generate. Without it the configuration says it."""
     train: Place | None = None
-    """Likewise, who trains."""
+    """Likewise, the client that trains."""
 
 
 class Begun(BaseModel):

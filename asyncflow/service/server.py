@@ -59,7 +59,7 @@ class Listen:
 
 
 class HttpServer:
-    """A web application, served in the event loop of whoever starts it."""
+    """A web application, served in the event loop in which it is started."""
 
     def __init__(self, app: Callable[..., Any], listen: Listen, limits: Limits, certificate: Path | None = None) -> None:
         """`certificate`: PEM file with certificate and key, for TLS. Raises `UserError` for an address that other machines reach

@@ -214,4 +214,4 @@ class Reporter:
         certified = self.why_not_deterministic, dict(self.reward_failures), self.num_scored, self.own_metrics
         self.own_metrics = {}
         state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, now, rss, *certified, open_waits, threads)
-        await asyncio.shield(self._hub.report(*new, state))  # who is cancelled here has taken the spans already
+        await asyncio.shield(self._hub.report(*new, state))  # one that is cancelled here has taken the spans already

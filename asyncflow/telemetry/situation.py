@@ -50,8 +50,8 @@ class SeenWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class SeenGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A group that lacks something. `task`: the first task that is not done with all of its rows; `state`: of the first such row
-    in that task's queue. `holder`: who has leased it, `seconds` ago; `left`: until the lease runs out. `error`: of a row that has
-    failed for good."""
+    in that task's queue. `holder`: the worker that has leased it, `seconds` ago; `left`: until the lease runs out. `error`: of a
+    row that has failed for good."""
 
     group: int
     task: str
@@ -84,7 +84,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `idle`: since something has last moved. `published`: the newest version, `published_seconds` ago. `limits`: seconds by
     configuration key. `queue`: rows by task and state. `waits`: of the driver, and requests of others (`who`) that are parked
-    there. `ended`: why the run has ended; empty while it goes on. `is_held`: somebody who drives the run by hand, or works for it
+    there. `ended`: why the run has ended; empty while it goes on. `is_held`: a user who drives the run by hand, or works for it
     from outside, is waited for.
     """
 

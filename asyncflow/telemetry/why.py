@@ -69,8 +69,8 @@ _OF_A_STEP: Final = frozenset(
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A link of the chain: `text` is a whole sentence. `on`: who is waited for; empty at the cause. `ends`: what ends the wait at
-    the latest."""
+    """A link of the chain: `text` is a whole sentence. `on`: the worker that is waited for; empty at the cause. `ends`: what ends
+    the wait at the latest."""
 
     who: str
     text: str
@@ -262,7 +262,7 @@ class _Chain:
     # -- steps and groups ---------------------------------------------------------------------------------------------------
 
     def _of_steps(self, who: str, what: str, parked: OpenWait | None = None) -> Iterator[Link]:
-        """Whoever waits for something of a step: for its next group, a rank, or an evaluation."""
+        """Links of what waits for something of a step: for its next group, a rank, or an evaluation."""
         at, since = self._at, "" if parked is None else f", since {_s(parked.seconds)}"
         number = at.committed if parked is None else int(parked.facts.get("step", at.committed))
         step = next((each for each in at.open_steps if (each.topic, each.step) == ("train", number)), None)
@@ -296,7 +296,7 @@ class _Chain:
         return None if behind == who else behind
 
     def _of_group(self, who: str, step: SeenStep, since: str) -> Iterator[Link]:
-        """Whoever waits for the first group that a step lacks."""
+        """Links of what waits for the first group that a step lacks."""
         group, of = step.groups[0], f"step {step.step}" if step.topic == "train" else f"the evaluation of version {step.step}"
         more = f" (and {step.lacking - 1} more)" if step.lacking > 1 else ""
         yield self._link(who, f"{who} waits for group {group.group} of {of}{more}{since}", f"group {group.group}")
@@ -362,7 +362,7 @@ class _Chain:
         yield from self.of_worker(first.name)
 
     def _lateness(self, worker: SeenWorker) -> tuple[int, float]:
-        """Sorts first whoever is the likeliest cause: off, stale, in a wait of its own, then by how long its state has lasted."""
+        """Sort key: the likeliest cause comes first: off, stale, in a wait of its own, then by how long its state has lasted."""
         kind = 0 if self._off(worker) is not None else 1 if worker.stale else 2 if _culprit(worker) is not None else 3
         return kind, -worker.seconds
 

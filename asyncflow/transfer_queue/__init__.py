@@ -5,7 +5,7 @@
        |                                          v
        +------ put / complete / read ------> unit (one or more) ---------- storage: the columns themselves
 
-A unit never decides who gets a sample, and a controller's table never sees one. Start with `client.py`, then `unit.py` and
+A unit never decides which worker gets a sample, and a controller's table never sees one. Start with `client.py`, then `unit.py` and
 `controller.py`; `queue.py` puts them together in one process, `node.py` in many.
 """
 

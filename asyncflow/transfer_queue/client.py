@@ -132,7 +132,7 @@ class TransferQueueClient:
         return None
 
     async def fetch(self, lease: Lease, columns: Sequence[str], *, is_sure: bool = False) -> Leased | None:
-        """These columns of a lease's rows, also for somebody whom its holder has told of it.
+        """These columns of a lease's rows, also for a client that its holder has told of it.
 
         Rows dropped meanwhile are left out, of the lease too; None if all were. Raises `LookupError` naming a row and a column that
         it does not have. `is_sure`: the rows had these columns when they were leased, so one that lacks them is another life's of
@@ -254,7 +254,7 @@ class TransferQueueClient:
         await self.leases.renew_held()
 
     async def renew(self, lease: Lease) -> None:
-        """Put one lease's deadline off, for those who do not run `renew_held`. Raises `StaleToken`."""
+        """Put one lease's deadline off, for clients that do not run `renew_held`. Raises `StaleToken`."""
         if await self._controller(lease.token.task).renew([lease.token]):
             raise StaleToken(f"lease {lease.token.lease} of task {lease.token.task!r} is over")
 
@@ -269,7 +269,7 @@ class TransferQueueClient:
             await asyncio.gather(*(self._unit(number).drop(indices) for number in self._places.units))
 
     async def end_partition(self, task: str, partition: int) -> None:
-        """Tell a task that no more rows of this partition will come: who asks for them gets what is ready, then None."""
+        """Tell a task that no more rows of this partition will come: requests for them get what is ready, then None."""
         self.schema.task(task)
         await asyncio.gather(*(self._unit(number).end_partition(task, partition) for number in self._places.units))
 
@@ -281,7 +281,7 @@ class TransferQueueClient:
     # -- about it -----------------------------------------------------------------------------------------------------------
 
     async def status(self) -> tuple[dict[str, TaskStatus], dict[int, UnitStatus]]:
-        """The tasks' rows by state, and what each unit holds; without those who do not answer within `STATUS_SECONDS`."""
+        """The tasks' rows by state, and what each unit holds; without those that do not answer within `STATUS_SECONDS`."""
         tasks, units = [task.name for task in self.schema.tasks], self._places.units
         of_tasks, of_units = await asyncio.gather(
             _all_that_answer([self._controller(name).status for name in tasks]),

@@ -60,7 +60,7 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class TaskEvents:
-    """Events of a task, for whoever keeps the ledger; all are called in the controller's loop."""
+    """Events of a task, for the ledger; all are called in the controller's loop."""
 
     on_done: Callable[[list[int]], None] = lambda rows: None
     """Rows that have the task's outputs."""
@@ -74,7 +74,7 @@ class TaskEvents:
 
 
 class Controller:
-    """Controller of one task: its table of rows, its leases, and who waits for rows.
+    """Controller of one task: its table of rows, its leases, and the requests that wait for rows.
 
     A row that was done is told again if its unit dies in the middle of dropping it: it is there once more, done as it was.
     """
@@ -140,7 +140,7 @@ class Controller:
     @remote
     async def withdraw(self, key: int | None) -> None:
         """Answer the calling worker's parked requests with None (it is about to change what it may generate), or those of a key
-        (whoever asked there has gone)."""
+        (the worker that asked there has gone)."""
         worker = _asker()
         for request in self._parked:
             if request.worker == worker and key in (None, request.key) and not request.answer.done():
@@ -177,7 +177,7 @@ class Controller:
     async def renew(self, tokens: list[Token]) -> list[Token]:
         """Put the leases' deadlines off by `lease_seconds`. Returns those that are over.
 
-        In one message: who holds thousands would not get round in time.
+        In one message: a worker that holds thousands would not get round in time.
         """
         now, over = _now(), list[Token]()
         for token in tokens:
@@ -227,7 +227,8 @@ class Controller:
                 request.answer.set_result(None)
 
     def replace(self) -> None:
-        """Another controller serves the task: every request, now and later, raises `Superseded`; who asked looks for that one."""
+        """Another controller serves the task: every request, now and later, raises `Superseded`; the worker that asked looks for
+        that one."""
         self._is_replaced = True
         for request in self._parked:
             if not request.answer.done():

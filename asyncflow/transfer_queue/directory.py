@@ -55,7 +55,7 @@ class Directory:
 
     @remote
     async def turn(self) -> int:
-        """A number above all that have been given out: who asked later serves in place of who asked sooner."""
+        """A number above all that have been given out: the one that asked later serves in place of the one that asked sooner."""
         self._last_turn += 1
         return self._last_turn
 
@@ -162,7 +162,7 @@ class Places:
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        with contextlib.suppress(ConnectionLost):  # whoever asks next is told
+        with contextlib.suppress(ConnectionLost):  # the next that asks is told
             async for _ in self.changes():
                 pass
 

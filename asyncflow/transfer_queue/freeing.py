@@ -1,6 +1,6 @@
 """Order of a unit's writes and deletions in its storage: which of them waits for which.
 
-    Writes     under way; whoever must be sure of what is there waits for one of them to be over
+    Writes     under way; a request that must be sure of what is there waits for one of them to be over
     Freeing    what is dropped and still in the storage; it waits for writes of the same groups, and for a snapshot's end
 
 consumes: what has been dropped
@@ -83,7 +83,7 @@ class Freeing:
         self._left.append((rows, np.array(sorted(groups), np.int64)))
 
     async def free(self) -> None:
-        """Free what has been dropped; while it is held off, leave that to whoever does it."""
+        """Free what has been dropped; while it is held off, leave that to the one that holds it off."""
         async with self._one_at_a_time:
             await self._facts.keep()  # first: should this process die in between, they are not to come back
             while self._left and not self.held_off.locked():

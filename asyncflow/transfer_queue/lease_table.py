@@ -1,4 +1,4 @@
-"""The leases of one task: who holds what, until when. Pure. The rows of one that ends are the table's affair (`table.py`)."""
+"""Leases of one task: which worker holds what, until when. Pure. What becomes of their rows is in `table.py`."""
 
 from __future__ import annotations
 

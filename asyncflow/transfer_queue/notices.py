@@ -219,7 +219,7 @@ class NoticeLog:
             self._timer = loop.call_at(since + self._timeout_seconds, self._look_for_silent)
 
     def close(self) -> None:
-        """Let everybody go; who writes to the end waits for nobody."""
+        """Let everybody go; one that writes to the end waits for nobody."""
         if self._timer is not None:
             self._timer.cancel()
         for follower in self._followers.values():

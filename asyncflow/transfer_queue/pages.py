@@ -176,7 +176,7 @@ class Pages:
             self.counts[WAITING] += len(slots)
 
     def narrow(self, page: Page, group: int, low: int, now: float) -> None:
-        """Let no version below `low` generate a group; whoever has it already keeps it. Nothing if it is unknown."""
+        """Let no version below `low` generate a group; a worker that has it already keeps it. Nothing if it is unknown."""
         position = group - page.first_group
         if not page.kind[position]:
             return

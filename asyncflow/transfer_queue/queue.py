@@ -113,7 +113,7 @@ class TransferQueue:
             controller.close()
 
     async def close(self) -> None:
-        """Answer whoever waits, and let go of the storages."""
+        """Answer all requests that wait, and let go of the storages."""
         self.stop()
         for unit in self.units:
             await unit.close()

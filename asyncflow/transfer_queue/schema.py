@@ -28,7 +28,7 @@ class TaskSpec(msgspec.Struct, frozen=True):
     """A task: the columns that it reads and writes. A task that writes none writes the mark `done/<name>` instead.
 
     `whole_groups`: a group is handed out only when every live row of it is ready. `topic` limits the task to groups of that
-    topic; empty takes all. `sampler` says who gets which ready rows (see `sampler/`), `sampler_options` its options.
+    topic; empty takes all. `sampler` says which ready rows a worker gets (see `sampler/`), `sampler_options` its options.
     """
 
     name: str

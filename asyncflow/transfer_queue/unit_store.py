@@ -1,6 +1,6 @@
 """Rows of a storage unit, and the order in which they change: claimed, written, told; forgotten, told, freed.
 
-Whoever asks may go at any moment, the storage may fail or take its time, and other requests come in between: what has begun to
+A client may go at any moment, the storage may fail or take its time, and other requests come in between: what has begun to
 change something goes on to its end, and what is not sure yet is waited for.
 """
 

@@ -8,7 +8,7 @@ queue, ledger or versions are in this process or in another one. A request may b
     frames.py       what a message looks like in a stream of bytes
     codec.py        messages, and values with numpy arrays in them
     stream.py       byte streams: private unix sockets, TLS
-    credentials.py  the key of a run: whoever has it may connect by TLS
+    credentials.py  the key of a run: a process that has it may connect by TLS
     arena.py        memory for large arrays, readable from another process
     connection.py   a client, as its server sees it
     server.py       Server

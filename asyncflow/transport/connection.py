@@ -240,7 +240,7 @@ class Connection:
             arguments = codec.decode(method.arguments, request.arguments, buffers, is_writeable=False)
             result = getattr(service, request.method)(*arguments)
             future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
-        except Exception as error:  # the answer to the caller, who raises it
+        except Exception as error:  # the answer to the caller, which raises it
             self._fail(number, error)
             return
         if future.done():

@@ -1,4 +1,4 @@
-"""Credentials: one key for a run, and whoever has it belongs to the run.
+"""Credentials: one key for a run: a process that has it belongs to the run.
 
 Both sides of a connection present the run's self-signed certificate and trust that one and nothing else (mutual TLS 1.3). Host
 names are not checked: identity is possession of the run's key, on whatever machine.

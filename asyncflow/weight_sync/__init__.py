@@ -13,7 +13,7 @@
     staging.py          casting, copying and hashing; the copy of a worker that reads no file
     shared_memory.py    the workers of one machine hold these files, and install from them
     door.py             where a sender is asked, and how a receiver gets there: for the two that follow
-    collective.py       a broadcast to all workers at once; group.py: who is in it, and how it finds together
+    collective.py       a broadcast to all workers at once; group.py: its members, and how they find each other
     network.py          one receiver per machine pulls them over TCP, for all workers there
     sleeping.py         for simulated runs: it takes its time, and carries nothing
 

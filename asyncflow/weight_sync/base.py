@@ -107,8 +107,8 @@ class WeightReceiver(Protocol):
         """The tensors of `manifest` on the CPU, whole and verified, valid until `release`, or until the next `fetch` begins.
 
         Runs in the receiver's own thread, and may be repeated whatever has happened. Raises `WeightSyncError` when the version is
-        no longer kept, when whoever has it does not answer in time, or when hash, names, shapes or dtypes are not the manifest's
-        or not those of the first fetch.
+        no longer kept, when the end that has it does not answer in time, or when hash, names, shapes or dtypes are not the
+        manifest's or not those of the first fetch.
         """
         ...
 

@@ -10,7 +10,7 @@ is unblocked by: their asking, their going
 
 Publishing waits for nobody. A receiver that is late is served by a broadcast of its own; one that dies, hangs or is restarted
 breaks the group: it is named in the log, the others raise `WeightSyncError` (as far as they miss bytes), ask again, and form the
-next group without it. Receivers may join and leave: the next group is of those who ask then. The door is a unix socket in the
+next group without it. Receivers may join and leave: the next group is of those that ask then. The door is a unix socket in the
 sender's directory, or `options.listen` between machines.
 """
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 SOCKET_FILE = "sender.sock"
 GATHER_SECONDS = 5.0
-"""For so long those who have asked wait for those who have not."""
+"""Seconds that workers which have asked wait for those that have not."""
 
 
 class Collective:
@@ -74,14 +74,14 @@ class CollectiveSender(ServedSender):
         super().__init__(options, incarnation, f"unix:{options.directory / SOCKET_FILE}")
         self._options = options
         self._asked: dict[int, dict[str, asyncio.Future[Seat]]] = {}  # by version and client key
-        self._has: dict[int, set[str]] = {}  # by version: the names of those who have it
-        self._here: set[str] = set()  # names of those who have asked, and have not gone
-        self._absent: set[str] = set()  # names of those who have gone and not come back
+        self._has: dict[int, set[str]] = {}  # by version: the names of those that have it
+        self._here: set[str] = set()  # names of those that have asked, and have not gone
+        self._absent: set[str] = set()  # names of those that have gone and not come back
         self._expected = options.num_receivers  # so many are waited for, although they may not have asked yet
         self._epoch = 0
         self._members: tuple[str, ...] = ()  # client keys, from rank 1 on; none: the next group is a new one
-        self._missing: set[str] = set()  # members who have not said how the broadcast under way has ended
-        self._lost: set[str] = set()  # members of it who have gone
+        self._missing: set[str] = set()  # members that have not said how the broadcast under way has ended
+        self._lost: set[str] = set()  # members of it that have gone
         self._box: dict[str, asyncio.Future[bytes]] = {}  # of the epoch: what the members leave for one another
         self._group: tuple[int, Group] | None = None
         self._changed = asyncio.Event()
@@ -163,7 +163,7 @@ class CollectiveSender(ServedSender):
             await self._until(partial(self._is_gathered, version), min(GATHER_SECONDS, self._options.deadline_seconds))
             asked = {key: seat for key, seat in self._asked.pop(version).items() if not seat.cancelled()}
             if asked:
-                self._expected = min(self._expected, len(self._known(version, asked)))  # who has not come once is waited for once
+                self._expected = min(self._expected, len(self._known(version, asked)))  # an absent one is waited for once
                 await self._broadcast(version, asked)
 
     def _is_gathered(self, version: int) -> bool:
@@ -172,7 +172,7 @@ class CollectiveSender(ServedSender):
         return not asked or (len(known) >= self._expected and self._here <= known)
 
     def _known(self, version: int, asked: Iterable[str]) -> set[str]:
-        """Names of those whom nobody has to wait for, of `asked` (client keys) among others."""
+        """Names of workers that need not be waited for, of `asked` (client keys) among others."""
         return {_name(key) for key in asked} | self._has.get(version, set()) | self._absent
 
     async def _broadcast(self, version: int, asked: Mapping[str, asyncio.Future[Seat]]) -> None:

@@ -11,7 +11,8 @@ one more than its schedule needs, so that the newest version is whole while the 
 
 Readers use the files where they are. A reader locks the one that it reads (flock, shared) until it needs it no more; the writer
 locks a file (exclusively) before it writes over it. Where a reader is so late that it still has the file whose turn it is, the
-writer leaves the file to it, and makes another; without room for that it waits. The kernel lets go of the locks of whoever dies.
+writer leaves the file to it, and makes another; without room for that it waits. The kernel lets go of the locks of a process that
+dies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A process group for broadcasts: rank 0 sends a file's bytes in chunks, all others receive them.
 
-It is no part of torch.distributed's one default group per process, which belongs to whoever shards a model. Members find each
+It is no part of torch.distributed's one default group per process, which belongs to code that shards a model. Members find each
 other through a store that is the sender's own service, so that nothing listens but what the backend opens for its bulk data:
 gloo on loopback when all are on one machine. Between machines gloo and NCCL listen on the network interface that
 `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` names, without credentials: it should be one that only the cluster reaches.
@@ -80,7 +80,7 @@ class Group:
                 write(self._finish().cpu().numpy())
 
     def close(self) -> None:
-        """Hang up on the other members, who then raise at once."""
+        """Hang up on the other members, which then raise at once."""
         # The connections close with the last reference to them, also one in an exception's traceback.
         self._under_way.clear()
         self._backend = self._store = None

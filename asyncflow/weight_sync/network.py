@@ -9,7 +9,7 @@ consumes: versions to publish; manifests to fetch
 waits for: the next chunk; the machine's receiver
 is unblocked by: the sender's answers; after a loss, by connecting again
 
-The workers of a machine share a folder. Whoever of them locks the file there is its receiver; the kernel releases the lock when
+The workers of a machine share a folder. The one that locks the file there is its receiver; the kernel releases the lock when
 that process ends, and the next worker that asks takes over. The receiver pulls a version once: bytes that have been hashed are not
 asked for again when a connection is lost. A file gets its name when all bytes are there and their hash is right.
 

@@ -130,7 +130,7 @@ class RayCluster(SupervisedCluster):
 
     async def _spawn_at(self, place: WorkerPlace, log: Path) -> RayProcess:
         await self._connection.check_head()
-        if not (place.has_begun and place.spec.outlives_others):  # who ends with the run still needs those
+        if not (place.has_begun and place.spec.outlives_others):  # workers that end with the run still need those
             self._places.check_open()
         try:
             host = place.host or place.begin_host()

@@ -5,7 +5,7 @@ the driver.
 
 consumes: the cluster's address, or none; the environment, which has what Ray is to know
 waits for: a cluster that is being started, `start_seconds` at most; an answer of its head
-is unblocked by: the guard, which tells the address; whoever listens there
+is unblocked by: the guard, which tells the address; the cluster that listens there
 
 Ray takes its settings from the environment of the process when it is imported. What a cluster of our own needs there is taken out
 again when the run is over.
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LOCAL_CPUS: Final = 1024
 """CPUs that a cluster started here says it has: workers share the cores, as those of `local` do."""
-HOST_SECONDS: Final = 30.0  # so long a host, or who owns a cluster of our own, may take to do as it is told
+HOST_SECONDS: Final = 30.0  # so long a host, or the owner of a cluster of our own, may take to do as it is told
 ASK_SECONDS: Final = 1.0  # between looks at what is waited for
 JOIN_SECONDS: Final = 10.0
 OBJECT_STORE_BYTES: Final = 80 << 20  # Ray's smallest: nothing travels through it
@@ -50,7 +50,7 @@ _ALONE: Final = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # who takes too much memory is the kernel's to end, as with `local`
+    "RAY_memory_monitor_refresh_ms": "0",  # a process with too much memory is the kernel's to end, as with `local`
 }
 """The environment of a cluster that is started here: nobody else reaches it, and nothing runs in it that this run does not use."""
 
@@ -82,7 +82,7 @@ class RayConnection:
                 if not await _answers(address):  # Ray itself would try for minutes
                     raise UserError(f"nobody answers at cluster.address={address}: start the cluster first, by ray start --head")
                 if os.environ.get("RAY_AUTH_MODE") == "disabled":
-                    log.warning("RAY_AUTH_MODE=disabled: whoever reaches the Ray cluster at %s runs code on it", address)
+                    log.warning("RAY_AUTH_MODE=disabled: everybody who reaches the Ray cluster at %s can run code on it", address)
                 for name, value in {"RAY_AUTH_MODE": "token", **PATIENCE}.items():  # Ray reads them when it is imported
                     os.environ.setdefault(name, value)
             else:

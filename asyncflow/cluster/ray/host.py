@@ -76,7 +76,7 @@ class RayHost:
     def start(self, letter: bytes) -> int:
         """Start the worker of a `Letter`. Returns its process id.
 
-        The one before has ended, or is ended now: whoever asks has not heard of it, and must not have two of a name.
+        The one before has ended, or is ended now: the caller has not heard of it, and must not have two of a name.
         """
         self._end_predecessor()
         told = msgspec.msgpack.decode(letter, type=Letter)

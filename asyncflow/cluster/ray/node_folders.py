@@ -87,7 +87,7 @@ def _sweep(folder: Path) -> None:
     try:
         lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        if time.time() - there.st_mtime > _MAKING_SECONDS:  # who made it, or removed it, was killed in between
+        if time.time() - there.st_mtime > _MAKING_SECONDS:  # the process that made it, or removed it, was killed in between
             shutil.rmtree(folder, ignore_errors=True)
         return
     _remove_if_free(lock, folder)

@@ -5,7 +5,7 @@
 
 consumes: the workers of a pool, and what they need, by plan.py
 waits for: room in the cluster, `start_seconds` at most; a host that is told to leave
-is unblocked by: Ray; others of the pool, who leave meanwhile
+is unblocked by: Ray; others of the pool, which leave meanwhile
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NODE_LABEL: Final = "ray.io/node-id"
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """A placement group, who is in it still, and which of its bundles are nobody's any more."""
+    """A placement group, the workers that are in it still, and the bundles that no worker has any more."""
 
     group: Any
     members: set[str]
@@ -112,7 +112,7 @@ class RayPlaces:
                 except ConnectionError as error:
                     raise RunError(str(error)) from error
                 self.check_open()
-                if left := self._take_free(name, wanted):  # they may come free at any time, of those who leave meanwhile
+                if left := self._take_free(name, wanted):  # they may come free at any time, as workers leave
                     self._remove(group)
                     wanted, group = [each for each in wanted if each not in left], None
                     continue
@@ -142,7 +142,7 @@ class RayPlaces:
             self._remove(group)
 
     def _take_free(self, name: str, wanted: Sequence[Wish]) -> list[Wish]:
-        """Give workers what others of their pool have left. Returns who has got something."""
+        """Give workers what others of their pool have left. Returns those that have got something."""
         placed = []
         for spec, bundle in wanted:
             for pool in self._pools:

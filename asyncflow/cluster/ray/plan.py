@@ -61,7 +61,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether the other nodes see the run's folder. None: each is asked."""
     trainers: Literal["driver", "anywhere"] = "driver"
     """Where trainers but the first may be: on the driver's node, or on any that sees the run's folder. On several nodes they
-    exchange gradients by gloo or NCCL, which ask nobody who he is."""
+    exchange gradients by gloo or NCCL, which authenticate nobody."""
 
     def strategy(self, pool: str) -> Strategy:
         """Ray's placement strategy for a pool's workers."""

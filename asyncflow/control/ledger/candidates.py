@@ -1,9 +1,9 @@
 """Which of a step's candidates become its members, where a step wants groups whose rewards vary. Pure.
 
 Candidates are consecutive prompts. The members are the first B of them, in the order of their numbers, that vary: so it depends on
-rewards alone, and not on who was fast. A candidate is a member as soon as that is certain, which is when fewer than B of those
-before it vary or are undecided; so training streams. Candidates behind the last member are surplus, whatever they are worth: how
-many there are is timing, and their prompts come again.
+rewards alone, and not on which worker was fast. A candidate is a member as soon as that is certain, which is when fewer than B of
+those before it vary or are undecided; so training streams. Candidates behind the last member are surplus, whatever they are
+worth: how many there are is timing, and their prompts come again.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class TaskPlan:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """Updates of a step, and who makes them."""
+    """Updates of a step, and the ranks that make them."""
 
     num_ranks: int = 1
     """Data-parallel groups that train the policy."""

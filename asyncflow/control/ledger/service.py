@@ -45,7 +45,7 @@ class LedgerService:
         self.on_displaced: Callable[[int, int], None] = lambda group, lowest_version: None
         self.is_stopping = False
         self.is_waited_for = False
-        """Whether whoever trains step by step waits for something beside a step: an evaluation, or weights."""
+        """Whether a caller that trains step by step waits for something beside a step: an evaluation, or weights."""
         self.on_opened: Callable[[int], None] = lambda step: None
         self.on_consumed: Callable[[str, int, int, Consumed, GroupFigures], None] = lambda task, step, update, group, figures: None
         self.on_decided: Callable[[int, Decided], None] = lambda step, decided: None
@@ -53,7 +53,7 @@ class LedgerService:
         self.checkpoint_due: Callable[[], CheckpointPlace | None] = lambda: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
-        # What one rank was told, all are, and those who train another model on the same rows: they step together.
+        # What one rank was told, all are, also those that train another model on the same rows: they step together.
         self._may_train: dict[int, bool] = {}
         self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
         self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
@@ -136,7 +136,7 @@ class LedgerService:
         return displaced is not None
 
     async def may_take(self, step: int, task: str) -> None:
-        """Wait until those who train can use one more group of the step. See `StepState.may_take`."""
+        """Wait until the trainers can use one more group of the step. See `StepState.may_take`."""
 
         def may_take() -> bool:
             return self.ledger.is_open(step) and self.ledger.step_state(step).may_take(task)
@@ -144,7 +144,7 @@ class LedgerService:
         await self._signal.until(may_take, waits.TAKING, step=step)
 
     def offer(self, step: int, task: str, handed: Handed, tokens: int) -> None:
-        """A complete group of the step is leased, of so many tokens, for those who train. Nothing, if it was delivered again."""
+        """A complete group of the step is leased, of so many tokens, for the trainers. Nothing, if it was delivered again."""
         group = handed.lease.groups[0].group
         if self.ledger.is_open(step) and self.ledger.step_state(step).offer(group, tokens, task):
             self._handed[task, group] = handed
@@ -232,8 +232,8 @@ class LedgerService:
 
     @remote
     async def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals | None:
-        """The figures of a closed update. Before the step's first: once all rows of the step are in the hands of those who train
-        them, and no evaluation is left that needs weights which the next ones displace.
+        """The figures of a closed update. Before the step's first: once all rows of the step are in the hands of the ranks that
+        train them, and no evaluation is left that needs weights which the next ones displace.
 
         None: the run is stopping. What one was told of a step all are, ranks and models: all of its updates are made, or none, so
         that a run never ends with a step half made.
@@ -252,7 +252,7 @@ class LedgerService:
             self._steps_to_keep = {s: place for s, place in self._steps_to_keep.items() if s >= step - 1}
             if may_go_on and (place := self.checkpoint_due()) is not None:  # all models that are trained keep the same step
                 self._steps_to_keep[step] = place
-            self.changed()  # whoever would end with the run goes on
+            self.changed()  # workers that would end with the run go on
         if not self._is_final[step]:
             return None
         await self._signal.until(lambda: self.ledger.is_consumed(step, task, update), waits.CONSUMED, step=step)
@@ -333,7 +333,7 @@ class LedgerService:
         await self._signal.until(lambda: not self.is_finishing, waits.COMMIT, step=self.ledger.committed)
 
     def changed(self) -> None:
-        """Wake whoever waits for what is true now. Tell the queue which tasks get no more rows of a step, or of an evaluation."""
+        """Wake the waits for what is true now. Tell the queue which tasks get no more rows of a step, or of an evaluation."""
         for task, step in self.ledger.ended():
             if (task, step) not in self._ended:
                 self._ended.add((task, step))

@@ -1,4 +1,4 @@
-"""One step of the ledger, or one evaluation: its members, what is left to do of them, and who trains them. Pure."""
+"""One step of the ledger, or one evaluation: its members, what is left to do of them, and which rank trains them. Pure."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class StepState:
         return self.taken[task][rank] if task in self.taken else []
 
     def is_taken(self, task: str = "train") -> bool:
-        """Whether every group that is left of the step is in the hands of those who train it, or has been."""
+        """Whether every group that is left of the step is in the hands of the ranks that train it, or has been."""
         return not self.num_left and all(one.members.keys() <= one.order.keys() for one in self.updates[task])
 
     def has_statistics(self, task: str) -> bool:

@@ -1,4 +1,4 @@
-"""One update of a step by one task: who has consumed what of its mini-batch, and what is trained at the same time. Pure.
+"""One update of a step by one task: which rows of its mini-batch are consumed, and what is trained at the same time. Pure.
 
 Trainers of several data-parallel groups step together, so they train in rounds: a round is given out when every one has a group to
 train in it, or when nothing is left that they could wait for. The groups of a round are as nearly of one length as may be. Where a
@@ -72,7 +72,7 @@ class UpdateProgress:
         """Whether every rank has what it trains in a round, or what they have is all that is left."""
         if all(len(groups) >= least for groups in self.offered):
             is_full = most_tokens is None or all(sum(groups.values()) >= most_tokens for groups in self.offered)
-            # A rank asks for a round when it begins the one before: who has asked for the next one waits for this.
+            # A rank asks for a round when it begins the one before: one that has asked for the next one waits for this.
             if is_full or min(self.asked) > len(self.rounds) + 1:
                 return True
         offered = set(chain(*self.offered))

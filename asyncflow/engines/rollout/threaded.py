@@ -212,7 +212,7 @@ class ThreadedEngine(RolloutEngine):
                     del call  # with what it holds: weights that were prepared
                 try:
                     self._slots.step()
-                except Exception as error:  # whatever it is, those who wait must hear of it
+                except Exception as error:  # whatever it is, all that wait must hear of it
                     self._slots.fail(error)
                 if self._slots.has_room or self._deliveries.are_due:
                     self._deliveries.hand_over()

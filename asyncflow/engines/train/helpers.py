@@ -8,10 +8,10 @@ is unblocked by: the compute thread, with the next round or piece; the driver, w
                         +--> helper: sums of its own, same weights --------+--> one sum, before the update
     pieces of a pass ------> helper without a pass: the sums of that pass
 
-Whoever is free takes the next pass, and who finds none takes pieces of the passes that are left. A helper looks at its leave before
-each one: a core is given back within a pass. With exact sums no bit depends on who took what: each helper computes with as many
-threads as the engine itself, a pass leaves no trace of its company, exact sums leave none of their order, and a piece is the same
-product wherever it is computed.
+A thread that is free takes the next pass; one that finds none takes pieces of the passes that are left. A helper looks at its
+leave before each one: a core is given back within a pass. With exact sums no bit depends on which took what: each helper computes
+with as many threads as the engine itself, a pass leaves no trace of its company, exact sums leave none of their order, and a
+piece is the same product wherever it is computed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Helpers:
             return self._left.pop() if self._left and self._error is None else None
 
     def _offer(self, of: _SharedPieces, piece: Callable[[], object]) -> bool:
-        """Leave a piece to others, if there is somebody who takes it soon."""
+        """Leave a piece to others, if one of them takes it soon."""
         with self._turn:
             takers = self._is_waiting + sum(number not in self._taken for number in range(self._allowed))
             if self._left or len(self._waiting) >= MOST_WAITING * takers:

@@ -6,7 +6,7 @@
 With exact sums a gradient is taken micro-batch by micro-batch. Rows of a pass do not depend on one another: attention keeps
 micro-batches apart, all else is row by row, and rows of a matrix product have the same bits whatever rows are beside them. Only the
 gradient of a weight mixes rows. So it is taken from each micro-batch's rows by itself, and is to the bit what the micro-batch gives
-alone: the sums do not know who was in a pass together.
+alone: the sums do not know which micro-batches were in a pass together.
 
 With plain sums (on a CPU) it is one product over all rows.
 

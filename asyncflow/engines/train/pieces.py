@@ -1,9 +1,9 @@
-"""Pieces of a computation that need not wait for each other: who adds them computes them, or somebody who has nothing else to do.
+"""Pieces of a computation that need not wait for each other: the thread that adds them computes them, or an idle one.
 
     a pass, an update --add--> pieces --+--> the thread itself
                              end: all   +--> a helper without a pass (helpers.py)
 
-What a piece computes, and where it adds it, is settled when it is added. So no bit depends on who takes it.
+What a piece computes, and where it adds it, is settled when it is added. So no bit depends on which thread takes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Pieces:
-    """Pieces that are computed at once, by who adds them."""
+    """Pieces that are computed at once, by the thread that adds them."""
 
     def cut(self, items: Sequence[T]) -> Iterable[Sequence[T]]:
         """Items, in the parts that pieces are made of: all together, where nobody else takes any."""

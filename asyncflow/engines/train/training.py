@@ -38,7 +38,7 @@ class Training(ABC):
     """The policy with its frozen models; None for a critic."""
     _optimizer: Optimizer
     _state: EngineState
-    """State in a checkpoint. Who keeps another one overrides the three methods that use it."""
+    """State in a checkpoint. An engine that keeps another one overrides the three methods that use it."""
 
     def use_threads(self, count: int) -> None:
         """Compute with so many threads from now on, in the calling thread. Bits depend on their number."""

@@ -81,7 +81,7 @@ class ReadWeights(NamedTuple):
 
 
 class _Held:
-    """Weights of a folder that an engine has, or that are on their way to it; the way may fail, which all hear who wait."""
+    """Weights of a folder that an engine has, or that are on their way to it; the way may fail, of which all waiting calls hear."""
 
     _numbers = itertools.count()
 

@@ -277,7 +277,7 @@ class StreamDataLoader:
             yield Message(fetched.indices, fetched.columns, feed.schema.group_bits)
 
     def _next(self, feed: StreamFeed) -> Fetched | None:
-        """The peers, who wait for the lead's next broadcast, are told when it takes long."""
+        """The peers, which wait for the lead's next broadcast, are told when it takes long."""
         future, give_up = feed.take(), time.monotonic() + self._source.timeout_seconds
         while not future.done() and (left := give_up - time.monotonic()) > 0:
             concurrent.futures.wait([future], min(left, WAITING_SECONDS))

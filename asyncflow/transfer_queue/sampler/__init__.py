@@ -1,5 +1,5 @@
-"""Samplers, which choose who gets which ready rows. Contract in `base.py`, the samplers beside it, chosen by a task's `sampler` and
-`sampler_options`.
+"""Samplers, which choose the ready rows that each worker gets. Contract in `base.py`, the samplers beside it, chosen by a task's
+`sampler` and `sampler_options`.
 
 In a run these are `queue.samplers`, by task. What a sampler chooses is checked by `checks.py`.
 """

@@ -1,4 +1,4 @@
-"""The storage contract: where a unit keeps columns. What may be written, and who is told, is the unit's business."""
+"""The storage contract: where a unit keeps columns. What may be written, and which tasks are told, is the unit's business."""
 
 from __future__ import annotations
 

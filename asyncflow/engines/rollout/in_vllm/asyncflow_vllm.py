@@ -134,7 +134,7 @@ def _tensors(buffer: Tensor, update: FileUpdate) -> Iterator[tuple[str, Tensor]]
 
 
 class RequireKey:
-    """ASGI middleware: whoever does not bring the key of `VLLM_API_KEY` is refused, whatever he asks for."""
+    """ASGI middleware: a request without the key of `VLLM_API_KEY` is refused, whatever it asks for."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

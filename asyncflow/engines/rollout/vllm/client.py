@@ -190,7 +190,7 @@ class VllmClient:
         return True
 
     async def wants_a_key(self) -> bool:
-        """Whether it refuses whoever brings none, also what vLLM's own --api-key leaves open."""
+        """Whether it refuses requests without a key, also those that vLLM's own --api-key leaves open."""
         try:
             await self._ask("GET", "/weight_info", headers={"Authorization": ""})
         except RequestRefused as error:
@@ -242,13 +242,13 @@ class VllmClient:
         await self._ask("POST", "/resume")
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Have the server meet who sends the weights."""
+        """Have the server meet the process that sends the weights."""
         await self._ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def start_weight_update(self) -> None:
         """The next three calls replace the weights of a paused server. One that fails leaves it unusable.
 
-        An update that somebody who was cut off has left open is ended first: what it has loaded is replaced by this one.
+        An update that a caller which was cut off has left open is ended first: what it has loaded is replaced by this one.
         """
         try:
             await self._ask("POST", "/start_weight_update", headers=ON_ITS_OWN)

@@ -10,7 +10,7 @@ cleared or not. What a lost server was generating begins anew, on whichever inst
 
 consumes: prompts, with how many samples of each, and how they are drawn
 waits for: a server; a free slot of it; its gate; its answer
-is unblocked by: these; the loss of the server; who asks, when it leaves; the engine's end
+is unblocked by: these; the loss of the server; the caller, when it leaves; the engine's end
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def own_hosts(options: ServerOptions, instances: int, devices: Sequence[Sequence
 
 
 def given_hosts(addresses: Sequence[str], key_variable: str) -> list[ServerHost]:
-    """Servers that somebody else has started, who has put their key in that environment variable. Raises `UserError` if not."""
+    """Servers that were started elsewhere, whose key is in that environment variable. Raises `UserError` if not."""
     key = os.environ.get(key_variable)
     if not key:
         raise UserError(f"rollout.engine.addresses needs the servers' key in the environment variable {key_variable}: set it")

@@ -192,7 +192,7 @@ class ServerHandle:
             await self._give_up(f"({why}); it has been started again {self._max_restarts} times, and is not started again")
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # those who wait for it must hear of it
+        except Exception as error:  # all that wait for it must hear of it
             await self._give_up(f"({why}), and cannot be brought back: {error}")
         finally:
             self._changed()

@@ -156,7 +156,7 @@ class WeightsFile:
         return {name: self._view(shape, offset) for name, shape, offset in self._tensors}
 
     def close(self) -> None:
-        """Give up the file; whoever has mapped it keeps it until then."""
+        """Give up the file; a process that has mapped it keeps it until then."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -269,7 +269,7 @@ def load_module(path: Path | str, dtype: torch.dtype, device: str = CPU) -> Any:
 
 
 def base_of(path: Path | str, dtype: torch.dtype, device: str) -> Any:
-    """The model of `load_module` on a device, which nobody may change: the same one for all who ask while somebody has it."""
+    """The model of `load_module` on a device, which must not be changed: the same one for all callers while one has it."""
     files = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(Path(path).glob("*.*")))
     key = (str(Path(path).resolve()), files, dtype, device)
     with _SHARING:

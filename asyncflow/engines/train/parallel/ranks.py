@@ -1,4 +1,4 @@
-"""The processes of one train engine: who is where in the layout, and what they tell each other besides tensors.
+"""The processes of one train engine: which is where in the layout, and what they tell each other besides tensors.
 
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank          a mesh (dp, pp, tp)
     leader -- calls (calls.py) --> the other ranks of its data-parallel group
@@ -128,7 +128,7 @@ class Ranks:
             self._lost(what, error)
 
     def leave(self) -> None:
-        """Let go of the others. Who still waits for this rank notices it when its process ends, which closes its sockets."""
+        """Let go of the others. A rank that still waits for this one notices it when its process ends, which closes its sockets."""
         if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
