@@ -1,7 +1,7 @@
 """The wire of a simulated cluster: what `transport.Peer` and `transport.Server` do, late, in order, and gone with its worker.
 
-The server hears of a client's death as a server does: the requests under way are cancelled, and `on_disconnect` is told who has
-gone. Left out: messages that are lost (the transport's to survive).
+The server hears of a client's death as a server does: the requests under way are cancelled, and `on_disconnect` is told which
+client has gone. Left out: messages that are lost (the transport's to survive).
 """
 
 from __future__ import annotations

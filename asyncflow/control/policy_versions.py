@@ -249,8 +249,8 @@ class PolicyVersions:
 
     @property
     def serving(self) -> dict[str, int]:
-        """The version that each living worker serves. One that says nothing any more is left out until it does, and who is to
-        leave; so they are from `installing`."""
+        """The version that each living worker serves. One that says nothing any more is left out until it does, and so is one
+        that is to leave; so they are from `installing`."""
         return {worker: version for worker, version in self._serving.items() if self._is_counted_on(worker)}
 
     @property

@@ -8,7 +8,7 @@ waits for: ranks that ask for a round; such groups; the commit of the step
 is unblocked by: the ranks; the tasks before training; the end of the run
 
 The driver holds the leases, until the step is committed; ranks get what they are to train by the ledger's rounds. So a round is one
-message, and the ledger alone says who trains what.
+message, and the ledger alone says which rank trains what.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ consumes: worker specs; each worker's output and end, as its host tells
 waits for: room in the cluster, `start_seconds` at most; then for the workers' words
 is unblocked by: Ray; a worker's output or end; the loss of a host, with its node perhaps
 
-Below: connection.py (how the driver is connected to Ray), places.py (who has which bundle of
+Below: connection.py (how the driver is connected to Ray), places.py (which worker has which bundle of
 which placement group, and its host), process.py (a worker's process, as its host tells of it), plan.py (options).
 
 Ray places and supervises: samples travel by the transfer queue, weights by weight sync, and a worker itself knows nothing of Ray.

@@ -10,7 +10,7 @@ waits for: a permit; the controller, until there are rows; the units
 is unblocked by: `take`; rows that become ready; the end of the partition or the task; `close`
 
 A request for rows does not wait until the rows before have been transferred. All leases are held, and kept alive, by this one
-connection, whoever fetches: reader processes can come and go without a row changing hands.
+connection, whichever process fetches: reader processes can come and go without a row changing hands.
 """
 
 from __future__ import annotations

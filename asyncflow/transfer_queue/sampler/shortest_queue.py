@@ -1,7 +1,7 @@
 """The least busy worker first: each group goes to the requesting worker that has the fewest tokens outstanding.
 
-Workers of unequal speed, or with rows of unequal length, then finish at about the same time, where `oldest` would fill whoever asks
-first. Ties (as where no tokens are counted) go to the fewest rows, then to the oldest request.
+Workers of unequal speed, or with rows of unequal length, then finish at about the same time, where `oldest` would fill the one that
+asks first. Ties (as where no tokens are counted) go to the fewest rows, then to the oldest request.
 """
 
 from __future__ import annotations

@@ -549,4 +549,6 @@ async def test_a_cluster_without_a_token_is_joined_with_a_warning(
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
         caplog.clear()
         await cluster._connection.connect(cluster._options)
-        assert ("RAY_AUTH_MODE=disabled: whoever reaches the Ray cluster at auto runs code on it" in caplog.text) == is_warned
+        assert (
+            "RAY_AUTH_MODE=disabled: everybody who reaches the Ray cluster at auto can run code on it" in caplog.text
+        ) == is_warned
