@@ -380,8 +380,8 @@ class AsyncGeneratorWorker:
         return Path(target)
 
     async def installed(self, version: int, attested: Attestation | None = None) -> None:
-        """This process generates under the version from now on. `attested`: the sums of what it generates with, in the run's dtype
-        (`RunFacts.dtype`): a run that finds others than its trainer's asks for the version again."""
+        """Say that this process generates under the version from now on. `attested`: the sums of what it generates with, in the
+        run's dtype (`RunFacts.dtype`): a run that finds others than its trainer's asks for the version again."""
         body: dict[str, Any] = {"version": version}
         if attested is not None:
             parts = [{"names": names, "found": found} for names, found in attested.parts]
@@ -406,7 +406,8 @@ class AsyncTrainerWorker:
         self._client, self._path = client, f"/v1/trainers/{name}"
 
     async def get_experience_data(self, groups: int = 0, tokens: int = 0, timeout_seconds: float = 20.0) -> ExperienceData:
-        """Take groups of the present step that nobody has: so many at most, or a budget of tokens (0: no limit). Waits for some."""
+        """Take groups of the present step that no other trainer has: so many at most, or a budget of tokens (0: no limit). Waits
+        for some."""
         body = {"groups": groups, "tokens": tokens, "timeout_seconds": timeout_seconds, "form": "msgpack"}
         answer = await self._client._request("POST", f"{self._path}/experience", body)
         found = msgspec.msgpack.decode(answer.content)
@@ -417,7 +418,7 @@ class AsyncTrainerWorker:
         return ExperienceData(found["step"], list(_groups(columns)), found["normaliser"])
 
     async def acknowledge(self, groups: Sequence[GroupData]) -> None:
-        """These groups are in this process's gradient."""
+        """Say that these groups are in this process's gradient."""
         await self._client._post(f"{self._path}/acknowledge", {"groups": [group.number for group in groups]})
 
     async def publish(

@@ -229,7 +229,7 @@ class RewardConfig(Section):
     value_on_failure: Annotated[float, Field(gt=-math.inf, lt=math.inf)] | None = None
     """The reward of a response that cannot be scored. None: its row fails, and leaves its group."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """With more rows of a step than that which cannot be scored, the run stops."""
+    """Largest share of a step's rows that cannot be scored; above it the run stops."""
     delays: DelaysConfig = DelaysConfig()
 
     @model_validator(mode="before")
@@ -266,7 +266,7 @@ class RewardConfig(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Their weights, by name."""
+        """Weights of the rewards, by name."""
         weights = {name: part.weight for name, part in self.parts.items()}
         if self.model is not None:
             weights["model"] = self.model.weight
@@ -380,7 +380,7 @@ class TrainConfig(Section):
     oversampling: Annotated[float, Field(ge=1, lt=math.inf)] = 1.0
     """Where the algorithm wants groups whose rewards vary: how many times as many prompts as are missing are taken at once."""
     max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] | None = None
-    """There: so many prompts a step may go through before the run stops; by default 10 x `prompts_per_step`."""
+    """There: largest number of prompts that a step may go through before the run stops; by default 10 x `prompts_per_step`."""
     epochs: PositiveInt = 1
     """How often a step goes through its groups."""
     mini_batches: PositiveInt = 1
@@ -438,7 +438,7 @@ class TrainConfig(Section):
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3
-    """So many updates in a row of the policy, or of the critic, that cannot be made (a loss or the gradient is not finite, or no
+    """Updates in a row of the policy, or of the critic, that cannot be made (a loss or the gradient is not finite, or no
     row is left) end the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of the forward and backward passes; weights, gradient sums and optimiser state are float32 or more."""
@@ -473,7 +473,7 @@ class WeightSyncConfig(Section):
     deadline_seconds: PositiveFloat = 60.0
     """An end that sends or takes nothing for so long counts as lost, and is named."""
     min_healthy_workers: PositiveInt = 1
-    """With fewer rollout workers that live and have the weights that they are to have, the run stops."""
+    """Least number of rollout workers that live and have their weights; with fewer the run stops."""
     listen: str | None = None
     """The trainer's door for `collective` and `network`, `tls:HOST:PORT` (port 0: any), where the other machines reach it. None:
     one that only this machine reaches."""
@@ -525,7 +525,7 @@ class TelemetryConfig(Section):
     flush_seconds: PositiveFloat = 0.2
     """How often a worker sends its spans."""
     keep_batches: Annotated[int, Field(ge=0)] = 0
-    """So many of the newest steps' batches stay in `batches/`, for `asyncflow replay`."""
+    """Number of the newest steps whose batches stay in `batches/`, for `asyncflow replay`."""
     fingerprints: bool = False
     """Hash every step's rows, losses, weights and optimiser state into `fingerprints.jsonl`, to compare runs bit by bit."""
 

@@ -16,7 +16,7 @@ CUDA: Final = "cuda"
 NPU: Final = "npu"
 KINDS: Final = (CPU, CUDA, NPU)
 ONE_OF_KINDS: Final = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
-"""For a sentence."""
+"""Names of the kinds, for a sentence."""
 PATTERN: Final = rf"^({'|'.join(KINDS)})(:\d+)?$"
 """Pattern of a device in a configuration: a kind, perhaps with a number (`cuda:1`)."""
 COUNTED_AS: Final[Mapping[str, str]] = {CUDA: "GPU", NPU: "NPU"}
@@ -24,7 +24,7 @@ COUNTED_AS: Final[Mapping[str, str]] = {CUDA: "GPU", NPU: "NPU"}
 SHOWN_BY: Final[Mapping[str, str]] = {CUDA: "CUDA_VISIBLE_DEVICES", NPU: "ASCEND_RT_VISIBLE_DEVICES"}
 """The environment variables that say which accelerators of a kind a process sees."""
 VISIBLE: Final = (*SHOWN_BY.values(), "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""All such variables, AMD's further ones included."""
+"""Variables that limit the visible devices, AMD's further ones included."""
 
 
 def kind_of(device: str) -> str:

@@ -192,7 +192,7 @@ class ReplayJob(Job):
             await driver.queue.filter(missing, why)
 
     def _save_published_model(self, driver: Any) -> None:
-        """Save nothing: nobody needs the model."""
+        """Save nothing: the model is not needed."""
 
     def _write_report(self) -> None:
         """Write nothing: a replay has no report."""

@@ -41,7 +41,7 @@ UNSCORED_FILE: Final = "unscored.jsonl"
 SNAPSHOTS_DIR: Final = "snapshots"
 MODEL_DIR: Final = "model"
 CRITIC_DIR: Final = "critic"
-"""In the run's folder, and in a checkpoint."""
+"""Folder of the critic, in the run's folder and in a checkpoint."""
 
 _MARKER_FILE: Final = ".asyncflow-run"
 _ASIDE: Final = "set-aside-"

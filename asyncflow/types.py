@@ -112,6 +112,7 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the values."""
         return self.values.nbytes
 
     def take(self, positions: Sequence[int] | Array) -> Ragged:

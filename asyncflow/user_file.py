@@ -18,7 +18,7 @@ MAX_TEXT: Final = 2000
 
 
 class CannotImport(ImportError):
-    """Why an object cannot be imported, in one line, with the place in the user's file."""
+    """Error that says why an object cannot be imported, in one line, with the place in the user's file."""
 
 
 def named(target: str) -> Any:

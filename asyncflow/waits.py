@@ -102,7 +102,7 @@ class waiting:
             self._book._open.pop(self, None)
 
     def moved(self, num_bytes: int) -> None:
-        """So many bytes more have come."""
+        """Note that so many bytes more have come."""
         self.bytes += num_bytes
         if self._book is not None:
             self.moved_at = asyncio.get_running_loop().time()
@@ -116,7 +116,7 @@ class waiting:
 
 
 WAITS: Final[dict[str, Wait]] = {}
-"""All kinds of waits, by name."""
+"""Kinds of waits, by name."""
 
 _STALL: Final = "run.stall_timeout_seconds"
 _WORKER_ENDS: Final = "the worker's end, which its cluster tells of"

@@ -79,4 +79,4 @@ class Algorithm(ModelObjective, Objective, Protocol):
     has as many as `train.prompts_per_step`, the first ones in the order of the data."""
 
     held_steps: int = 0
-    """So many steps at the run's beginning leave the policy as it is, while the critic learns what to expect of it."""
+    """Number of steps at the run's beginning that leave the policy as it is, while the critic learns what to expect of it."""

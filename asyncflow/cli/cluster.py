@@ -12,7 +12,8 @@ from asyncflow.cli.status import live_run
 from asyncflow.types import RunError, UserError
 
 ANSWER_SECONDS = 180.0
-"""So long the answer is waited for. A run whose cluster lets joiners wait longer for room goes on with it all the same."""
+"""Seconds for which the answer is waited for. A run whose cluster lets joiners wait longer for room goes on with it all the
+same."""
 
 app = typer.Typer(help="Change what a live run runs on.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from asyncflow.engines.base import RolloutEngine
 
 PATIENCE_SECONDS = 10.0
-"""So long the service may be out of reach."""
+"""Seconds for which the service may be out of reach."""
 POLL_SECONDS = 2.0
-"""So long a request waits for prompts: it is a sign of life, too."""
+"""Seconds for which a request waits for prompts: it is a sign of life, too."""
 
 
 def join(

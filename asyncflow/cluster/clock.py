@@ -110,12 +110,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.now
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """Task of a coroutine, which belongs to the process that creates it."""
         task = super().create_task(coro, **options)
         context = options.get("context")
         self._owners[task] = _process.get() if context is None else context.get(_process)
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Call `func` at once: there are no threads."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -150,7 +152,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 process.backlog.append(handle)
 
     def _write_to_self(self) -> None:
-        """There is no other thread to be woken by."""
+        """Do nothing: there is no other thread to be woken by."""
 
     def living(self) -> list[asyncio.Task[Any]]:
         """The tasks that are not done, by name, but for those of processes that were killed."""

@@ -16,7 +16,7 @@ more."""
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """At some time the run is to have so many rollout workers; leavers may take so long."""
+    """Change of the number of rollout workers, at some time; leavers may take so long."""
 
     when: float
     size: int
@@ -25,7 +25,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Hangs:
-    """This share of a worker's fetches take so many seconds, and then fail."""
+    """Fetches of a worker that hang: this share of them take so many seconds, and then fail."""
 
     share: float
     seconds: float

@@ -36,9 +36,9 @@ from asyncflow.types import RunError
 IS_POSSIBLE: Final = sys.platform == "linux"
 """Elsewhere what torch computes with does not outlive a fork (macOS), or there is none (Windows)."""
 ANSWER_SECONDS: Final = 120.0
-"""So long a server may import what a worker needs: many times what it takes on a slow disk."""
+"""Seconds for which a server may import what a worker needs: many times what it takes on a slow disk."""
 STATUS_SECONDS: Final = 10.0
-"""So long after a worker's end its server may take to say how it ended."""
+"""Seconds that a server may take after a worker's end to say how it ended."""
 UNKNOWN_STATUS: Final = 255
 """Exit status of a worker whose server does not say it."""
 _READ_AT_IMPORT: Final = (
@@ -104,7 +104,7 @@ class ForkedProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
     def ended(self, status: int) -> None:
-        """The server says so, or nobody can. The first word counts."""
+        """Note how the child ended: the server says so, or nothing can. The first word counts."""
         if self.returncode is None:
             self.returncode = status
             self._ended.set()
@@ -144,7 +144,7 @@ class ForkServer:
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> ForkServer:
-        """This process's server for workers of that environment; it is started if there is none. One that another run uses at
+        """Server of this process for workers of that environment; it is started if there is none. One that another run uses at
         present, in an event loop of its own, is that run's. Called in an event loop, it is this loop's from now on."""
         try:
             loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()

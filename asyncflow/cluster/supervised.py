@@ -27,6 +27,8 @@ LAST_WORDS_BYTES = 4096
 
 
 class Closable(Protocol):
+    """An end of a pipe."""
+
     def close(self) -> None: ...
 
 

@@ -42,7 +42,7 @@ class Wire:
         self._rng, self._latency_seconds = rng, latency_seconds
 
     async def start(self, address: object) -> str:
-        """There is no door to be opened: every client that has the wire may connect."""
+        """Do nothing: there is no door, every client that has the wire may connect."""
         return str(address)
 
     async def close(self) -> None:

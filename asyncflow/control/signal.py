@@ -41,7 +41,7 @@ class Signal:
                     self._waiting.remove(entry)
 
     def notify(self) -> None:
-        """The state has changed."""
+        """Wake all waits: the state has changed."""
         for entry in [each for each in self._waiting if each.condition()]:
             self._waiting.remove(entry)
             if not entry.future.done():

@@ -1,4 +1,4 @@
-"""Which columns of a data set make the prompt, and which one is the answer: named in the configuration, or found.
+"""Columns of a data set that make the prompt, and the one that is the answer: named in the configuration, or found.
 
 | layout | prompt | answer |
 |---|---|---|

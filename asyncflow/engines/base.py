@@ -128,7 +128,7 @@ class RolloutEngine(Protocol):
         ...
 
     def forget(self, key: SampleKey, sample: int) -> None:
-        """No turn follows: let go of what was kept of a sample. An engine of the user's own may lack this method."""
+        """Let go of what was kept of a sample: no turn follows. An engine of the user's own may lack this method."""
         ...
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 ROLES: Final = ("user", "tool")
 """Roles that an observation's messages may have."""
 QUESTION: Final[Message] = {"role": "user", "content": "A question."}
-"""In the place of whatever a conversation begins with, where only what follows matters."""
+"""Messages in the place of a conversation's beginning, where only what follows matters."""
 _MARK: Final = "the-marked-answer-of-a-joint"
 _THOUGHT: Final = "A thought.\n</think>\n\n"
 

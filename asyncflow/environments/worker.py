@@ -186,7 +186,7 @@ async def _play(player: Player, asked: tuple[bytes, Question] | None, requests: 
 
 
 async def serve_together(player: Player, requests: BinaryIO, send: Send) -> None:
-    """Episodes side by side."""
+    """Serve episodes side by side."""
     loop, questions = asyncio.get_running_loop(), msgspec.msgpack.Decoder(Question)
     arrived: asyncio.Queue[tuple[bytes, Question] | None] = asyncio.Queue()
 

@@ -36,7 +36,7 @@ class PromptSource(Protocol):
         ...
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """These come before all others."""
+        """Put prompts back: they come before all others."""
         ...
 
 
@@ -141,7 +141,7 @@ class Admissions:
         return oldest
 
     def forget(self, groups: set[int]) -> None:
-        """These groups are committed."""
+        """Forget these groups: they are committed."""
         for group in groups:
             self.prompts.pop(group, None)
 

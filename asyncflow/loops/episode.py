@@ -183,7 +183,7 @@ class EpisodePlayer:
             self.forget(branch_key(key, number), row.sample)
 
     def forget(self, key: SampleKey, sample: int) -> None:
-        """No turn of this sequence follows."""
+        """Let the engine forget this sequence: no turn of it follows."""
         if (forget := getattr(self.engine, "forget", None)) is not None:
             forget(key, sample)
 

@@ -78,10 +78,12 @@ class Transcript:
 
     @property
     def num_turns(self) -> int:
+        """Number of the policy's turns so far."""
         return len(self._turns)
 
     @property
     def num_branches(self) -> int:
+        """Number of sequences beside the first one so far."""
         return len(self._branches)
 
     def so_far(self, prompt_ids: Array) -> tuple[Array, Array]:
@@ -99,7 +101,7 @@ class Transcript:
         self.observed(prompt_ids)
 
     def opened(self, token_ids: Array) -> None:
-        """The first observation."""
+        """Add the first observation."""
         self.observed(token_ids)
         self._num_opening = len(token_ids)
 

@@ -19,7 +19,7 @@ from asyncflow.rewards.base import Sample
 from asyncflow.rows import ANSWER, ANSWERS
 
 MARKS: Final = ("hash", "boxed", "tag", "phrase")
-"""All that are known."""
+"""Ways of finding an answer, all that are known."""
 
 _HASH = re.compile(r"####[ \t]*([^\n]*)")
 # A box with braces or with one character, an escaped character, a brace.

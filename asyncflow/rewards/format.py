@@ -21,7 +21,7 @@ class Format:
         self._tags, self._is_strict, self._require_end = tuple(tags), is_strict, require_end
 
     def __call__(self, sample: Sample) -> float:
-        """1.0 or 0.0."""
+        """Score of a response: 1.0 or 0.0."""
         return float((sample.is_finished or not self._require_end) and self._is_well_formed(sample.response))
 
     def _is_well_formed(self, text: str) -> bool:

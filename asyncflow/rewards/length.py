@@ -26,7 +26,7 @@ class Length:
         self._max, self._soft, self._min = max_tokens, soft_tokens, min_tokens
 
     def __call__(self, sample: Sample) -> float:
-        """From -1.0 to 0.0."""
+        """Penalty of a response's length, from -1.0 to 0.0."""
         length, free = len(sample.token_ids), self._max - self._soft
         if length < self._min or length > self._max:
             return -1.0

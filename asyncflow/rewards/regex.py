@@ -34,6 +34,6 @@ class Regex:
         self._is_full = match == "full"
 
     def __call__(self, sample: Sample) -> float:
-        """1.0 or 0.0."""
+        """Score of a response: 1.0 or 0.0."""
         found = self._pattern.fullmatch(sample.response.strip()) if self._is_full else self._pattern.search(sample.response)
         return float(found is not None)

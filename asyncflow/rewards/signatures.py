@@ -147,7 +147,7 @@ def _as_trl(
 
 
 def _log_nothing(name: str, value: Any) -> None:
-    """Instead of TRL's `log_extra`."""
+    """Do nothing, in the place of TRL's `log_extra`."""
 
 
 def _as_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], sample: Sample) -> Any:

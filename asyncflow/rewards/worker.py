@@ -40,7 +40,7 @@ MAX_REWARD = (2 - 2**-23) * 2.0**127  # the largest of float32
 
 
 class NoScorer(Exception):
-    """Why there is no scorer to be had from a path and its options."""
+    """Error that says why there is no scorer to be had from a path and its options."""
 
 
 def build_scorer(

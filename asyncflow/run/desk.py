@@ -67,7 +67,7 @@ class TrainDesk:
 
     @remote
     async def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         if step != self.step:
             self.step, self._groups, self._normaliser, self._published = step, {}, None, None
             self._notify()
@@ -82,7 +82,7 @@ class TrainDesk:
 
     @remote
     async def update(self, normaliser: int) -> Published:
-        """All of the step's micro-batches have been offered. Wait for the weights that come of them."""
+        """Wait for the weights that come of the step's micro-batches, all of which have been offered."""
         if self._published is None:
             self._published = asyncio.get_running_loop().create_future()
         self._normaliser = normaliser
@@ -99,15 +99,15 @@ class TrainDesk:
 
     @remote
     async def discard(self) -> None:
-        """Nothing comes of the step."""
+        """Discard the step: nothing comes of it."""
         self._groups, self._normaliser, self._published = {}, None, None
         self._notify()
 
     # -- the outside trainers' ----------------------------------------------------------------------------------------------
 
     async def take(self, session: str, *, groups: int, tokens: int, timeout_seconds: float) -> TakenGroups:
-        """Take groups of the step that nobody has: `groups` at most, and so many as have `tokens` together, one at least (0: no
-        limit). Waits for some, so long; then there are none, and the step may be complete."""
+        """Take groups of the step that no other trainer has: `groups` at most, and so many as have `tokens` together, one at
+        least (0: no limit). Waits for some, so long; then there are none, and the step may be complete."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while not (ready := self._ready()) and self._normaliser is None and not self._is_over:
@@ -127,7 +127,8 @@ class TrainDesk:
         return TakenGroups(self.step, taken, self._normaliser if is_complete else None)
 
     def acknowledge(self, session: str, numbers: list[int]) -> None:
-        """These groups are in the gradient of the session's trainer. Raises `RunError` naming one that it does not have."""
+        """Note that these groups are in the gradient of the session's trainer. Raises `RunError` naming one that it does not
+        have."""
         for number in numbers:
             group = self._groups.get(number)
             if group is None or group.taken_by != session:
@@ -172,7 +173,7 @@ class TrainDesk:
             raise RunError(why)
 
     def stop(self) -> None:
-        """The run is stopping."""
+        """Stop: the run is stopping."""
         self._is_over = True
         if self._verdict is not None and not self._verdict.done():
             self._verdict.set_result("the run is stopping")

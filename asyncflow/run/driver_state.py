@@ -32,7 +32,7 @@ VERSIONS_DIR: Final = "versions"
 
 
 class SavedPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A `Prompt`."""
+    """Prompt in a checkpoint: see `Prompt`."""
 
     ids: list[int]
     example: dict[str, Any]

@@ -114,6 +114,6 @@ def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
 
 
 def _rank(rank: int, size: int) -> dict[str, str]:
-    """torchrun's names."""
+    """Variables that name a rank, as torchrun does."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {name: str(number) for name, number in numbers.items()}

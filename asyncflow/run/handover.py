@@ -24,7 +24,7 @@ STAY_SECONDS: Final = 5.0
 
 
 class Handover:
-    """The driver's service."""
+    """Service of the driver for the handover."""
 
     def __init__(self) -> None:
         self._may_stay: Collection[str] = ()

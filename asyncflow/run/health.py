@@ -1,4 +1,5 @@
-"""Which rollout workers and evaluators serve: what is said of those that do not, and the run's end when too few of them are left.
+"""Health of rollout workers and evaluators: what is said of those that do not serve, and the run's end when too few of them are
+left.
 
 consumes: deaths, weights that could not be had, reports that do not come
 waits for: `weight_sync.deadline_seconds`, in which a worker may find its weights after all; half of `queue.lease_seconds`, in which

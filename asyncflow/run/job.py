@@ -67,7 +67,7 @@ class Listener:
     """Observer of a run: it is called with what happens; the command line draws it. All methods may be left as they are."""
 
     def log(self, text: str) -> None:
-        """Something worth a line."""
+        """Take note of something worth a line."""
 
     def group(self, step: int) -> None:
         """A group of the step has been trained."""

@@ -55,6 +55,6 @@ class MemoryPace:
         self._next_at = self._begun_at + held_seconds / MAX_SHARE
 
     def end(self, why: str) -> None:
-        """No more are due, in this attempt."""
+        """End the checkpoints in memory: no more are due, in this attempt."""
         self._is_over = True
         self._log(f"no more checkpoints in shared memory, so a trainer that dies costs the steps since one on the disk: {why}")

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run's inputs is found here, before anything starts, and said in one sentence. No torch."""
+"""Checks of a run's inputs, before anything starts: each mistake is described in one sentence. No torch."""
 
 from __future__ import annotations
 

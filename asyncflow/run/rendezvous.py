@@ -68,7 +68,7 @@ class Rendezvous:
 
     @remote
     async def remove(self, key: str) -> bool:
-        """Whether it was there."""
+        """Remove a key. True: it was there."""
         return self._values.pop(key, None) is not None
 
     def _put(self, key: str, value: bytes) -> None:

@@ -45,7 +45,7 @@ class Running:
             await asyncio.gather(starting, interrupted, return_exceptions=True)
 
     def begin(self, loops: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Start more loops."""
+        """Start more of the driver's loops."""
         self._loops += [asyncio.create_task(loop) for loop in loops]
 
     async def until(self, event: Coroutine[Any, Any, None]) -> bool:

@@ -97,7 +97,7 @@ class Standstill:
         return sentence(situation)
 
     def situation(self, ended: str = "") -> Situation:
-        """Everything that the driver knows of who waits for what, now."""
+        """Situation of the run now: all that the driver knows of what waits for what."""
         driver, now = self._driver, asyncio.get_running_loop().time()
         idle, config, versions = now - driver.last_progress, driver.config, driver.versions
         looks = idle >= SECONDS or bool(ended)
@@ -129,7 +129,7 @@ class Standstill:
     # -- workers ------------------------------------------------------------------------------------------------------------
 
     def _workers(self, now: float, *, looks: bool) -> list[SeenWorker]:
-        """All workers that the run has or is to have, trainers first. `looks`: whether their processes are looked at."""
+        """Workers that the run has or is to have, trainers first. `looks`: whether their processes are looked at."""
         driver, pids = self._driver, self._pids() if looks else {}
         of_pools = {versions.workers.pool: versions for versions in driver.all_versions}
         names = {name: None for name in self._fleet if name.partition("/")[0] not in of_pools}
@@ -236,7 +236,7 @@ class Standstill:
     # -- the file -----------------------------------------------------------------------------------------------------------
 
     async def _write(self, folder: Path, situation: Situation) -> None:
-        """In a thread, since a disk may hang; no second one is begun meanwhile. Of a disk that is full the log says so, once."""
+        """Write in a thread, since a disk may hang; no second one is begun meanwhile. If a disk is full the log says so, once."""
         if self._writing is not None and not self._writing.done():
             return
         self._writing = asyncio.create_task(self._written(folder, situation))

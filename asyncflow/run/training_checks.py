@@ -24,7 +24,7 @@ from asyncflow.types import RunError
 
 FIRST_FAILURES: Final = 8
 FIRST_TIMEOUTS: Final = 3
-"""So many attempts to score, none of which has given a reward, end a run. Those that hang take a deadline each."""
+"""Number of attempts to score, none of which has given a reward, that ends a run. Those that hang take a deadline each."""
 
 
 class TrainingChecks:

@@ -121,7 +121,7 @@ async def roll_out(
 
 
 async def unit_worker(name: str, run_dir: Path) -> None:
-    """Is a storage unit of the run's queue, until it is ended: it outlives the workers that write and read there. Raises
+    """Serve as a storage unit of the run's queue, until it is ended: it outlives the workers that write and read there. Raises
     `RunError` if the driver goes first.
 
     It listens where others find it: by TLS if the driver does, at the address by which this machine reaches it.

@@ -20,7 +20,8 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """No answer. `kind` is one of raised, timeout, exited, memory, output, invalid; `trace`: the traceback of what was raised."""
+    """Failure in the place of an answer. `kind` is one of raised, timeout, exited, memory, output, invalid; `trace`: the
+    traceback of what was raised."""
 
     kind: str
     message: str

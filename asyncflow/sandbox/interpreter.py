@@ -21,7 +21,7 @@ PACKAGE_FOLDER: Final = str(Path(__file__).parents[2])
 """Where this package is found; on another machine too, where both see one file system. Elsewhere it is installed there."""
 SCHEME: Final = "ssh://"
 _OPTIONS: Final = ("-T", *shlex.split("-o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"))
-"""No terminal and no questions; a machine that says nothing for 15 s is lost."""
+"""Options of ssh: no terminal and no questions; a machine that says nothing for 15 s is lost."""
 _ADDRESS: Final = re.compile(r"ssh://((?:\w[\w.-]*@)?\w[\w.-]*)(?::(\d+))?(/.+)", re.ASCII)
 """User and host, port, path."""
 

@@ -260,7 +260,7 @@ class PublishedFiles:
         return Path(f"/proc/self/fd/{self._file.fileno()}")
 
     async def release(self) -> None:
-        """The version is installed."""
+        """Release the version, which is installed."""
         self._let_go()
 
     async def close(self) -> None:

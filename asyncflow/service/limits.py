@@ -32,7 +32,7 @@ class Limits:
     connections: int = 1024
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0
-    """From the first byte of a request, or from the connection, to the end of the headers."""
+    """Seconds from the first byte of a request, or from the connection, to the end of the headers."""
     body_bytes: int = 64 << 20
     """Bytes of one request's body."""
     streamed_bytes: int = 1 << 40
@@ -63,7 +63,7 @@ class Limits:
 
 
 class Busy(Exception):
-    """There is no room at the moment: the same request is welcome after so many seconds."""
+    """Error for want of room at the moment: the same request is welcome after so many seconds."""
 
     def __init__(self, why: str, seconds: float) -> None:
         super().__init__(why)

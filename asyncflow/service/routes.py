@@ -51,7 +51,7 @@ class MakeKey(Body):
     name: Name
     scope: Scope
     expires_seconds: Annotated[float, Field(gt=0, le=1e10)] | None = None
-    """From now on; without it the key has no end."""
+    """Seconds from now until the key ends; without it the key has no end."""
 
 
 class KeySecret(BaseModel):
@@ -190,7 +190,7 @@ class PutExperience(Body):
 
 class Outcomes(BaseModel):
     outcomes: list[str]
-    """For each response `stored`, or why it does not count: another one was first, its reward failed, ..."""
+    """Outcome of each response: `stored`, or why it does not count: another one was first, its reward failed, ..."""
 
 
 class AttestedPart(Body):
@@ -362,7 +362,7 @@ def _add_run(router: APIRouter, hosted: HostedRun) -> None:
 
     @router.get("/model/{name}", tags=["run"], response_class=FileResponse)
     async def model_file(name: Annotated[str, Field(max_length=255)]) -> FileResponse:
-        """One of these files."""
+        """File of a model."""
         found = {file.name: file for file in hosted.run.job.model.iterdir() if file.is_file()}
         if name not in found:
             raise Denied(404, "the model has no such file")
@@ -480,7 +480,7 @@ def _add_trainers(router: APIRouter, hosted: HostedRun) -> None:
 
     @router.post("/trainers/{trainer}/acknowledge", tags=["trainers"])
     async def acknowledge(trainer: Name, body: Acknowledge) -> NumRows:
-        """These groups are in the trainer's gradient: nobody else is to have them."""
+        """Note that these groups are in the trainer's gradient: no other trainer is to have them."""
         session = hosted.workers.trainer(trainer)
         hosted.run.driver.desk.acknowledge(session.name, body.groups)
         return NumRows(rows=len(body.groups))

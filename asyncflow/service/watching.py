@@ -50,7 +50,7 @@ _HEAVY_SECONDS: Final = 3.0
 _BEHIND_SECONDS: Final = 0.02
 _QUIET_SECONDS: Final = 15.0
 _FEW_SPANS: Final = 10_000
-"""So many are summed at once, whenever they change."""
+"""Number of spans, at most, that are summed at once whenever they change."""
 _SAMPLES_AT_ONCE: Final = 20
 _MOST_BARS: Final = 20_000
 _DEPTH: Final = 3

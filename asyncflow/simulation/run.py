@@ -283,7 +283,7 @@ class SimulatedJob(Job):
         return cast(Server, wire), self._simulated
 
     def _save_published_model(self, driver: Driver) -> None:
-        """There is no model to be saved."""
+        """Do nothing: there is no model to be saved."""
 
     def _write_report(self) -> None:
         if self._keeps_report:

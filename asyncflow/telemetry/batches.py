@@ -29,7 +29,7 @@ _NAME: Final = re.compile(r"step-(\d{6,})(?:-(\d+))?\.safetensors")
 class BatchLog:
     """Takes a step's groups as they are trained, and writes them after its update.
 
-    The newest `keep` steps stay; 0: nothing is kept. `first`: the step that this life of the run begins with; what is there of
+    The newest `keep` steps stay; 0: nothing is kept. `first`: the step that this attempt of the run begins with; what is there of
     later ones belongs to a lineage that has ended. The first rank removes what is to go, of all ranks: an earlier life may have
     had more of them. Nobody has made a step's update before all have begun it, so nothing new is in its way.
     """
@@ -62,7 +62,7 @@ class BatchLog:
 
 
 class StepLogs:
-    """Tells several logs of the same."""
+    """Log that passes everything on to several others."""
 
     def __init__(self, *logs: StepLog) -> None:
         self._logs = logs

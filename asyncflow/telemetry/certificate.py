@@ -62,7 +62,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def write(self, run_dir: Path) -> None:
-        """Into the run's folder."""
+        """Write the certificate into the run's folder."""
         (run_dir / CERTIFICATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 

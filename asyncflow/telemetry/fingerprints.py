@@ -75,7 +75,7 @@ class TrainedMicroBatch(Protocol):
 
 
 class Fingerprinted(Protocol):
-    """A train engine."""
+    """Train engine of which fingerprints are taken."""
 
     async def fingerprint(self) -> Mapping[str, str]: ...
 

@@ -123,7 +123,7 @@ class Hub:
         return self._clock() - self._heard[worker] if worker in self._heard else None
 
     def left(self, worker: str) -> None:
-        """A worker has gone: nobody waits for its reports."""
+        """Note that a worker has gone: its reports are not waited for."""
         self._heard.pop(worker, None)
         if (state := self.states.pop(worker, None)) is not None:
             self.past.append(state)
@@ -202,7 +202,7 @@ class Reporter:
             await asyncio.sleep(self._flush_seconds)
 
     async def flush(self) -> None:
-        """Report now."""
+        """Report to the hub now."""
         self.recorder.flush()
         task, cause, since = self.recorder.state
         new = self._spans, self._samples, self._trained, self._unscored

@@ -38,7 +38,8 @@ LIVE_SECONDS: Final = 10.0
 
 
 class GrowingLines(Generic[T]):
-    """Lines of a JSON Lines file that somebody else writes, as they come. `num_damaged`: lines that are not what they should be."""
+    """Lines of a JSON Lines file that another process writes, as they come. `num_damaged`: lines that are not what they should
+    be."""
 
     def __init__(self, path: Path, kind: type[T], what: str) -> None:
         """`what` each line is, in a message."""

@@ -1,4 +1,4 @@
-"""Why nothing moves: the chain of waits from the trainer back to its cause, in words, and who waits for whom. Pure.
+"""Chain of waits from the trainer back to its cause, in words: why nothing moves, and what each worker waits for. Pure.
 
     trainer/0 waits for group 412 of step 7, since 41 s
       rollout/3 has it, since 41 s
@@ -115,7 +115,7 @@ class _Chain:
     # -- workers ------------------------------------------------------------------------------------------------------------
 
     def of_worker(self, name: str) -> Iterator[Link]:
-        """From a worker on."""
+        """Chain of waits from a worker on."""
         if name in self._seen:
             yield self._link(name, f"{name} is waited for by those that it waits for: nothing inside the run ends that")
             return
@@ -320,7 +320,7 @@ class _Chain:
             yield self._link(f"group {group.group}", text)
 
     def _ready(self, group: SeenGroup) -> Iterator[Link]:
-        """A group that lies ready, and that nobody has taken."""
+        """Link of a group that lies ready, and that no worker has taken."""
         who, pool = f"group {group.group}", _POOLS.get(group.task, group.task)
         workers = [w for name, w in self._workers.items() if name == pool or name.startswith(f"{pool}/")]
         lies = f"group {group.group} lies ready for task {group.task}"
@@ -380,7 +380,7 @@ class _Chain:
         return None if wait is None else self._open("the driver", wait)
 
     def _admission(self, step: int) -> Iterator[Link]:
-        """Why prompts of a step are not in the queue."""
+        """Reason why prompts of a step are not in the queue."""
         names = (CAPACITY.name, PROMPTS.name, MAY_ADMIT.name, CANDIDATES.name)
         of_driver = [wait for wait in self._at.waits if wait.name in names and wait.who in ("", "driver")]
         wait = min(of_driver, key=lambda each: names.index(each.name), default=None)

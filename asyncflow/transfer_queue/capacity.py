@@ -78,7 +78,7 @@ class Capacity:
         self._bytes += num_bytes
 
     def release(self, rows: int, num_bytes: int) -> None:
-        """Rows have gone."""
+        """Release the room of rows that have gone."""
         self._rows -= rows
         self._bytes -= num_bytes
         self._admit()

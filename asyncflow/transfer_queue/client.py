@@ -132,7 +132,7 @@ class TransferQueueClient:
         return None
 
     async def fetch(self, lease: Lease, columns: Sequence[str], *, is_sure: bool = False) -> Leased | None:
-        """These columns of a lease's rows, also for a client that its holder has told of it.
+        """Columns of a lease's rows, also for a client that its holder has told of it.
 
         Rows dropped meanwhile are left out, of the lease too; None if all were. Raises `LookupError` naming a row and a column that
         it does not have. `is_sure`: the rows had these columns when they were leased, so one that lacks them is another life's of
@@ -263,7 +263,7 @@ class TransferQueueClient:
         await self.leases.withdraw(task)
 
     async def drop(self, rows: Sequence[int] | Array) -> None:
-        """Free rows everywhere."""
+        """Free rows, on all units."""
         indices = np.asarray(rows, np.int64)
         if len(indices):
             await asyncio.gather(*(self._unit(number).drop(indices) for number in self._places.units))

@@ -32,7 +32,7 @@ class DurableState(msgspec.Struct):
         return msgspec.msgpack.decode(encoded, type=cls)
 
     def dropped_rows(self) -> Array:
-        """int64 [n]."""
+        """Rows that are dropped, int64 [n]."""
         return np.array([row for rows in self.dropped.values() for row in rows], np.int64)
 
     def ends(self) -> list[Notice]:
@@ -57,7 +57,7 @@ class SavedDurableState:
             self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
 
     async def keep(self) -> None:
-        """If they have changed, and something outlives this process."""
+        """Keep the facts, if they have changed and something outlives this process."""
         if self._storage.is_durable and (encoded := self.encoded()) != self._kept:
             await self._storage.keep(FACTS, encoded)
             self._kept = encoded

@@ -51,7 +51,7 @@ class Writes:
         self._wake()
 
     def are_arriving(self, metas: Iterable[GroupMeta]) -> bool:
-        """Any of these groups."""
+        """Whether any of these groups is arriving."""
         return bool(self._arriving) and any(meta.group in self._arriving for meta in metas)
 
     def arrive(self, metas: Iterable[GroupMeta]) -> None:

@@ -153,14 +153,14 @@ class Index:
         return dropped, gone
 
     def group_records(self) -> Iterator[tuple[list[GroupMeta], int]]:
-        """All groups: those that have the same columns together, and the mask of these columns."""
+        """Groups, those that have the same columns together, and the mask of these columns."""
         by_mask: dict[int, list[GroupMeta]] = {}
         for number, (_, mask, _) in self._groups.items():
             by_mask.setdefault(mask, []).append(self.metas[number])
         yield from ((metas, mask) for mask, metas in by_mask.items())
 
     def records(self) -> Iterator[tuple[Array, int, Array]]:
-        """All rows, in the order of pages: (rows int64, mask of the columns that all of them have, tokens int32)."""
+        """Rows, in the order of pages: (rows int64, mask of the columns that all of them have, tokens int32)."""
         for number, page in sorted(self._pages.items()):
             there = np.flatnonzero(page.masks)
             for mask in np.unique(page.masks[there]).tolist():

@@ -55,7 +55,7 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def indices(self) -> list[int]:
-        """All rows of the lease."""
+        """Rows of the lease."""
         return [row for rows in self.rows for row in rows]
 
     @property

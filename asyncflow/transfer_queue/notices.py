@@ -29,7 +29,7 @@ class Superseded(RunError):
 
 
 class Notice(msgspec.Struct, array_like=True, omit_defaults=True):
-    """These groups are new; these rows (int64 bytes) have these columns, or, if `is_drop`, are no more.
+    """Notice of a unit: these groups are new; these rows (int64 bytes) have these columns, or, if `is_drop`, are no more.
 
     `tokens` (int32 bytes, or nothing): what the rows weigh by now. `ended_partition` and `is_closed` concern the task `task`.
     `gone` (int64 bytes): groups of which all rows are no more.
@@ -199,7 +199,7 @@ class NoticeLog:
         asked.set_result(News(self.epoch, self._last, False, notices))
 
     def _release(self, follower: _Follower, last: int) -> None:
-        """No writer of a notice up to `last` waits for this controller any more."""
+        """Let writers of notices up to `last` wait for this controller no longer."""
         while follower.waiting and follower.waiting[0][0] <= last:
             waiter = follower.waiting.popleft()[2]
             waiter.left -= 1
@@ -219,7 +219,7 @@ class NoticeLog:
             self._timer = loop.call_at(since + self._timeout_seconds, self._look_for_silent)
 
     def close(self) -> None:
-        """Let everybody go; one that writes to the end waits for nobody."""
+        """Let all writers and controllers go."""
         if self._timer is not None:
             self._timer.cancel()
         for follower in self._followers.values():

@@ -77,7 +77,7 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class Pages:
-    """All rows of a task, in pages of neighbouring numbers. `on_leave(lease, rows, tokens)` is called when rows of so many tokens
+    """Rows of a task, in pages of neighbouring numbers. `on_leave(lease, rows, tokens)` is called when rows of so many tokens
     have left a lease."""
 
     def __init__(self, group_bits: int, whole_groups: bool, on_leave: Callable[[int, int, int], None]) -> None:

@@ -105,7 +105,7 @@ class ReadyRows:
         return [(group, self._pages.pick(page, group, self._pages.ready_slots(page, group))) for group, page in page_of.items()]
 
     def take_rows(self, rows: Sequence[int]) -> Pick:
-        """These ready rows, in or out of turn. Raises `ValueError` where a row is not ready, or where a group that is to be
+        """Take these ready rows, in or out of turn. Raises `ValueError` where a row is not ready, or where a group that is to be
         handed out as a whole would be split; none is taken then."""
         by_group: dict[int, list[int]] = {}
         for row in rows:

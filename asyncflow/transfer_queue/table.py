@@ -57,7 +57,7 @@ class Table:
         self._pages.admit([m for m in metas if m.topic == topic] if topic else metas, unit)
 
     def notify(self, rows: Array, mask: int, tokens: Array | None, now: float) -> list[int]:
-        """These rows (int64 [n]) now have the columns of `mask`, and `tokens` (integers [n]) altogether.
+        """Note that these rows (int64 [n]) now have the columns of `mask`, and `tokens` (integers [n]) altogether.
 
         Returns the rows that this makes done, sorted. Repeating a notice changes nothing, nor in the end does another order.
         Unknown rows are passed over.
@@ -85,7 +85,7 @@ class Table:
             self._pages.narrow(page, group, lowest_version, self._now)
 
     def end_partition(self, partition: int) -> None:
-        """No more rows of this partition will come."""
+        """End a partition: no more rows of it will come."""
         self.ended_partitions.add(partition)
 
     def is_over(self, want: Want) -> bool:

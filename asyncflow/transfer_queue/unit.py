@@ -170,7 +170,7 @@ class StorageUnit:
 
     @remote
     async def end_partition(self, task: str, partition: int) -> None:
-        """No more rows of this partition will come for the task."""
+        """End a partition for a task: no more rows of it will come."""
         await self.holdings.end(Notice(task=task, ended_partition=partition))
 
     @remote

@@ -215,7 +215,7 @@ class UnitStore:
     # -- facts --------------------------------------------------------------------------------------------------------------
 
     async def end(self, notice: Notice) -> None:
-        """No more rows will come of what a notice says has ended: a partition of a task, or all of it."""
+        """End what a notice says has ended, a partition of a task or all of it: no more rows of it will come."""
         self.facts.end(notice)
         await self.facts.keep()
         await self._post(notice)

@@ -104,7 +104,7 @@ class UnitSubscription:
     # -- what they tell -----------------------------------------------------------------------------------------------------
 
     def take(self, unit: int, news: News, *, is_new_life: bool) -> None:
-        """Into the table."""
+        """Take news into the table."""
         if news.is_full:
             self._forget_what_is_gone(unit, news, is_new_life)
         done: list[int] = []
@@ -183,7 +183,7 @@ class UnitSubscription:
 
 
 def _ranges(rows: Array) -> str:
-    """`0-7, 12`."""
+    """Numbers as ranges: `0-7, 12`."""
     firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
     ends = [*(firsts[1:] - 1), len(rows) - 1]
     runs = zip(rows[firsts].tolist(), rows[ends].tolist(), strict=True)

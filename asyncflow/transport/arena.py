@@ -213,7 +213,7 @@ class _Ranges:
         self._ends[start], self._starts[end] = end, start
 
     def remove(self, start: int, end: int) -> None:
-        """Whatever of [start, end) is in the set."""
+        """Remove what of [start, end) is in the set."""
         overlaps = [(s, e) for s, e in self._ends.items() if s < end and start < e]
         for s, e in overlaps:
             del self._ends[s], self._starts[e]

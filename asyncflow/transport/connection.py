@@ -115,7 +115,7 @@ class Connection:
         }
 
     def open(self, stream: Stream) -> None:
-        """Begin, over this stream."""
+        """Begin the connection over this stream."""
         self._stream = stream
         self._house.connections.add(self)
 

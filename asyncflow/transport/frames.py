@@ -43,14 +43,14 @@ class FrameLimits:
     unsent_bytes: int = 64 << 20
     """Above it, a connection's requests are not read, and a caller waits, until half of it has gone."""
     hello_seconds: float = 20.0
-    """From accepting a connection to its hello."""
+    """Seconds from accepting a connection to its hello."""
     frame_seconds: float = 60.0
-    """From a frame's first byte to its last, and one second more for every `frame_bytes_per_second` of it."""
+    """Seconds from a frame's first byte to its last, and one second more for every `frame_bytes_per_second` of it."""
     frame_bytes_per_second: float = 1e7
     requests: int = 16384
     """Open requests of one connection, parked ones included; one more costs its sender the connection."""
     hold_seconds: float = 60.0
-    """For how long an answer handed over by reference is kept for a client that does not say that it has copied it."""
+    """Seconds for which an answer handed over by reference is kept for a client that does not say that it has copied it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.header_bytes < 1 << 32 or not 0 <= self.buffers <= 1 << 20 or not 0 <= self.body_bytes < 1 << 62:
@@ -59,7 +59,7 @@ class FrameLimits:
             raise ValueError(f"a message of the largest size would wait for ever: {self}")
 
     def excess(self, header_bytes: int, num_buffers: int, body_bytes: int) -> str:
-        """Why a frame of these sizes is refused; empty if it is not."""
+        """Reason why a frame of these sizes is refused; empty if it is not."""
         if header_bytes <= self.header_bytes and num_buffers <= self.buffers and body_bytes <= self.body_bytes:
             return ""
         return f"a message of {header_bytes} header bytes and {num_buffers} arrays of {body_bytes} bytes is above the limits"

@@ -37,7 +37,7 @@ class Peer:
     """A client's connection to a server. Requests run side by side; the answers come in any order."""
 
     def __init__(self, address: str, limits: FrameLimits) -> None:
-        """Use `connect`."""
+        """Make an unconnected peer: use `connect`."""
         self.address = address
         self._limits = limits
         self._loop = asyncio.get_running_loop()

@@ -42,7 +42,7 @@ GATHER_SECONDS = 5.0
 
 
 class Collective:
-    """Both ends, see the module's head."""
+    """Weight sync by broadcasts, both ends: see the module's head."""
 
     def __init__(self, options: WeightSyncOptions) -> None:
         self._options = options

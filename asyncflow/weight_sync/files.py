@@ -59,7 +59,7 @@ class _File:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Nothing is locked any more; what is mapped stays while somebody has it."""
+        """Close the file, which unlocks it; what is mapped stays while a process has it."""
         os.close(self.fd)
 
 
@@ -118,7 +118,7 @@ class VersionFiles:
         return None if file is None else file.mapped
 
     def close(self) -> None:
-        """Unlock everything; what is mapped stays while somebody has it."""
+        """Close all files, which unlocks them; what is mapped stays while a process has it."""
         unused = [*(self._reserved or ()), *([self._spare] if self._spare else ())]
         for file in [*self._kept.values(), *(file for _, file in unused)]:
             file.close()
@@ -143,7 +143,7 @@ class VersionFiles:
         return self._directory / f"weights-{version}.safetensors"
 
     def _over(self) -> int | None:
-        """The oldest version that nobody needs when one more is there."""
+        """Oldest version that is not needed when one more is there."""
         older = list(self._kept)[: max(0, len(self._kept) + 1 - self._keep)]
         return next((version for version in older if version not in self.retained), None)
 

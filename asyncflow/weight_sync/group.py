@@ -104,7 +104,7 @@ class Group:
 
 
 def reason(error: BaseException) -> str:
-    """Why a group has broken, without the place in a library's source and its advice."""
+    """Reason why a group has broken, without the place in a library's source and its advice."""
     text = " ".join(str(error).split()) or "no answer in time"
     return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text
 

@@ -57,7 +57,7 @@ _RETRY_SECONDS = 0.05
 
 
 class Network:
-    """Both ends, see the module's head. Raises `UserError` without a key."""
+    """Weight sync over the network, both ends: see the module's head. Raises `UserError` without a key."""
 
     def __init__(self, options: WeightSyncOptions) -> None:
         if options.key is None:
@@ -300,7 +300,7 @@ class NetworkReceiver:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _machines_receiver(self) -> NodeReceiver:
-        """This worker's own, or that of another one."""
+        """Receiver of this machine: this worker's own, or that of another one."""
         if self._node is not None:
             return self._node
         if self._peer is None or self._peer.is_lost:

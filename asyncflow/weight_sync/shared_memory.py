@@ -25,7 +25,7 @@ from asyncflow.weight_sync.staging import Filling, expected, verified, wire_spec
 
 
 class SharedMemory:
-    """Both ends, see the module's head."""
+    """Weight sync by shared memory, both ends: see the module's head."""
 
     def __init__(self, options: WeightSyncOptions) -> None:
         self._options = options

@@ -96,7 +96,7 @@ class RayCluster(SupervisedCluster):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Ray is needed meanwhile."""
+        """Context in which Ray is needed."""
         done = asyncio.get_running_loop().create_future()
         self._at_work.add(done)
         try:

@@ -193,7 +193,7 @@ def _own_signals() -> Iterator[None]:
 
 
 async def _answers(address: str) -> bool:
-    """Whether somebody listens there. True for an address that Ray is to find."""
+    """Whether a server listens there. True for an address that Ray is to find."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return True

@@ -68,7 +68,8 @@ class RayHost:
             return False
 
     def lacks(self, device: str) -> str:
-        """Why PyTorch does not find a device (`rollout.device=cuda`) here; empty if it does. A process of its own asks it."""
+        """Reason why PyTorch does not find a device (`rollout.device=cuda`) here; empty if it does. A process of its own asks
+        it."""
         command = [sys.executable, "-m", "asyncflow.engines.devices", f"{device}=1"]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         return "" if not done.returncode else (done.stderr.strip().splitlines() or [f"{device} is not there"])[-1]

@@ -47,7 +47,7 @@ class NodeFolders:
             _make_private(place)
 
     def release(self) -> None:
-        """Hold them no more, and remove them if nobody else does."""
+        """Give up the folders, and remove them if no other process holds them."""
         while self._locks:
             folder, lock = self._locks.popitem()
             _remove_if_free(lock, folder)
@@ -95,7 +95,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _remove_if_free(lock: int, folder: Path) -> None:
-    """Out of the way first, so that nobody comes to share what is half gone."""
+    """Move a folder out of the way, then remove it, so that no process comes to share what is half gone."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -163,7 +163,7 @@ class RayPlaces:
             place.end_host()
 
     async def leave(self, name: str) -> None:
-        """This worker has ended for good. It has no place any more when `leave_all` came first."""
+        """Free the place of a worker that has ended for good. It has no place any more when `leave_all` came first."""
         if (place := self.by_name.pop(name, None)) is not None:
             await self._leave(place)
 

@@ -84,7 +84,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return sorted(pools, key=lambda pool: (pool != "trainer", not self.why_here(pool, config), pool))
 
     def why_here(self, pool: str, config: Config) -> str:
-        """Why workers of a pool stay on the driver's node; empty if they may be anywhere (but for the first trainer)."""
+        """Reason why workers of a pool stay on the driver's node; empty if they may be anywhere (but for the first trainer)."""
         if pool == "trainer":
             return "trainers stay on this machine, as cluster.trainers=driver" if self.trainers == "driver" else ""
         if pool == "critic":
@@ -102,7 +102,8 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return ""
 
     def _why_closed(self, key: str, listen: str | None) -> str:
-        """Why other nodes do not come through a door; empty if they may. Nodes on loopback addresses are all on one machine."""
+        """Reason why other nodes do not come through a door; empty if they may. Nodes on loopback addresses are all on one
+        machine."""
         if listen is None:
             return f"{key} is not set"
         if is_loopback(host_of(listen)) and self.address is not None and not is_loopback(host_of(self.address)):
@@ -140,7 +141,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def options_of(given: Mapping[str, Any]) -> RayOptions:
-    """Raises `UserError` for options that are none, and for amounts that nobody can be given."""
+    """Options, checked. Raises `UserError` for options that are none, and for amounts that no worker can be given."""
     try:
         options = msgspec.convert(checked_options("cluster 'ray'", RayOptions, given), RayOptions)
     except msgspec.ValidationError as error:  # of what is inside resources

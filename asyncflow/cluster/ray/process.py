@@ -95,4 +95,4 @@ class NeverBegan:
         return LOST_STATUS
 
     def kill(self) -> None:
-        """There is nothing to be killed."""
+        """Do nothing: there is nothing to be killed."""

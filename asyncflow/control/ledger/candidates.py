@@ -1,4 +1,4 @@
-"""Which of a step's candidates become its members, where a step wants groups whose rewards vary. Pure.
+"""Choice of a step's members among its candidates, where a step wants groups whose rewards vary. Pure.
 
 Candidates are consecutive prompts. The members are the first B of them, in the order of their numbers, that vary: so it depends on
 rewards alone, and not on which worker was fast. A candidate is a member as soon as that is certain, which is when fewer than B of

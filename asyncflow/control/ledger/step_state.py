@@ -60,7 +60,7 @@ class StepState:
     # -- who belongs to it ------------------------------------------------------------------------------------------------
 
     def cut(self, groups: Mapping[int, Iterable[int]]) -> None:
-        """These groups, with their rows, are the members. Mini-batches are neighbours in the order of their numbers, which is that
+        """Make these groups, with their rows, the members. Mini-batches are neighbours in the order of their numbers, which is that
         of the data."""
         for position, group in enumerate(sorted(groups)):
             self.join(group, position * self.mini_batches // len(groups), groups[group])

@@ -178,13 +178,13 @@ class Ledger:
         return other
 
     def fail(self, dead: Iterable[DeadRow]) -> None:
-        """These rows will never train: they leave their step, and are counted."""
+        """Take out rows that will never train: they leave their step, and are counted."""
         for letter in dead:
             if (state := self._state_of_row(letter.row)) is not None:
                 state.fail(letter.row)
 
     def forget(self, topic: str, step: int) -> None:
-        """Keep nothing of it."""
+        """Forget a step or an evaluation."""
         self._steps.pop((topic, step), None)
         for group in [g for g, key in self._step_of_group.items() if key == (topic, step)]:
             del self._step_of_group[group]
@@ -246,7 +246,7 @@ class Ledger:
         return [group for group in self._begun if self._step_of_group[group][0] == "train"]
 
     def done(self, task: str, rows: Iterable[int]) -> None:
-        """These rows have what a task gives them."""
+        """Note that these rows have what a task gives them."""
         for row in rows:
             if (state := self._state_of_row(row)) is not None:
                 state.todo[task].discard(row)

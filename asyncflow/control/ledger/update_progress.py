@@ -32,18 +32,18 @@ class UpdateProgress:
     has_computed: bool = False  # whether anything of a group that was consumed was computed
 
     def remove(self, group: int, rows: Iterable[int]) -> None:
-        """These rows are members no longer, nor is a group without any."""
+        """Remove these rows from the members, and a group without any."""
         if group in self.members:
             self.members[group].difference_update(rows)
             if not self.members[group]:
                 del self.members[group]
 
     def offer(self, rank: int, group: int, tokens: int) -> None:
-        """This rank has a group of so many tokens ready to train."""
+        """Note that this rank has a group of so many tokens ready to train."""
         self.offered[rank][group], self.order[group] = tokens, len(self.order)
 
     def ask(self, rank: int, number: int) -> None:
-        """This rank would take its part of the rounds up to this number."""
+        """Note that this rank takes its part of the rounds up to this number."""
         self.asked[rank] = max(self.asked[rank], number + 1)
 
     def is_lacking(self, least: int, most_tokens: int | None, spare: int) -> bool:

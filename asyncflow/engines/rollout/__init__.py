@@ -21,6 +21,6 @@ ROLLOUT_ENGINE_WHYS = {
     "transformers": "asyncflow.engines.rollout.checks:why_transformers_is_not_deterministic",
     "vllm": "asyncflow.engines.rollout.vllm.options:why_not_deterministic",
 }
-"""Why an engine is not deterministic, of those that never are; others say it of the machine that they run on."""
+"""Reasons why an engine is not deterministic, of those that never are; others say it of the machine that they run on."""
 ROLLOUT_ENGINE_IMPORTS = {"slots": ("asyncflow.engines.rollout.engine",)}
 """Modules that one process may import for all the workers that are forked from it; others need an interpreter of their own."""

@@ -96,7 +96,7 @@ class Adapter:
 
 
 class AdapterBank:
-    """All adapters of a decoder. `spec`: of those that installs bring; None: installs bring none."""
+    """Adapters of a decoder. `spec`: of those that installs bring; None: installs bring none."""
 
     def __init__(self, spec: LoraSpec | None) -> None:
         self._layers: list[AdaptableLayer] = []

@@ -38,7 +38,7 @@ def check_tokens(token_ids: Array, *, vocab_size: int) -> None:
 
 
 def why_transformers_is_not_deterministic(**_options: object) -> str:
-    """Whatever the options are."""
+    """Reason why the engine is not deterministic, whatever the options are."""
     return "transformers' sums may depend on what else is in a batch, so a response that is made again may be another"
 
 

@@ -491,5 +491,5 @@ def _rows(x_THD: Tensor, rows_PL: Tensor) -> Tensor:
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:
-    """All weights of a model, by name."""
+    """Weights of a model, by name."""
     return {name: tensor for file in weight_files(model_path) for name, tensor in load_file(file).items()}

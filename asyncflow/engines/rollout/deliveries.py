@@ -18,7 +18,8 @@ from typing import Final
 from asyncflow.engines.base import Response
 
 HOLD_SECONDS: Final = 0.02
-"""From one handing over to the next, where nothing is urgent. Where a decode step takes longer, each hands over what it made."""
+"""Seconds from one handing over to the next, where nothing is urgent. Where a decode step takes longer, each hands over what it
+made."""
 
 
 class Deliveries:

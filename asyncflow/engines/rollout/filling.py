@@ -78,7 +78,7 @@ class MissingKeys:
         return sum(len(claim.slots) for claim in self.claims())
 
     def claims(self) -> Iterator[Claim]:
-        """All of them."""
+        """Claims of turns, then those of prompts."""
         yield from self._turns
         for prompt in self._prompts:
             yield from prompt.claims

@@ -73,7 +73,7 @@ class PackedLinear:
         return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=self._dtype)
 
     def __call__(self, x: Tensor, adapted: Sequence[AdapterRows] = ()) -> Tensor:
-        """As of `Linear`."""
+        """See `Linear`."""
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         for rows in adapted:
             if (low_rank := self.lora.get(rows.number)) is not None:

@@ -1,4 +1,4 @@
-"""Which request, sample and tokens each row of the embedded engine holds, and one step of all of them: the thread's half.
+"""Slots of the embedded engine: which request, sample and tokens each holds, and one step of all of them: the thread's half.
 
     waiting --admit--> a slot --its keys, in pieces--> a row --a token a step--> the turn's end --> free, or parked
                          ^                                                                            |

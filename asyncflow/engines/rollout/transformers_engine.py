@@ -190,10 +190,10 @@ class Batches:
             row.spans.append((len(row.tokens), version))
 
     def end_timing(self) -> None:
-        """Nothing is timed."""
+        """Do nothing: nothing is timed."""
 
     def take_timings(self) -> list[Timing]:
-        """No timings: pieces of a batch are not told apart."""
+        """Empty list: pieces of a batch are not told apart."""
         return []
 
     def step(self) -> None:
@@ -296,7 +296,7 @@ class _Draw(LogitsProcessor):
 
 
 class _Ended(StoppingCriteria):
-    """Which rows have ended, as `are_done` says."""
+    """Stopping criterion: the rows that have ended, as `are_done` says."""
 
     def __init__(self, are_done: Callable[[], list[bool]]) -> None:
         self._are_done = are_done

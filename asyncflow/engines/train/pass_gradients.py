@@ -76,7 +76,7 @@ class PassGradients:
 
     @staticmethod
     def why_not(model: CausalModel) -> str:
-        """Why a model's gradients cannot be taken so; "" if they can."""
+        """Reason why a model's gradients cannot be taken so; "" if they can."""
         if model.way != "packed":
             return "its micro-batches are no packed sequences"
         if model.module.get_output_embeddings().bias is not None:

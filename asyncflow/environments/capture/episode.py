@@ -22,7 +22,9 @@ class SampledAnswer(SampledTokens, Protocol):
     """The part of an engine's `Response` that an answer needs."""
 
     @property
-    def finish_reason(self) -> FinishReason: ...
+    def finish_reason(self) -> FinishReason:
+        """End of the sampled tokens: `stop` or `length`."""
+        ...
 
 
 Generate = Callable[[CapturedCall, int, tuple[str, ...]], Awaitable[SampledAnswer]]
@@ -75,12 +77,12 @@ class CapturedEpisode:
         self._is_over = False
 
     def end(self) -> list[CapturedSequence]:
-        """Nothing more is captured. Returns the sequences that have sampled tokens."""
+        """End the capture. Returns the sequences that have sampled tokens."""
         self._is_over = True
         return self.transcript.trained()
 
     async def answer(self, request: ModelRequest) -> ModelAnswer:
-        """Raises `RefusedCall`."""
+        """Answer to a call. Raises `RefusedCall`."""
         self.num_calls += 1
         number = self.num_calls
         if self._is_over:

@@ -30,7 +30,7 @@ class RefusedCall(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """Error in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 

@@ -16,7 +16,7 @@ from asyncflow.service.tinker.answers import Answer, Failure
 
 
 class Unknown(Exception):
-    """There is no such request, or its result has been dropped."""
+    """Error: there is no such request, or its result has been dropped."""
 
 
 @dataclass(slots=True, eq=False)

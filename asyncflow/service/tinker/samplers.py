@@ -133,7 +133,7 @@ class _Grant:
 
     @property
     def held(self) -> list[_Held]:
-        """All of it."""
+        """Weights that it holds: the model, and the adapter if there is one."""
         return [self.model] if self.adapter is None else [self.model, self.adapter]
 
     @property

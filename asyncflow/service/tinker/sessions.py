@@ -61,7 +61,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a server over one base model."""
+    """Sessions of a server over one base model."""
 
     def __init__(self, context: ServerContext, samplers: Samplers, *, trains_whole_weights: bool = False) -> None:
         """`samplers` has the base model's weights at the start. Both are closed with the sessions. `trains_whole_weights`: of the

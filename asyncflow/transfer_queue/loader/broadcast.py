@@ -93,7 +93,7 @@ class GroupBroadcast:
         self._broadcast([torch.cat(structure), *values])
 
     def send_waiting(self) -> None:
-        """There is no batch yet."""
+        """Tell the others that there is no batch yet."""
         self._send_header(_MessageHeader("waiting"))
 
     def send_error(self, error: Exception) -> None:

@@ -93,7 +93,7 @@ class StreamDataLoader:
         credentials: str | Path | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        """Nothing is connected before the first batch is asked for.
+        """Make a loader; nothing is connected before the first batch is asked for.
 
         Args:
             address: the queue's, `unix:PATH` or `tls:HOST:PORT`; the latter needs `credentials`, the path of the run's key.

@@ -24,7 +24,7 @@ class Jagged(NamedTuple):
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [n]."""
+        """Lengths of the entries, int64 [n]."""
         return self.offsets.diff()
 
     def entries(self) -> tuple[Tensor, ...]:

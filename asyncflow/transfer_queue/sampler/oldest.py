@@ -18,7 +18,7 @@ class Oldest:
     """Sampler that serves the oldest request first, with the rows that have been ready longest."""
 
     def check(self, spec: TaskSpec, want: Want) -> None:
-        """Serves every one."""
+        """Accept every request."""
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         for position, (_, want) in enumerate(wants):

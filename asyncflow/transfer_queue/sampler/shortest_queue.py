@@ -20,7 +20,7 @@ class ShortestQueue:
     """Sampler that gives each group to the worker which holds the fewest tokens."""
 
     def check(self, spec: TaskSpec, want: Want) -> None:
-        """Serves every one."""
+        """Accept every request."""
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         open_ = [position for position, (_, want) in enumerate(wants) if is_enough(table, want)]

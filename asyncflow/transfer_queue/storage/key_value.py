@@ -40,7 +40,9 @@ class KeyValue(Protocol):
     address: str
     """Where it is, for messages: no password."""
 
-    async def open(self) -> None: ...
+    async def open(self) -> None:
+        """Connect to the store."""
+        ...
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
         """Set values and delete keys: all or nothing where the store can do that; otherwise the deletions last."""
@@ -54,7 +56,9 @@ class KeyValue(Protocol):
         """The keys that begin so, each once."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Leave the store."""
+        ...
 
 
 class _Value:
@@ -293,7 +297,7 @@ class KeyValueStorage:
         return _Value(self._new_key(group), part, value.has_meta, self._schema), b"".join(pack(part, metas))
 
     def _alike(self, metas: Mapping[int, GroupMeta]) -> Iterator[Stored]:
-        """All rows that are there, those with the same columns together."""
+        """Rows that are there, those with the same columns together."""
         alike: dict[frozenset[str], tuple[dict[int, GroupMeta], list[int]]] = {}
         for group, values in self._values.items():
             of_group = frozenset(name for value in values for name in value.group_columns)

@@ -17,7 +17,7 @@ import numpy as np
 from asyncflow.types import Array, Column, Ragged, Values
 
 LARGE_BYTES = 64 << 10
-"""From here on values are kept, and handed out, as they lie; below, a copy costs less than what a view would keep alive."""
+"""Bytes from which on values are kept, and handed out, as they lie; below, a copy costs less than what a view would keep alive."""
 OPEN_BYTES = 256 << 10
 OPEN_ENTRIES = 16 << 10
 PAGE_BITS = 12

@@ -70,10 +70,10 @@ class FileWeights(WeightTransferEngine):
     update_info_cls = FileUpdate
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Nothing to do."""
+        """Do nothing: files need no connection."""
 
     def start_weight_update(self) -> None:
-        """From here to `finish_weight_update` the model computes nothing: its tensors are being replaced, layer by layer.
+        """Begin an update: until `finish_weight_update` the model computes nothing, and its tensors are replaced, layer by layer.
 
         A layer of which an update that failed has loaded a part would count that part as this update's, so it is ended first.
         """
@@ -104,7 +104,7 @@ class FileWeights(WeightTransferEngine):
                 method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:

@@ -57,11 +57,11 @@ class PromisedTensors:
 
     @property
     def names(self) -> Set[str]:
-        """Theirs."""
+        """Names of the tensors."""
         return self._tensors.keys()
 
     def sums(self) -> dict[str, int]:
-        """All of them, by name."""
+        """Sums of all tensors, by name."""
         return {name: self.sum_of(name) for name in self._tensors}
 
     def sum_of(self, name: str) -> int:

@@ -238,7 +238,7 @@ class VllmClient:
         await self._ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Let generation go on."""
         await self._ask("POST", "/resume")
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:

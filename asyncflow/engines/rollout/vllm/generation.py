@@ -47,7 +47,7 @@ class _Sample:
     instance: ServerHandle
 
     def move(self, instance: ServerHandle) -> None:
-        """To another instance."""
+        """Move a sample to another instance."""
         self.instance.outstanding_tokens -= self.tokens
         self.instance = instance
         instance.outstanding_tokens += self.tokens

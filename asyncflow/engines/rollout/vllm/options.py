@@ -39,7 +39,7 @@ _ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 def why_not_deterministic(**_options: object) -> str:
-    """Whatever the options are."""
+    """Reason why the engine is not deterministic, whatever the options are."""
     return "vLLM's sums depend on what else is in its batch, so a response that is made again may be another"
 
 

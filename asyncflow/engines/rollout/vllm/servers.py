@@ -198,7 +198,7 @@ class ServerHandle:
             self._changed()
 
     async def _give_up(self, why: str) -> None:
-        """A server that nobody uses does not keep its device."""
+        """Give a server up: one that is not used does not keep its device."""
         try:
             await asyncio.to_thread(self.host.stop)
         except RunError as error:
@@ -298,19 +298,19 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def unchanged(self) -> AsyncIterator[None]:
-        """No server's state is changed meanwhile, and none is brought up."""
+        """Context in which no server's state is changed, and none is brought up."""
         async with contextlib.AsyncExitStack() as stack:
             for instance in self.instances:
                 await stack.enter_async_context(instance.unchanged())
             yield
 
     def close_gates(self) -> None:
-        """No sample begins, until each gate is opened."""
+        """Close all gates: no sample begins, until each gate is opened."""
         for instance in self.instances:
             instance.gate.clear()
 
     def open_gates(self) -> None:
-        """Samples begin."""
+        """Open all gates: samples begin."""
         for instance in self.instances:
             instance.gate.set()
 

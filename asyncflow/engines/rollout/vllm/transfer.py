@@ -52,7 +52,8 @@ class SharedMemoryTransfer(Transfer):
 
 
 class NcclTransfer(Transfer):
-    """This process is rank 0 of a group with each server's workers. Needs vLLM beside AsyncFlow, and a GPU that no server uses.
+    """Transfer by NCCL: this process is rank 0 of a group with each server's workers. Needs vLLM beside AsyncFlow, and a GPU that
+    no server uses.
 
     Written against vLLM 0.32.0; run by nobody yet (docs/vllm.md).
     """

@@ -88,7 +88,7 @@ class ServerWeights:
             await asyncio.wait([writing])
 
     def take_prepared(self) -> None:
-        """From here on the servers are to have the next version."""
+        """Take what was prepared: from here on the servers are to have the next version."""
         assert self.prepared is not None, "`prepare` first"
         self.version, self.prepared, self._is_in_file = self.prepared, None, True
         self._file, self.next_file = self.next_file, self._file

@@ -67,7 +67,7 @@ class PassLoss:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every micro-batch is."""
+        """Whether the losses of all micro-batches are finite."""
         return all(result.is_finite for result in self.results)
 
 

@@ -92,13 +92,13 @@ def cut_over_data(
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, detached: a plain tensor that shares its memory."""
+    """Part of a parameter on this rank, detached: a plain tensor that shares its memory."""
     parameter = parameter.detach()
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Sums(ABC):
-    """This rank's part of a step's gradient sums. An exception leaves them unusable until `clear`."""
+    """Gradient sums of a step: this rank's part. An exception leaves them unusable until `clear`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]) -> None:
         """`parameters` as FSDP2 has them, `parts` this rank's own, in the same memory, named alike."""
@@ -121,7 +121,7 @@ class Sums(ABC):
 
     @abstractmethod
     def gradients(self, normaliser: int) -> list[Tensor]:
-        """This rank's parts of the sums, divided by `normaliser`, float32, which are what the `.grad` of its parts of the
+        """Parts of the sums on this rank, divided by `normaliser`, float32, which are what the `.grad` of its parts of the
         parameters holds from now on. All ranks alike. Raises `RangeError` where the sums are not exact."""
 
     @abstractmethod

@@ -36,7 +36,7 @@ _LIMB: Final = 48  # bits of an integer that travel in one int64, so that 2**15 
 
 
 class Ranks:
-    """This process's place, and its groups."""
+    """Place of this process among the ranks, and its groups."""
 
     def __init__(self, layout: Layout, device: str) -> None:
         """Join the others; waits for all of them.
@@ -158,7 +158,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _first_words(error: BaseException) -> str:
-    """Why, without the place in a library's source and its advice."""
+    """Reason of an error, without the place in a library's source and its advice."""
     text = " ".join(str(error).split())
     return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text[:200]
 

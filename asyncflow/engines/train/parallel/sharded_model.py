@@ -35,7 +35,7 @@ from asyncflow.types import LoraSpec, TensorSpec
 
 
 class ShardedModel:
-    """This rank's part of a model's weights, and of the arithmetic that they are used in. Implements `StageModel`."""
+    """Part of a model's weights on this rank, and of the arithmetic that they are used in. Implements `StageModel`."""
 
     def __init__(
         self,
