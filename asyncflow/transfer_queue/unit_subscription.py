@@ -57,7 +57,7 @@ class UnitSubscription:
         task, incarnation = self._table.spec.name, self._table.incarnation
         if isinstance(unit, StorageUnit):  # of this process: by calls
             self.here[number] = unit
-            listening = unit.listen(task, incarnation, partial(self.take, number, is_new_life=False))
+            listening = unit.listen(task, incarnation, partial(self.take, number, is_new_epoch=False))
             caught_up.set()
             await listening
             return
@@ -73,9 +73,9 @@ class UnitSubscription:
                 continue
             pause = RETRY_SECONDS[0]
             del ended[: len(telling)]
-            is_new_life = epoch not in ("", news.epoch)
-            self.take(number, news, is_new_life=is_new_life)
-            if is_new_life and (self._table.ended_partitions or self._table.is_closed):
+            is_new_epoch = epoch not in ("", news.epoch)
+            self.take(number, news, is_new_epoch=is_new_epoch)
+            if is_new_epoch and (self._table.ended_partitions or self._table.is_closed):
                 self._start(self._remind(unit))
             epoch, last = news.epoch, news.last
             caught_up.set()
@@ -103,10 +103,10 @@ class UnitSubscription:
 
     # -- what they tell -----------------------------------------------------------------------------------------------------
 
-    def take(self, unit: int, news: News, *, is_new_life: bool) -> None:
+    def take(self, unit: int, news: News, *, is_new_epoch: bool) -> None:
         """Take news into the table."""
         if news.is_full:
-            self._forget_what_is_gone(unit, news, is_new_life)
+            self._forget_what_is_gone(unit, news, is_new_epoch)
         done: list[int] = []
         for notice in news.notices:
             done += self._apply(unit, notice)
@@ -128,17 +128,17 @@ class UnitSubscription:
         tokens = np.frombuffer(notice.tokens, np.int32) if notice.tokens else None
         return table.notify(rows, notice.mask, tokens, asyncio.get_running_loop().time()) if len(rows) else []
 
-    def _forget_what_is_gone(self, unit: int, news: News, is_new_life: bool) -> None:
+    def _forget_what_is_gone(self, unit: int, news: News, is_new_epoch: bool) -> None:
         """Remove rows that a unit does not list when it lists everything: they were dropped, or lost when its process died."""
         told = [(np.frombuffer(n.rows, np.int64), n.mask) for n in news.notices if n.rows and not n.is_drop]
         known = self._table.rows_of(unit)
         is_gone = ~np.isin(known, np.concatenate([NO_ROWS, *(rows for rows, _ in told)]))
-        if is_new_life:  # a group may be there again, put once more, without columns that its rows had: it begins anew
+        if is_new_epoch:  # a group may be there again, put once more, without columns that its rows had: it begins anew
             again = np.concatenate([NO_ROWS, *(self._table.beyond(rows, mask) for rows, mask in told)])
             is_gone |= np.isin(known >> self._schema.group_bits, again >> self._schema.group_bits)
         self._table.drop(known[is_gone])
         lost = known[is_gone & ~self._are_dropped(known, news)]
-        if is_new_life and len(lost):
+        if is_new_epoch and len(lost):
             where = f"task {self._table.spec.name!r}: storage unit {unit} has lost {len(lost)} rows with its process"
             log.error("%s: %s", where, _ranges(lost))
             self.lost += lost.tolist()

@@ -659,11 +659,11 @@ class SimController(Controller):
         self._taken, self.following.take = self.following.take, self._take  # type: ignore[method-assign]
         world.controllers.append((current_process(), self))
 
-    def _take(self, unit: int, news: News, *, is_new_life: bool) -> None:
+    def _take(self, unit: int, news: News, *, is_new_epoch: bool) -> None:
         counts = World.active.counts
         if not news.is_full:
             counts["news"] += 1
-        elif is_new_life:
+        elif is_new_epoch:
             counts["resync: new life of a unit"] += 1
         elif self.epochs.get(unit) == news.epoch:
             counts["resync: the log is too short"] += 1
@@ -673,7 +673,7 @@ class SimController(Controller):
         for notice in news.notices:
             if notice.is_drop:  # should the unit die before the drop is over, the rows are there again, done as they were
                 self.done.difference_update(np.frombuffer(notice.rows, np.int64).tolist())
-        self._taken(unit, news, is_new_life=is_new_life)
+        self._taken(unit, news, is_new_epoch=is_new_epoch)
 
 
 class SimUnit(StorageUnit):

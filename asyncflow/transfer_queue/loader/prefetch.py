@@ -161,8 +161,8 @@ class StreamFeed:
         return asyncio.run_coroutine_threadsafe(call(self._client), self._loop)
 
     def wait(self, future: Future[T], what: str, seconds: float | None = None) -> T:
-        """Result of a future, for which it blocks. Raises `TimeoutError` that says `what` took longer than `seconds`; None:
-        `source.timeout_seconds`."""
+        """Result of a future, for which it blocks, for `seconds` at most; None: `source.timeout_seconds`. Raises `TimeoutError`
+        that says what took more than `source.timeout_seconds`."""
         concurrent.futures.wait([future], self._source.timeout_seconds if seconds is None else seconds)
         if not future.done():
             future.cancel()
