@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Final, TypeVar
 
 import torch
@@ -32,6 +33,10 @@ T = TypeVar("T")
 
 MOST_WAITING: Final = 4
 """Pieces that wait, for each thread that takes them: enough that it does not run out of them, and few to hold in memory."""
+LEAST_WORK: Final = 1 << 24
+"""Multiplications in a part of rows, at least: some tenths of a millisecond, in which a thread that waits wakes up."""
+ROWS: Final = 16
+"""Rows of which a part has a multiple, so that it begins where the processor's vectors do."""
 _PAUSE_SECONDS: Final = 0.02
 """Seconds without a piece after which a helper reports those that it has computed."""
 
@@ -111,11 +116,14 @@ class Helpers:
         with self._turn:
             return self._left.pop() if self._left and self._error is None else None
 
+    def _takers(self) -> int:
+        """Number of threads that have nothing but pieces to compute."""
+        return 0 if self._left else self._is_waiting + sum(number not in self._taken for number in range(self._allowed))
+
     def _offer(self, of: _SharedPieces, piece: Callable[[], object]) -> bool:
         """Leave a piece to others, if one of them takes it soon."""
         with self._turn:
-            takers = self._is_waiting + sum(number not in self._taken for number in range(self._allowed))
-            if self._left or len(self._waiting) >= MOST_WAITING * takers:
+            if len(self._waiting) >= MOST_WAITING * self._takers():
                 return False
             of.num_left += 1
             self._waiting.append((of, piece))
@@ -199,6 +207,18 @@ class _SharedPieces(Pieces):
 
     def cut(self, items: Sequence[T]) -> Iterable[Sequence[T]]:
         return ([item] for item in items)
+
+    def parts(self, num_rows: int, work: int) -> list[slice]:
+        count = min(num_rows // ROWS, work // LEAST_WORK)
+        if count > 1:
+            with self._helpers._turn:
+                count = min(count, 1 + self._helpers._takers())
+        count = max(1, count)
+        edges = [num_rows * i // count // ROWS * ROWS for i in range(count)]
+        return [slice(first, end) for first, end in pairwise([*edges, num_rows])]
+
+    def another(self) -> Pieces:
+        return _SharedPieces(self._helpers)
 
     def add(self, piece: Callable[[], object]) -> None:
         if not self._helpers._offer(self, piece):

@@ -12,7 +12,8 @@ With plain sums (on a CPU) it is one product over all rows.
 
 Nothing in a pass waits for the gradient of a matrix: it is a third of a pass's work, and that of the head comes before the backward
 pass. So a thread that has no pass takes it meanwhile. Each is the same product wherever it is computed, and goes to the sums of its
-pass.
+pass. In the forward pass, where there are no such pieces yet, it takes some of the rows of each product: the bits of a row are the
+same.
 
 That products keep rows apart is a matter of the machine's library: `probe` computes a micro-batch alone and among others, and
 compares the bits.
@@ -143,6 +144,26 @@ class PassGradients:
             self._held_UH[number][first:end] = block_BH[rows]
             block_BH[rows] = 0.0
 
+    def product(self, rows_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by whoever has nothing else to compute."""
+        parts = self.pieces.parts(len(rows_PI), rows_PI.numel() * len(weight_OI))
+        if len(parts) == 1:
+            return nn.functional.linear(rows_PI, weight_OI, bias_O)
+        made_PO = rows_PI.new_empty(len(rows_PI), len(weight_OI))
+
+        def compute(part: slice) -> None:
+            if bias_O is None:
+                torch.mm(rows_PI[part], weight_OI.t(), out=made_PO[part])
+            else:
+                torch.addmm(bias_O, rows_PI[part], weight_OI.t(), out=made_PO[part])
+
+        pieces = self.pieces.another()
+        for part in parts[1:]:
+            pieces.add(partial(compute, part))
+        compute(parts[0])
+        pieces.end()
+        return made_PO
+
     # -- modules ------------------------------------------------------------------------------------------------------------
 
     def linear(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -235,7 +256,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
         ctx.to, ctx.names = to, names
-        return nn.functional.linear(x, weight_OI, bias_O)
+        return to.product(x.reshape(-1, x.shape[-1]), weight_OI, bias_O).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable

@@ -21,6 +21,15 @@ class Pieces:
         """Items, in the parts that pieces are made of: all together, where nobody else takes any."""
         return [items] if items else []
 
+    def parts(self, num_rows: int, work: int) -> list[slice]:
+        """Parts of so many rows that are computed each by itself, the first one by the caller: all together, where nobody takes
+        any. `work`: multiplications of all."""
+        return [slice(0, num_rows)]
+
+    def another(self) -> Pieces:
+        """Pieces by the same threads, with an end of their own."""
+        return self
+
     def add(self, piece: Callable[[], object]) -> None:
         """Compute a piece, now or later. What it reads may not change until `end`."""
         piece()

@@ -40,6 +40,9 @@ LEAST_ROWS: Final = 4
 class HeadSums(Protocol):
     """Sums that the head's gradient is added to, micro-batch by micro-batch."""
 
+    def product(self, rows_PI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Product rows W^T, [P, O], in which a row's bits do not depend on the others if there are `LEAST_ROWS`."""
+
     def add_head(self, grad_CV: Tensor, hidden_CH: Tensor, parts: Sequence[tuple[int, slice]]) -> None:
         """Add the product grad^T hidden over the rows of each of the `parts`: a micro-batch's number, and its rows, which are all
         that it has."""
@@ -176,7 +179,7 @@ def token_local_losses(
     for together in _chunks(counts, chunk_tokens):
         rows = slice(together[0].tokens.start, together[-1].tokens.stop)
         with torch.no_grad():
-            logits_CV = _logits(hidden_TH[rows], head_VH, softcap)
+            logits_CV = _logits(hidden_TH[rows], head_VH, softcap, head_sums)
             p_CV = torch.empty_like(logits_CV)
         for number, tokens, _, is_last in together:
             own = slice(tokens.start - rows.start, tokens.stop - rows.start)
@@ -296,9 +299,12 @@ def _softmax(
     return chosen_C - whole_C, whole_C - expected_C, whole_C
 
 
-def _logits(hidden_CH: Tensor, head_VH: Tensor, softcap: float | None) -> Tensor:
+def _logits(hidden_CH: Tensor, head_VH: Tensor, softcap: float | None, head_sums: HeadSums | None) -> Tensor:
     """Logits [C, V], float32 or wider."""
-    logits_CV = _product(hidden_CH, head_VH.t())
+    if head_sums is not None and len(hidden_CH) >= LEAST_ROWS:
+        logits_CV = head_sums.product(hidden_CH, head_VH)
+    else:
+        logits_CV = _product(hidden_CH, head_VH.t())
     if softcap is not None:  # in the dtype of the product, as the model itself
         logits_CV = logits_CV.div_(softcap).tanh_().mul_(softcap)
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
@@ -361,7 +367,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=dtype) for _ in range(3))
         for together in chunks:
             rows = slice(together[0].tokens.start, together[-1].tokens.stop)
-            logits_CV = _logits(hidden_TH[rows], head_VH, softcap)
+            logits_CV = _logits(hidden_TH[rows], head_VH, softcap, head_sums)
             for _, tokens, _, _ in together:
                 own_CV = logits_CV[tokens.start - rows.start : tokens.stop - rows.start]
                 found = _softmax(own_CV, torch.empty_like(own_CV), targets_T[tokens], head_VH, shard)
@@ -387,7 +393,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         of_head = None if ctx.head_sums is None else _HeadGradients(head_VH, lse_T.dtype, ctx.head_sums)
         for together in ctx.chunks:
             rows = slice(together[0].tokens.start, together[-1].tokens.stop)
-            logits_CV = _logits(hidden_TH[rows], head_VH, ctx.softcap).to(lse_T.dtype)
+            logits_CV = _logits(hidden_TH[rows], head_VH, ctx.softcap, ctx.head_sums).to(lse_T.dtype)
             p_CV = torch.empty_like(logits_CV)
             for _, tokens, _, _ in together:
                 own = slice(tokens.start - rows.start, tokens.stop - rows.start)

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from asyncflow.engines.train import helpers as module_of_helpers
 from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
 from asyncflow.engines.train.helpers import Helpers
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.passes import Passes
+from asyncflow.engines.train.pieces import AT_ONCE
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec
 from tests.patience import patience
@@ -205,6 +207,58 @@ async def test_helpers_take_pieces_of_the_only_pass_and_of_the_update_with_the_s
         await engine.close()
     assert done[:2] == done[2:]
     assert found[0] == found[1], [key for key in found[0] if found[0][key] != found[1][key]]
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize("name", ["qwen2-tiny", "llama-tiny"])
+async def test_helpers_take_rows_of_a_forward_pass_with_the_same_bits(
+    name: str, accumulate: str, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has biases. A part of rows is left to a helper."""
+    monkeypatch.setattr(module_of_helpers, "LEAST_WORK", 1)
+    found, done, shapes = [], [], set()
+    for count in (0, 1, 2):
+        engine = torch_engine(
+            model_path(name),
+            learning_rate=1e-2,
+            tokens_per_pass=400,
+            check_shared_prompt=False,
+            accumulate=accumulate,
+            num_helpers=count,
+        )
+        takers: list[str] = []
+        if (made := engine.helpers) is not None:
+            made.allow(count)
+            takers = _leave_all_pieces_to_helpers(made, monkeypatch)
+        product = PassGradients.product
+
+        def noted(to: PassGradients, *arguments: Any, product: Any = product, count: int = count) -> torch.Tensor:
+            shapes.add((count, len(to.pieces.parts(len(arguments[0]), arguments[0].numel()))))
+            return product(to, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(PassGradients, "product", noted)
+            done.append(await engine.forward_backward([micro_batch(0, (19, 24, 47), 26)], Sum(with_entropy)))
+        await engine.optim_step(8)
+        assert all(taker.startswith("train-helper") for taker in takers)
+        found.append(await engine.fingerprint())
+        await engine.close()
+    assert shapes == {(0, 1), (1, 2), (2, 3)}
+    assert done[0] == done[1] == done[2]
+    assert found[0] == found[1] == found[2], [key for key in found[0] if not found[0][key] == found[1][key] == found[2][key]]
+
+
+def test_rows_are_cut_where_vectors_begin_and_only_for_who_takes_them() -> None:
+    with helpers() as made:
+        pieces = made.pieces()
+        assert pieces.parts(1000, 1 << 40) == [slice(0, 1000)]
+        made.allow(2)
+        assert pieces.parts(1000, 1 << 40) == [slice(0, 320), slice(320, 656), slice(656, 1000)]
+        assert pieces.parts(1000, module_of_helpers.LEAST_WORK * 2) == [slice(0, 496), slice(496, 1000)]
+        assert pieces.parts(1000, module_of_helpers.LEAST_WORK) == [slice(0, 1000)]
+        assert pieces.parts(33, 1 << 40) == [slice(0, 16), slice(16, 33)]
+        assert pieces.parts(31, 1 << 40) == [slice(0, 31)]
+    assert AT_ONCE.parts(1000, 1 << 40) == [slice(0, 1000)]
 
 
 @pytest.mark.parametrize("kind", ["exact", "fp32"])
