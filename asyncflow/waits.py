@@ -481,8 +481,9 @@ STORE: Final = _wait(
     "store",
     "the store behind a storage unit (Redis, Mooncake)",
     "queue.storage's timeout_seconds",
-    "transfer_queue/storage/key_value.py:KeyValueStorage.__init__ transfer_queue/storage/mooncake.py:MooncakeKeyValue._call"
-    " transfer_queue/storage/redis.py:RedisKeyValue._deadline",
+    "transfer_queue/storage/servers/key_value.py:KeyValueStorage.__init__"
+    " transfer_queue/storage/servers/mooncake.py:MooncakeKeyValue._call"
+    " transfer_queue/storage/servers/redis.py:RedisKeyValue._deadline",
 )
 ARENA: Final = _wait(
     "arena",

@@ -11,8 +11,8 @@ A unit never decides which worker gets a sample, and a controller's table never 
 
 STORAGES = {
     "memory": "asyncflow.transfer_queue.storage.memory:MemoryStorage",
-    "mooncake": "asyncflow.transfer_queue.storage.mooncake:MooncakeStorage",
-    "redis": "asyncflow.transfer_queue.storage.redis:RedisStorage",
+    "mooncake": "asyncflow.transfer_queue.storage.servers.mooncake:MooncakeStorage",
+    "redis": "asyncflow.transfer_queue.storage.servers.redis:RedisStorage",
 }
 ASKED_STORAGES = frozenset({"redis"})
 """Storages that are opened and closed before a run starts, to see whether their server is there. It writes nothing."""

@@ -17,8 +17,8 @@ from asyncflow.registry import build
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, Values
 from tests.depth import few
 

@@ -17,7 +17,7 @@ from asyncflow.transfer_queue.node import serve_controller, serve_unit
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.storage.redis import RedisStorage
+from asyncflow.transfer_queue.storage.servers.redis import RedisStorage
 from asyncflow.transport import Server
 from asyncflow.types import Batch, Column, Ragged
 

@@ -36,8 +36,8 @@ from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, Superseded
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema, TaskSpec
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.transfer_queue.table import RowState
 from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.transport import ConnectionLost, remote

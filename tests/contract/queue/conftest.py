@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.storage.redis import RedisStorage
+from asyncflow.transfer_queue.storage.servers.redis import RedisStorage
 from asyncflow.transport import Credentials
 from tests.contract.queue.house import (
     WAYS,

@@ -11,8 +11,8 @@ import pytest
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.transfer_queue.table import RowState
 from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, RunError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
-from asyncflow.transfer_queue.storage.mooncake import MooncakeKeyValue, MooncakeStorage
-from asyncflow.transfer_queue.storage.redis import RedisStorage
+from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
+from asyncflow.transfer_queue.storage.servers.mooncake import MooncakeKeyValue, MooncakeStorage
+from asyncflow.transfer_queue.storage.servers.redis import RedisStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, RunError, UserError
 from tests.unit.transfer_queue.dictionary import Dictionary
 

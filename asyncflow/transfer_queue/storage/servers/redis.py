@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
+from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.types import RunError, UserError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
+from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.types import RunError, UserError
 
 NOT_FOUND = -704
