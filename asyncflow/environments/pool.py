@@ -80,7 +80,7 @@ class EnvironmentPool:
         self._numbers = itertools.count()
         self._room: list[SandboxProcess] = []  # a process as often as it can take an episode
         self._waiting: deque[asyncio.Future[SandboxProcess]] = deque()
-        self._beside: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._error: Exception | None = RunError(f"environment pool {name!r} has not been started")
 
     async def start(self) -> None:
@@ -107,9 +107,9 @@ class EnvironmentPool:
     async def close(self) -> None:
         """Kill all processes and wait for their end. A caller that still waits for an answer gets a `RunError`."""
         self._fail(RunError(f"environment pool {self._name!r} was closed"))
-        for task in self._beside:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._beside, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         self._room.clear()
         await self._processes.close()
 
@@ -209,8 +209,8 @@ class EnvironmentPool:
 
     def _beside_do(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _fail(self, error: Exception) -> None:
         """Fail every episode from now on."""

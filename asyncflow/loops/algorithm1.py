@@ -238,8 +238,8 @@ async def train(
     `sender`, commits. Returns the version of the weights: how many steps are committed.
     """
     ledger, spans, rank = context.ledger, context.spans, engine.data_parallel_rank or 0
-    async with asyncio.TaskGroup() as beside:
-        publishing = Publishing(sender, context.versions, spans, beside)
+    async with asyncio.TaskGroup() as background:
+        publishing = Publishing(sender, context.versions, spans, background)
         for step in itertools.count(first):
             spans.waiting("batch")
             may_start = await ledger.may_start("train", step)
@@ -303,15 +303,17 @@ class Publishing:
          the trainer | computes the next step ...  | updates      gathers only if the weights lie on several ranks
     """
 
-    def __init__(self, sender: WeightSender | None, versions: PolicyVersions, spans: Recorder, beside: asyncio.TaskGroup) -> None:
-        """`beside`: what fails there ends the trainer."""
-        self._sender, self._versions, self._spans, self._beside = sender, versions, spans, beside
+    def __init__(
+        self, sender: WeightSender | None, versions: PolicyVersions, spans: Recorder, background: asyncio.TaskGroup
+    ) -> None:
+        """`background`: what fails there ends the trainer."""
+        self._sender, self._versions, self._spans, self._background = sender, versions, spans, background
         self._under_way: asyncio.Task[None] | None = None
 
     async def begin(self, step: int, weights: WeightSource) -> None:
         """Publish what a step has made. Returns when the engine may be called again. The publication before has ended."""
         with self._spans.held("publish"):
-            self._under_way = self._beside.create_task(self._publish(step, weights))
+            self._under_way = self._background.create_task(self._publish(step, weights))
             await weights.gathered()
 
     async def ended(self) -> None:

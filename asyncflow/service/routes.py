@@ -109,7 +109,7 @@ class Scale(Body):
     grace_seconds: Annotated[float, Field(ge=0, le=3600)] = 60.0
 
 
-class Told(BaseModel):
+class Confirmation(BaseModel):
     message: str
 
 
@@ -287,10 +287,10 @@ def _add_keys(router: APIRouter, keys: KeyRing) -> None:
         return KeySecret(secret=keys.add(body.name, body.scope, expires).secret)
 
     @router.delete("/keys/{name}", tags=["keys"], dependencies=[needs("admin")])
-    async def remove_key(name: Name) -> Told:
+    async def remove_key(name: Name) -> Confirmation:
         """Remove a key: it is refused from now on."""
         keys.remove(name)
-        return Told(message=f"the key {name} is removed")
+        return Confirmation(message=f"the key {name} is removed")
 
 
 def _add_run(router: APIRouter, hosted: HostedRun) -> None:
@@ -306,10 +306,10 @@ def _add_run(router: APIRouter, hosted: HostedRun) -> None:
         return StepDone(metrics=None if metrics is None else numbers(metrics))
 
     @router.post("/allow", tags=["run"])
-    async def allow(body: Allow) -> Told:
+    async def allow(body: Allow) -> Confirmation:
         """Let the run train up to so many steps by itself."""
         hosted.allow(body.steps)
-        return Told(message=f"up to {body.steps} steps are trained")
+        return Confirmation(message=f"up to {body.steps} steps are trained")
 
     @router.get("/steps", tags=["run"])
     async def steps(first: Annotated[int, Query(ge=0, lt=1 << 31)] = 0) -> dict[int, dict[str, float | None]]:
@@ -329,9 +329,9 @@ def _add_run(router: APIRouter, hosted: HostedRun) -> None:
         return PolicyVersion(version=await hosted.weight_sync_notify(body.timeout_seconds))
 
     @router.post("/scale", tags=["run"])
-    async def scale(body: Scale) -> Told:
+    async def scale(body: Scale) -> Confirmation:
         """Let rollout workers join or leave."""
-        return Told(message=await hosted.scale_rollout(body.num_workers, body.grace_seconds))
+        return Confirmation(message=await hosted.scale_rollout(body.num_workers, body.grace_seconds))
 
     @router.get("/status", tags=["run"])
     async def status() -> RunStatus:
@@ -374,10 +374,10 @@ def _add_run(router: APIRouter, hosted: HostedRun) -> None:
         return PolicyVersion(version=hosted.checkpoint())
 
     @router.post("/stop", tags=["run"], dependencies=[needs("admin")])
-    async def stop() -> Told:
+    async def stop() -> Confirmation:
         """Stop the run: its model, trace and report are written before the answer."""
         await hosted.stop()
-        return Told(message=f"the run in {hosted.config.run_dir} has stopped")
+        return Confirmation(message=f"the run in {hosted.config.run_dir} has stopped")
 
 
 def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
@@ -452,10 +452,10 @@ def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
         return PolicyVersion(version=hosted.workers.generator(f"rollout/{worker}").engine.version)
 
     @router.delete("/generators/{worker}", tags=["generators"])
-    async def leave(worker: Name) -> Told:
+    async def leave(worker: Name) -> Confirmation:
         """Generate no more: what the worker has is given to others."""
         await hosted.workers.leave(f"rollout/{worker}")
-        return Told(message=f"{worker} has left")
+        return Confirmation(message=f"{worker} has left")
 
 
 def _add_trainers(router: APIRouter, hosted: HostedRun) -> None:
@@ -527,10 +527,10 @@ def _add_trainers(router: APIRouter, hosted: HostedRun) -> None:
                 path.unlink(missing_ok=True)
 
     @router.delete("/trainers/{trainer}", tags=["trainers"])
-    async def end_training(trainer: Name) -> Told:
+    async def end_training(trainer: Name) -> Confirmation:
         """Train no more: groups that were not acknowledged are given to others."""
         hosted.workers.end_training(trainer)
-        return Told(message=f"{trainer} has left")
+        return Confirmation(message=f"{trainer} has left")
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -92,7 +92,7 @@ class Controller:
         self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler = make_sampler(self.spec)
-        self.following = UnitSubscription(self.table, schema, self._heard, events.on_lost)
+        self.subscription = UnitSubscription(self.table, schema, self._heard, events.on_lost)
         self._events = events
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -128,7 +128,7 @@ class Controller:
             raise
 
     async def _columns_here(self, lease: Lease, columns: list[str]) -> WireBatch | None:
-        units = self.following.here
+        units = self.subscription.here
         if not columns or not units.keys() >= set(lease.units):
             return None
         try:
@@ -165,7 +165,7 @@ class Controller:
             self._events.on_dead(dead)
         self._serve()
         if dead:
-            await self.following.bury(dead)
+            await self.subscription.bury(dead)
         return [letter.row for letter in dead]
 
     @remote
@@ -193,7 +193,7 @@ class Controller:
         self._prune()
         table = self.table
         oldest = table.ready.waiting_seconds(_now())
-        return TaskStatus(table.counts(), oldest, len(self._parked), self.holders(), dict(table.dead), self.following.lost)
+        return TaskStatus(table.counts(), oldest, len(self._parked), self.holders(), dict(table.dead), self.subscription.lost)
 
     def holders(self) -> dict[str, int]:
         """Rows held by each worker that holds any, by its name."""
@@ -209,7 +209,7 @@ class Controller:
 
     def abandon(self, worker: str) -> None:
         """A client has gone (its `client_key`): all that it held is delivered again."""
-        self.following.end_leases(self.table.abandon(worker))
+        self.subscription.end_leases(self.table.abandon(worker))
         self._serve()
 
     def narrow(self, group: int, lowest_version: int) -> None:
@@ -221,7 +221,7 @@ class Controller:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self.following.close()
+        self.subscription.close()
         for request in self._parked:
             if not request.answer.done():
                 request.answer.set_result(None)
@@ -245,7 +245,7 @@ class Controller:
 
     def _serve(self) -> None:
         now = _now()
-        self.following.end_leases(self.table.expire(now))
+        self.subscription.end_leases(self.table.expire(now))
         self._prune()
         if self._parked:
             wants = [(request.worker, request.want) for request in self._parked]
@@ -266,7 +266,7 @@ class Controller:
         self._events.on_change()
 
     def _give_back(self, token: Token) -> None:
-        self.following.end_leases(self.table.give_back(token))
+        self.subscription.end_leases(self.table.give_back(token))
         self._serve()
 
     def _prune(self) -> None:

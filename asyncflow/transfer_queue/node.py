@@ -65,7 +65,7 @@ async def serve_controller(
 
     async def join() -> None:
         for number in places.units:  # a controller that knows nothing yet would have everybody wait for a moment
-            await controller.following.caught_up(number)
+            await controller.subscription.caught_up(number)
         at = await server.start(address)
         await directory.register(name, at, turn)
         on_listening(at)

@@ -47,7 +47,8 @@ class Notice(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class News(msgspec.Struct, array_like=True):
-    """Notices up to number `last` of a unit's `epoch` (one life of its process). `is_full`: what is not in them is not there."""
+    """Notices up to number `last` of a unit's `epoch` (one process of it, from start to end). `is_full`: what is not in them is
+    not there."""
 
     epoch: str
     last: int

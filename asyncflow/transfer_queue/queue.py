@@ -202,7 +202,7 @@ async def follow_all(controller: Controller, places: Places) -> None:
         async with asyncio.TaskGroup() as tasks:
             async for units in places.changes():
                 for number in set(units) - followed:
-                    tasks.create_task(controller.following.follow(number, places.get(StorageUnit, f"unit/{number}")))
+                    tasks.create_task(controller.subscription.follow(number, places.get(StorageUnit, f"unit/{number}")))
                 followed.update(units)
     except* Superseded as group:
         raise Superseded(f"task {controller.spec.name!r}: another controller has taken it over") from group

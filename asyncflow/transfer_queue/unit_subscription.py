@@ -44,7 +44,7 @@ class UnitSubscription:
         self._units: dict[int, StorageUnit] = {}
         self._ended_leases: dict[int, list[int]] = {}  # unit of another process -> leases that it has not been told of
         self._caught_up: dict[int, asyncio.Event] = {}
-        self._beside: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def follow(self, number: int, unit: StorageUnit) -> None:
         """Take the notices of a unit, acknowledging each by asking for more. Resumes when the unit is back after a death. Runs
@@ -98,7 +98,7 @@ class UnitSubscription:
 
     def close(self) -> None:
         """Give up what goes on beside."""
-        for task in self._beside:
+        for task in self._background:
             task.cancel()
 
     # -- what they tell -----------------------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ class UnitSubscription:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
         return task
 
     async def _remind(self, unit: StorageUnit) -> None:

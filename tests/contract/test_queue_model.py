@@ -71,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
             controller = self.queue.controllers[task]
             self.following[task] = asyncio.create_task(follow_all(controller, self.queue.places))
             for number in self.queue.places.units:
-                await controller.following.caught_up(number)
+                await controller.subscription.caught_up(number)
 
         self.do(follow())
 

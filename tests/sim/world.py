@@ -656,7 +656,7 @@ class SimController(Controller):
             books.named[task].update(rows)
 
         super().__init__(task, schema, replace(events or TaskEvents(), on_done=on_done, on_lost=on_lost), turn=turn)
-        self._taken, self.following.take = self.following.take, self._take  # type: ignore[method-assign]
+        self._taken, self.subscription.take = self.subscription.take, self._take  # type: ignore[method-assign]
         world.controllers.append((current_process(), self))
 
     def _take(self, unit: int, news: News, *, is_new_epoch: bool) -> None:

@@ -285,12 +285,12 @@ class LedgerService:
         return max(map(self.ledger.committed_by, self.ledger.tasks.trained))
 
     def done(self, task: str, rows: list[int]) -> None:
-        """Told by a task's controller."""
+        """Note rows that are done, as a task's controller says."""
         self.ledger.done(task, rows)
         self.changed()
 
     def fail(self, dead: list[DeadRow]) -> None:
-        """Told by the rollout task's controller."""
+        """Note rows that have failed for good, as a task's controller says."""
         self.ledger.fail(dead)
         self._decide_candidates()
 

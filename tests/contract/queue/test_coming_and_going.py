@@ -95,8 +95,8 @@ async def with_a_gate(notify_timeout_seconds: float) -> AsyncIterator[tuple[Tran
     train, gate = Controller("train", queue.schema, turn=1), Gate(queue.units[0])
     queue._serve("controller/train", train)
     async with queue.running():
-        following = asyncio.create_task(train.following.follow(0, gate))  # type: ignore[arg-type]
-        await train.following.caught_up(0)
+        following = asyncio.create_task(train.subscription.follow(0, gate))  # type: ignore[arg-type]
+        await train.subscription.caught_up(0)
         yield queue.client(), train, gate
         following.cancel()
 

@@ -63,7 +63,7 @@ class Follows:
         self.schema = schema(**options)
         self.controller, self.unit = Controller("t", self.schema, events), Unit()
         self.table = self.controller.table
-        self._following = asyncio.create_task(self.controller.following.follow(0, self.unit))  # type: ignore[arg-type]
+        self._following = asyncio.create_task(self.controller.subscription.follow(0, self.unit))  # type: ignore[arg-type]
 
     def notice(self, rows: list[int], *columns: str, metas: list[GroupMeta] | None = None, **fields: Any) -> Notice:
         return Notice(metas or [], np.array(rows, np.int64).tobytes(), self.schema.mask(columns), **fields)
@@ -316,7 +316,7 @@ async def test_following_acknowledges_by_asking_for_more(follows: Any) -> None:
     await f.ready(meta(0))
     await f.ready(meta(1))
     assert f.unit.asked == [("", 0, []), ("first life", 1, []), ("first life", 2, [])]
-    await asyncio.wait_for(f.controller.following.caught_up(0), 1)
+    await asyncio.wait_for(f.controller.subscription.caught_up(0), 1)
 
 
 async def test_a_connection_that_is_lost_is_made_again_from_where_it_was_and_tells_the_rest(follows: Any) -> None:
@@ -350,7 +350,7 @@ async def test_what_one_unit_does_not_tell_says_nothing_of_the_rows_of_another(f
     lost: list[tuple[int, list[int]]] = []
     f = follows(on_lost=lambda unit, rows: lost.append((unit, rows)))
     other = Unit()
-    following = asyncio.create_task(f.controller.following.follow(1, other))  # type: ignore[arg-type]
+    following = asyncio.create_task(f.controller.subscription.follow(1, other))  # type: ignore[arg-type]
     await f.ready(meta(0))
     await other.tell(f.notice(rows(1), "a", metas=[meta(1)]))
     f.unit.epoch = "second life"

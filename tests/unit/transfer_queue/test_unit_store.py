@@ -187,7 +187,7 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
         if not life:
             await rewarded(unit, 5, 6)
         news = await unit.follow("train", controller.table.incarnation, "", 0, [])
-        controller.following.take(0, news, is_new_epoch=life > 0)
+        controller.subscription.take(0, news, is_new_epoch=life > 0)
     assert lost == [4, 5, 6, 7]
     assert {controller.table.state_of(row) for row in (4, 5, 6, 7, 8)} == {RowState.WAITING}
     controller.close()
@@ -202,11 +202,11 @@ async def test_rows_that_were_dropped_and_whose_unit_died_before_it_could_say_so
         if not life:
             await put(unit, 1)
             await put(unit, 2)
-        controller.following.take(0, await unit.follow("train", controller.table.incarnation, "", 0, []), is_new_epoch=life > 0)
+        controller.subscription.take(0, await unit.follow("train", controller.table.incarnation, "", 0, []), is_new_epoch=life > 0)
         if not life:
             assert controller.table.rows_of(0).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
             await unit.drop(np.array([5, 8, 9, 10, 11]))  # part of a group, and a whole one: the controller hears of neither
-    assert lost == controller.following.lost == []
+    assert lost == controller.subscription.lost == []
     assert controller.table.rows_of(0).tolist() == [4, 6, 7]
     controller.close()
 

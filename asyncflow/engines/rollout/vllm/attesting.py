@@ -115,7 +115,7 @@ class ServerAttestations:
     def __init__(self, weights: ServerWeights, lora: LoraVersions | None) -> None:
         """`weights` are what the servers have, or the base of what they have: `lora`."""
         self._weights, self._lora = weights, lora
-        self._bases: WeakKeyDictionary[VllmClient, int] = WeakKeyDictionary()  # by server, in one life of it
+        self._bases: WeakKeyDictionary[VllmClient, int] = WeakKeyDictionary()  # a server that starts again has a new client
         self._has_said_why = False
 
     def whole(self) -> PromisedTensors:

@@ -154,21 +154,21 @@ class Generation:
                 return None
             if self._lora is not None:
                 return await self._ask_adapter(sample, self._lora)
-            life, version = instance.life, self._weights.version
+            start, version = instance.num_starts, self._weights.version
             try:
                 async with instance.until_lost() as client:
                     made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
             except Aborted:
                 return None
             except ServerLost as error:
-                instance.lost(life, error)
+                instance.lost(start, error)
                 return None
             except RequestRefused as error:
                 raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
             first = made.version_spans[0, 1] if len(made.version_spans) else version
             if first != version and self._weights.version == version:
                 why = ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
-                instance.lost(life, why)
+                instance.lost(start, why)
                 return None
             if first != version and not self._recomputes:
                 # It waited there while weights were installed, and began under the new ones with the salt of the old: the keys of
@@ -179,7 +179,7 @@ class Generation:
 
     async def _ask_adapter(self, sample: _Sample, lora: LoraVersions) -> Response | None:
         """Ask as `_ask` does, for a response that one adapter makes from its first token to its last."""
-        instance, life = sample.instance, sample.instance.life
+        instance, start = sample.instance, sample.instance.num_starts
         try:
             with lora.request() as version:
                 salt = version.name or f"version {version.version}"
@@ -188,7 +188,7 @@ class Generation:
         except Aborted:
             return None
         except ServerLost as error:
-            instance.lost(life, error)
+            instance.lost(start, error)
             return None
         except RequestRefused as error:
             raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error

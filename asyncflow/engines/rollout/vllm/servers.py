@@ -64,7 +64,7 @@ class ServerHandle:
         self._slots = asyncio.Semaphore(num_slots)
         self._lock = asyncio.Lock()
         self._asked: set[asyncio.Timeout] = set()  # of the calls under way
-        self.life = 0  # number of starts of the server: a loss that was seen in an earlier one is no news
+        self.num_starts = 0  # number of starts of the server: a loss that was seen in an earlier one is no news
         self._client: VllmClient | None = None
         self._coming_back: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -72,7 +72,7 @@ class ServerHandle:
 
     @property
     def client(self) -> VllmClient:
-        """The server's, of its present life."""
+        """Client of the server, since its last start."""
         assert self._client is not None, "`come_up` first"
         return self._client
 
@@ -121,18 +121,18 @@ class ServerHandle:
                 if self._watching is not None:
                     self._watching.cancel()
                 unused, self._client = self._client, client
-                self.life += 1
+                self.num_starts += 1
                 self.is_up = True
-                self._watching = asyncio.create_task(self._watch(client, self.life), name=f"watching {self.host.name}")
-        finally:  # of the life before, or of one that did not come
+                self._watching = asyncio.create_task(self._watch(client, self.num_starts), name=f"watching {self.host.name}")
+        finally:  # of the start before, or of one that failed
             if unused is not None:
                 await unused.close()
 
-    async def _watch(self, client: VllmClient, life: int) -> None:
+    async def _watch(self, client: VllmClient, start: int) -> None:
         """A front end whose engine has died answers some requests with an error, and others not at all; one that hangs, none."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if not self.is_up or life != self.life:  # the client may be closed by now
+            if not self.is_up or start != self.num_starts:  # the client may be closed by now
                 return
             why: Exception = ServerLost("it does not answer, or its engine has died")
             try:
@@ -140,7 +140,7 @@ class ServerHandle:
                     continue
             except UserError as error:  # its owner has started it again, with another key
                 why = error
-            self.lost(life, why)
+            self.lost(start, why)
 
     async def _until_it_answers(self, client: VllmClient) -> None:
         loop = asyncio.get_running_loop()
@@ -163,9 +163,9 @@ class ServerHandle:
         if self._is_closed:
             raise RunError(f"{self.host.name} is not wanted any more")
 
-    def lost(self, life: int, why: Exception) -> None:
-        """The server is of no use any more, as was seen in its life number `life`. Has it brought back in the background."""
-        if not self.is_up or life != self.life or self._is_closed:
+    def lost(self, start: int, why: Exception) -> None:
+        """The server is of no use any more, as was seen after its start number `start`. Has it brought back in the background."""
+        if not self.is_up or start != self.num_starts or self._is_closed:
             return
         self.is_up = False
         asked, self._asked = self._asked, set()
@@ -222,7 +222,7 @@ class ServerHandle:
                 async with self.until_lost() as client:
                     await call(client)
             except Exception as error:  # whatever it is: between start and finish a server computes nothing of use
-                self.lost(self.life, error)
+                self.lost(self.num_starts, error)
 
     async def close(self) -> None:
         """Hang up; end the server, if it is the run's own."""

@@ -496,7 +496,7 @@ async def test_nobody_watches_a_life_that_is_over(model: Path, python: str, monk
         await responses(engine)
         watching = instance._watching
         assert watching is not None
-        instance.lost(instance.life, ServerLost("as the test wants it"))
+        instance.lost(instance.num_starts, ServerLost("as the test wants it"))
         await until(lambda: instance.is_up)
         await asyncio.wait([watching], timeout=patience(10))
         assert watching.done() and (watching.cancelled() or watching.exception() is None)
