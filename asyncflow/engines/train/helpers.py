@@ -24,9 +24,10 @@ from itertools import pairwise
 from typing import Final, TypeVar
 
 import torch
+from torch import Tensor
 
 from asyncflow.engines.train.passes import Passes
-from asyncflow.engines.train.pieces import Pieces
+from asyncflow.engines.train.pieces import Beside, Pieces
 from asyncflow.threads import end_at_exit
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ LEAST_WORK: Final = 1 << 24
 """Multiplications in a part of rows, at least: some tenths of a millisecond, in which a thread that waits wakes up."""
 ROWS: Final = 16
 """Rows of which a part has a multiple, so that it begins where the processor's vectors do."""
+LATE_SECONDS: Final = 0.1
+"""Seconds without parts of rows after one that came too late: the machine has other work, and puts threads aside."""
 _PAUSE_SECONDS: Final = 0.02
 """Seconds without a piece after which a helper reports those that it has computed."""
 
@@ -57,6 +60,8 @@ class Helpers:
         self._is_waiting = False  # whether the compute thread has no pass left
         self._work: Callable[[Passes, int], None] = lambda passes, number: None
         self._error: BaseException | None = None
+        self.late_until = 0.0
+        """When rows are cut again (CLOCK_MONOTONIC), after a part of some has come too late."""
         for number, own in enumerate(passes):
             arguments = (number, own, num_threads)
             thread = threading.Thread(target=self._serve, args=arguments, name=f"train-helper-{number}", daemon=True)
@@ -212,13 +217,14 @@ class _SharedPieces(Pieces):
         count = min(num_rows // ROWS, work // LEAST_WORK)
         if count > 1:
             with self._helpers._turn:
-                count = min(count, 1 + self._helpers._takers())
-        count = max(1, count)
-        edges = [num_rows * i // count // ROWS * ROWS for i in range(count)]
-        return [slice(first, end) for first, end in pairwise([*edges, num_rows])]
+                count = min(count, 1 + self._helpers._takers()) if time.monotonic() > self._helpers.late_until else 1
+        if count < 2:
+            return [slice(0, num_rows)]
+        each = -(-num_rows // (count * ROWS)) * ROWS  # the last part, which somebody else has to begin with first, is the smallest
+        return [slice(first, end) for first, end in pairwise([*range(0, num_rows - ROWS + 1, each), num_rows])]
 
-    def another(self) -> Pieces:
-        return _SharedPieces(self._helpers)
+    def beside(self, call: Callable[[], Tensor]) -> Beside:
+        return _Shared(self._helpers, call)
 
     def add(self, piece: Callable[[], object]) -> None:
         if not self._helpers._offer(self, piece):
@@ -229,3 +235,30 @@ class _SharedPieces(Pieces):
         error, self.error = self.error, None
         if error is not None:
             raise error
+
+
+class _Shared(Beside):
+    """Call of a thread that somebody else makes, who has nothing else to do."""
+
+    def __init__(self, helpers: Helpers, call: Callable[[], Tensor]) -> None:
+        self._helpers, self._call = helpers, call
+        self._is_begun = self._is_dropped = False
+        self._result: Tensor | None = None
+        helpers._offer(_SharedPieces(helpers), self._make)
+
+    def take(self, seconds: float) -> Tensor | None:
+        with self._helpers._turn:
+            if self._is_begun:
+                self._helpers._turn.wait_for(lambda: self._result is not None, seconds)
+                if self._result is None:
+                    self._helpers.late_until = time.monotonic() + LATE_SECONDS
+            self._is_dropped = True
+            return self._result
+
+    def _make(self) -> None:
+        with self._helpers._turn:
+            if self._is_dropped:
+                return
+            self._is_begun = True
+            self._helpers._turn.notify_all()
+        self._result = self._call()

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from torch import Tensor
+
 T = TypeVar("T")
+
+
+class Beside:
+    """Call that was left to others: to nobody."""
+
+    def take(self, seconds: float) -> Tensor | None:
+        """Result, if there is one within so many seconds, or nobody has begun; None: it is not used any more."""
+        return None
 
 
 class Pieces:
@@ -26,9 +36,9 @@ class Pieces:
         any. `work`: multiplications of all."""
         return [slice(0, num_rows)]
 
-    def another(self) -> Pieces:
-        """Pieces by the same threads, with an end of their own."""
-        return self
+    def beside(self, call: Callable[[], Tensor]) -> Beside:
+        """Leave a call to others. The caller makes it itself if nobody else has, so it may change nothing."""
+        return Beside()
 
     def add(self, piece: Callable[[], object]) -> None:
         """Compute a piece, now or later. What it reads may not change until `end`."""

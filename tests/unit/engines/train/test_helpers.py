@@ -216,6 +216,7 @@ async def test_helpers_take_rows_of_a_forward_pass_with_the_same_bits(
 ) -> None:
     """The first has biases. A part of rows is left to a helper."""
     monkeypatch.setattr(module_of_helpers, "LEAST_WORK", 1)
+    take, product = module_of_helpers._Shared.take, PassGradients.product
     found, done, shapes = [], [], set()
     for count in (0, 1, 2):
         engine = torch_engine(
@@ -226,21 +227,25 @@ async def test_helpers_take_rows_of_a_forward_pass_with_the_same_bits(
             accumulate=accumulate,
             num_helpers=count,
         )
-        takers: list[str] = []
         if (made := engine.helpers) is not None:
             made.allow(count)
-            takers = _leave_all_pieces_to_helpers(made, monkeypatch)
-        product = PassGradients.product
 
-        def noted(to: PassGradients, *arguments: Any, product: Any = product, count: int = count) -> torch.Tensor:
+        def noted(to: PassGradients, *arguments: Any, count: int = count) -> torch.Tensor:
             shapes.add((count, len(to.pieces.parts(len(arguments[0]), arguments[0].numel()))))
             return product(to, *arguments)
 
+        def patient(other: Any, seconds: float) -> torch.Tensor:
+            with other._helpers._turn:
+                assert other._helpers._turn.wait_for(lambda: other._is_begun, patience(60))
+            rows = take(other, patience(60))
+            assert rows is not None
+            return rows
+
         with monkeypatch.context() as patched:
             patched.setattr(PassGradients, "product", noted)
+            patched.setattr(module_of_helpers._Shared, "take", patient)
             done.append(await engine.forward_backward([micro_batch(0, (19, 24, 47), 26)], Sum(with_entropy)))
         await engine.optim_step(8)
-        assert all(taker.startswith("train-helper") for taker in takers)
         found.append(await engine.fingerprint())
         await engine.close()
     assert shapes == {(0, 1), (1, 2), (2, 3)}
@@ -253,12 +258,40 @@ def test_rows_are_cut_where_vectors_begin_and_only_for_who_takes_them() -> None:
         pieces = made.pieces()
         assert pieces.parts(1000, 1 << 40) == [slice(0, 1000)]
         made.allow(2)
-        assert pieces.parts(1000, 1 << 40) == [slice(0, 320), slice(320, 656), slice(656, 1000)]
-        assert pieces.parts(1000, module_of_helpers.LEAST_WORK * 2) == [slice(0, 496), slice(496, 1000)]
+        assert pieces.parts(1000, 1 << 40) == [slice(0, 336), slice(336, 672), slice(672, 1000)]
+        assert pieces.parts(1000, module_of_helpers.LEAST_WORK * 2) == [slice(0, 512), slice(512, 1000)]
         assert pieces.parts(1000, module_of_helpers.LEAST_WORK) == [slice(0, 1000)]
-        assert pieces.parts(33, 1 << 40) == [slice(0, 16), slice(16, 33)]
-        assert pieces.parts(31, 1 << 40) == [slice(0, 31)]
+        assert pieces.parts(0, 0) == [slice(0, 0)]
+        for rows in range(1, 200):
+            parts = pieces.parts(rows, 1 << 40)
+            assert [row for part in parts for row in range(rows)[part]] == [*range(rows)]
+            assert all(part.start % 16 == 0 and part.stop - part.start >= 16 for part in parts) or parts == [slice(0, rows)]
+        made.late_until = math.inf
+        assert pieces.parts(1000, 1 << 40) == [slice(0, 1000)]
     assert AT_ONCE.parts(1000, 1 << 40) == [slice(0, 1000)]
+
+
+def test_rows_that_come_too_late_are_not_waited_for_and_none_are_cut_for_a_while() -> None:
+    begun, may_end, done = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> torch.Tensor:
+        begun.set()
+        assert may_end.wait(patience(60))
+        return torch.ones(1)
+
+    with helpers(1) as made:
+        pieces, result = made.pieces(), torch.ones(1)
+        assert pieces.beside(lambda: result).take(patience(60)) in (result, None)  # whether it has begun by then, or not
+        late = pieces.beside(slow)
+        assert begun.wait(patience(60))
+        assert late.take(0.0) is None and made.late_until > time.monotonic()
+        never = pieces.beside(lambda: (done.set(), result)[1])
+        assert never.take(patience(60)) is None  # the helper is busy, so it is left out at once
+        may_end.set()
+        pieces.add(lambda: None)
+        pieces.end()
+    assert not done.is_set()
+    assert AT_ONCE.beside(lambda: result).take(1.0) is None
 
 
 @pytest.mark.parametrize("kind", ["exact", "fp32"])
