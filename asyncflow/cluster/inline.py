@@ -23,6 +23,7 @@ class InlineCluster:
         self._over: asyncio.Future[None] | None = None
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        """See `Cluster.start`."""
         if self._over is None:
             self._over = asyncio.get_running_loop().create_future()
         for spec in workers:
@@ -37,6 +38,7 @@ class InlineCluster:
             await asyncio.shield(self._over)
 
     async def end(self, name: str, grace_seconds: float) -> bool:
+        """See `Cluster.end`."""
         task = self._tasks[name]
         self._leaving.add(task)
         _, late = await asyncio.wait([task], timeout=grace_seconds)
@@ -46,6 +48,7 @@ class InlineCluster:
         return not late
 
     async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+        """See `Cluster.stop`."""
         mortal = {name: task for name, task in self._tasks.items() if name not in self._lasting}
         if mortal:
             await asyncio.wait(mortal.values(), timeout=grace_seconds)
@@ -65,6 +68,7 @@ class InlineCluster:
         return late
 
     def pids(self) -> dict[str, int]:
+        """See `Cluster.pids`."""
         return {}
 
     async def _run(self, spec: WorkerSpec) -> None:

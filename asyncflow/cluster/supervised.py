@@ -67,6 +67,7 @@ class SupervisedCluster(ABC):
         self._over: asyncio.Future[None] | None = None  # from when somebody has waited
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        """See `Cluster.start`."""
         (self._run_dir / "logs").mkdir(exist_ok=True)
         for spec in workers:
             log = self._run_dir / "logs" / f"{spec.name.replace('/', '-')}.log"
@@ -84,6 +85,7 @@ class SupervisedCluster(ABC):
         """Start a worker's process, whose output goes to the end of the file `log`."""
 
     async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
+        """See `Cluster.wait`."""
         if self._over is None:  # they are watched until the cluster is stopped, whether somebody waits or not
             self._over = asyncio.get_running_loop().create_future()
             self._on_death, self._goes_on_without = on_death, goes_on_without
@@ -138,6 +140,7 @@ class SupervisedCluster(ABC):
             over.set_result(None)
 
     async def end(self, name: str, grace_seconds: float) -> bool:
+        """See `Cluster.end`."""
         child = self._children[name]
         child.leaving.set()
         is_in_time = await self._end(child, grace_seconds)
@@ -147,6 +150,7 @@ class SupervisedCluster(ABC):
         return is_in_time
 
     async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+        """See `Cluster.stop`."""
         await _unwatch([child for name, child in self._children.items() if name in keep])
         everybody = self._kept | self._children
         self._kept = {name: child for name, child in everybody.items() if name in keep}
@@ -182,6 +186,7 @@ class SupervisedCluster(ABC):
         return True
 
     def pids(self) -> dict[str, int]:
+        """See `Cluster.pids`."""
         return {child.spec.name: child.process.pid for child in self._children.values() if child.process.returncode is None}
 
     def _why(self, child: _Child) -> str:

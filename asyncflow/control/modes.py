@@ -35,19 +35,24 @@ class Periodic:
     is_streamed = True
 
     def interval(self, step: int) -> Interval:
+        """See `Schedule.interval`."""
         return Interval(step, step)
 
     def may_admit(self, step: int, progress: Progress) -> bool:
+        """See `Schedule.may_admit`."""
         # One step ahead of those that may be generated, so that its prompts lie ready when the weights for them arrive.
         return step <= progress.committed + self.max_staleness + 1
 
     def num_newest(self, num_groups: int, group_size: int, progress: Progress) -> int:
+        """See `Schedule.num_newest`."""
         return 0
 
     def may_start(self, task: str, step: int, progress: Progress) -> bool:
+        """See `Schedule.may_start`."""
         return True
 
     def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
+        """See `Schedule.may_install`."""
         return progress.unfinished(version - 1) == 0
 
 
@@ -57,6 +62,7 @@ class Synchronous(Periodic):
     is_streamed = False
 
     def may_start(self, task: str, step: int, progress: Progress) -> bool:
+        """See `Schedule.may_start`."""
         return progress.is_done(progress.task_before(task), step)
 
 
@@ -71,10 +77,12 @@ class Delayed(Periodic):
     max_staleness = 1
 
     def interval(self, step: int) -> Interval:
+        """See `Schedule.interval`."""
         version = max(0, step - 1)
         return Interval(version, version)
 
     def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
+        """See `Schedule.may_install`."""
         return progress.unleased(version - 1) == 0  # the others finish what they have; this worker has nothing left to take
 
 
@@ -111,14 +119,17 @@ class SubStep(Periodic):
         self._has_warned = False
 
     def interval(self, step: int) -> Interval:
+        """See `Schedule.interval`."""
         return Interval(max(0, step - 1), step)
 
     def num_newest(self, num_groups: int, group_size: int, progress: Progress) -> int:
+        """See `Schedule.num_newest`."""
         count = min(math.ceil(self._newest_share * num_groups), num_groups - 1)
         is_ahead = progress.committed > 0 and progress.unfinished(progress.committed) <= count * group_size
         return count if is_ahead else 0
 
     def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
+        """See `Schedule.may_install`."""
         if progress.unleased(version - 1):  # an evaluation, say, that is to be of the version before
             return False
         if version == fleet.called_for:
@@ -170,7 +181,9 @@ class Bounded(Periodic):
         self.max_staleness, self.membership = max_staleness, membership
 
     def interval(self, step: int) -> Interval:
+        """See `Schedule.interval`."""
         return Interval(max(0, step - self.max_staleness), step if self.membership == "strict" else NEVER)
 
     def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
+        """See `Schedule.may_install`."""
         return progress.unleased(version - 1) == 0

@@ -17,16 +17,21 @@ class ProgressView:
 
     @property
     def committed(self) -> int:
+        """See `Progress.committed`."""
         return self._ledger.committed
 
     def unfinished(self, version: int) -> int:
+        """See `Progress.unfinished`."""
         return self._ledger.unfinished(version)
 
     def unleased(self, version: int) -> int:
+        """See `Progress.unleased`."""
         return self._controllers[self._task].table.ready.for_none_after(version) + self._ledger.to_come(version)
 
     def oldest_unleased(self, at_least: int) -> int | None:
+        """See `Progress.oldest_unleased`."""
         return self._controllers[self._task].table.ready.last_version(at_least)
 
     def ready(self, task: str) -> int:
+        """See `Progress.ready`."""
         return self._controllers[task].table.counts()["ready"] + self._ledger.offered(task)

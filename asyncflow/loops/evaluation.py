@@ -150,9 +150,11 @@ class EvaluatorsProgress(ProgressView):
 
     @property
     def committed(self) -> int:
+        """See `Progress.committed`."""
         return 0
 
     def unfinished(self, version: int) -> int:
+        """See `Progress.unfinished`."""
         return 0
 
 

@@ -54,12 +54,14 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self.is_replaced = False  # by its owner, which has another in its place
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio's `SubprocessProtocol.connection_made`."""
         self._process = cast(asyncio.SubprocessTransport, transport)
         self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
         self.pid = self._process.get_pid()
 
     @property
     def is_alive(self) -> bool:
+        """Whether the process has not ended."""
         return not self._exited
 
     @property
@@ -117,6 +119,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
             raise RunError(f"{self._what} {self.pid} is still there {KILL_SECONDS:g} s after SIGKILL") from error
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """See asyncio's `SubprocessProtocol.pipe_data_received`."""
         if fd == 2:
             self._last_words += data
             del self._last_words[:-LAST_WORDS_BYTES]
@@ -139,11 +142,13 @@ class SandboxProcess(asyncio.SubprocessProtocol):
                 _settle(self._asked[token], reply)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """See asyncio's `SubprocessProtocol.pipe_connection_lost`."""
         self._open_pipes.discard(fd)
         if self._exited and not self._open_pipes:
             self._finish()
 
     def process_exited(self) -> None:
+        """See asyncio's `SubprocessProtocol.process_exited`."""
         self._exited = True
         self._kill_all()  # what was started there and left behind
         if self._open_pipes:

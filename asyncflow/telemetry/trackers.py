@@ -48,10 +48,12 @@ class JsonlTracker:
         self._file = path.open("ab")
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
         self._file.write(msgspec.json.encode({"step": step, **row}) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
+        """See `Tracker.close`."""
         self._file.close()
 
 
@@ -64,9 +66,11 @@ class TensorBoardTracker:
         self._file = EventFile(folder, clock())
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
         self._file.add(step, row, self._clock())
 
     def close(self) -> None:
+        """See `Tracker.close`."""
         self._file.close()
 
 
@@ -82,9 +86,11 @@ class WandbTracker:
         self._run = wandb.init(project=project, name=run_name, dir=str(run_dir), config=dict(config))
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
         self._run.log(dict(row), step=step)
 
     def close(self) -> None:
+        """See `Tracker.close`."""
         self._run.finish()
 
 

@@ -157,22 +157,27 @@ class Connection:
     # What the stream calls
 
     def get_buffer(self) -> memoryview:
+        """See `Owner.get_buffer`."""
         return self._parser.get_buffer()
 
     def advance(self, num_bytes: int) -> None:
+        """See `Owner.advance`."""
         self._received(self._parser.advance(num_bytes))
 
     def drained(self) -> None:
+        """See `Owner.drained`."""
         if not self._is_closed:
             self._frame_began_at = None  # it was not read meanwhile
             self._received([])
 
     def lost(self, why: str) -> None:
+        """See `Owner.lost`."""
         self.close(why)
 
     # What the room calls
 
     def has_room(self, num_bytes: int) -> None:
+        """Go on with the frame that has waited: there is room for so many bytes now."""
         if self._is_closed:
             self._house.room.release(num_bytes)
             return

@@ -169,9 +169,11 @@ class Peer:
     # What the stream calls
 
     def get_buffer(self) -> memoryview:
+        """See `Owner.get_buffer`."""
         return self._parser.get_buffer()
 
     def advance(self, num_bytes: int) -> None:
+        """See `Owner.advance`."""
         try:
             for frame in self._parser.advance(num_bytes):
                 self._receive(frame)
@@ -182,11 +184,13 @@ class Peer:
             self._end(f"lost {self.address}: {self._parser.failure}")
 
     def drained(self) -> None:
+        """See `Owner.drained`."""
         if self._drained is not None:
             self._drained.set_result(None)
             self._drained = None
 
     def lost(self, why: str) -> None:
+        """See `Owner.lost`."""
         self._end(f"lost {self.address}: {why}")
 
     def _receive(self, frame: Frame) -> None:

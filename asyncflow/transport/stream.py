@@ -104,6 +104,7 @@ class Stream(asyncio.BufferedProtocol):
     # What the transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio's `BufferedProtocol.connection_made`."""
         if self._is_closed:
             transport.close()
             return
@@ -116,25 +117,31 @@ class Stream(asyncio.BufferedProtocol):
         self._opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio's `BufferedProtocol.connection_lost`."""
         self._transport = None
         if not self._is_closed:
             self._is_closed = True
             self._owner.lost(getattr(exc, "strerror", None) or str(exc) if exc else "it hung up")
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """See asyncio's `BufferedProtocol.get_buffer`."""
         return self._owner.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        """See asyncio's `BufferedProtocol.buffer_updated`."""
         if not self._is_closed:
             self._owner.advance(nbytes)
 
     def eof_received(self) -> bool:
+        """See asyncio's `BufferedProtocol.eof_received`."""
         return False
 
     def pause_writing(self) -> None:
+        """See asyncio's `BufferedProtocol.pause_writing`."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
+        """See asyncio's `BufferedProtocol.resume_writing`."""
         self._is_paused = False
         self._send()
 

@@ -61,6 +61,7 @@ class RayCluster(SupervisedCluster):
         self._at_work: set[asyncio.Future[None]] = set()  # calls of `start` and `end` that ask Ray
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        """See `Cluster.start`."""
         config = load(self._run_dir / CONFIG_FILE)
         pools = {name: [spec for spec in workers if pool_of(spec) == name] for name in self._options.in_order(workers, config)}
         for name, specs in pools.items():
@@ -78,12 +79,14 @@ class RayCluster(SupervisedCluster):
             await super().start(workers)
 
     async def end(self, name: str, grace_seconds: float) -> bool:
+        """See `Cluster.end`."""
         with self._working():
             is_in_time = await super().end(name, grace_seconds)
             await self._places.leave(name)
         return is_in_time
 
     async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+        """See `Cluster.stop`."""
         self._places.is_closed = True
         try:
             late = await super().stop(grace_seconds, settle, keep)

@@ -92,6 +92,7 @@ class NeverBegan:
     pid, returncode, stdin, is_here = 0, LOST_STATUS, None, False
 
     async def wait(self) -> int:
+        """See `WorkerProcess.wait`."""
         return LOST_STATUS
 
     def kill(self) -> None:

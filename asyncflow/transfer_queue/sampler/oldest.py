@@ -21,6 +21,7 @@ class Oldest:
         """Accept every request."""
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+        """See `Sampler.assign`."""
         for position, (_, want) in enumerate(wants):
             if is_enough(table, want) and (pick := table.ready.take(want)) is not None:
                 yield position, pick

@@ -23,6 +23,7 @@ class ShortestQueue:
         """Accept every request."""
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+        """See `Sampler.assign`."""
         open_ = [position for position, (_, want) in enumerate(wants) if is_enough(table, want)]
         load = {wants[position][0]: table.leases.outstanding(wants[position][0]) for position in open_}
         given: dict[int, Pick] = {position: [] for position in open_}

@@ -47,6 +47,7 @@ class TokenBalanced:
             raise ValueError("token_balanced needs a request to limit its rows or its groups")
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+        """See `Sampler.assign`."""
         parked: dict[tuple[int | None, int | None], list[list[int]]] = {}
         for position, (_, want) in enumerate(wants):
             parked.setdefault((want.partition, want.installed), [[] for _ in range(self.ranks)])[want.rank].append(position)

@@ -35,10 +35,12 @@ class MemoryStorage:
         self._facts: dict[str, bytes] = {}
 
     async def open(self, schema: Schema) -> None:
+        """See `Storage.open`."""
         self._group_bits = schema.group_bits
         self._columns = {column.name: ColumnSegments(column) for column in schema.columns}
 
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
+        """See `Storage.write`."""
         indices, groups = batch.indices, batch.groups
         try:
             if len(indices) == 1 and len(groups) == 1:
@@ -66,20 +68,25 @@ class MemoryStorage:
         return Batch(indices, groups, found)
 
     async def drop(self, rows: Array, groups: Array) -> None:
+        """See `Storage.drop`."""
         self._remove(np.unique(rows), np.unique(groups), self._columns)
 
     async def recover(self) -> AsyncIterator[Stored]:
+        """See `Storage.recover`."""
         for nothing in list[Stored]():
             yield nothing
 
     async def keep(self, name: str, value: bytes) -> None:
+        """See `Storage.keep`."""
         self._facts[name] = value
 
     async def kept(self, name: str) -> bytes | None:
+        """See `Storage.kept`."""
         return self._facts.get(name)
 
     @property
     def nbytes(self) -> int:
+        """See `Storage.nbytes`."""
         return sum(column.nbytes for column in self._columns.values())
 
     @property
@@ -88,6 +95,7 @@ class MemoryStorage:
         return sum(column.held_bytes for column in self._columns.values())
 
     async def close(self) -> None:
+        """See `Storage.close`."""
         self._columns.clear()
         self._facts.clear()
 

@@ -82,6 +82,7 @@ class CpuFlash:
     """
 
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         out_QHD = torch.empty_like(query_QHD)
         lse_QH = query_QHD.new_empty(query_QHD.shape[:2], dtype=torch.promote_types(query_QHD.dtype, torch.float32))
         query_KGQD, out_KGQD, lse_KGQ = (_by_head(x, key_MKD) for x in (query_QHD, out_QHD, lse_QH))
@@ -96,6 +97,7 @@ class CpuFlash:
         return out_QHD, lse_QH
 
     def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
         query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
         grad_query_QHD, grad_key_MKD, grad_value_MKD = (torch.empty_like(x) for x in (query_QHD, key_MKD, value_MKD))
         grad_query_KGQD = _by_head(grad_query_QHD, key_MKD)
@@ -139,6 +141,7 @@ class CudaFlash:
     """PyTorch's flash attention over segments of unequal lengths, for float16 and bfloat16."""
 
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         segments = self._segments(query_QHD, key_MKD, part)
         out_QHD, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
             query_QHD, key_MKD, value_MKD, *segments, 0.0, part.is_causal, False, scale=part.scale
@@ -146,6 +149,7 @@ class CudaFlash:
         return out_QHD, lse_HQ.t()
 
     def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
         query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
         segments = self._segments(query_QHD, key_MKD, part)
         lse_HQ = lse_QH.t().contiguous()
@@ -182,6 +186,7 @@ class NpuFusion:
     """torch_npu's fused attention on Ascend, in its layout for segments of unequal lengths (TND)."""
 
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         segments = self._segments(query_QHD, key_MKD, part)
         # The softmax's maxima and sums are [Q, H, 8], each number eight times.
         out_QHD, max_QH8, sum_QH8, *_ = importlib.import_module("torch_npu").npu_fusion_attention(
@@ -190,6 +195,7 @@ class NpuFusion:
         return out_QHD, max_QH8[..., 0] + sum_QH8[..., 0].log()
 
     def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
         query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
         segments = self._segments(query_QHD, key_MKD, part)
         # exp(score - max) / sum is exp(score - LSE) with the LSE as the maximum and 1 as the sum.

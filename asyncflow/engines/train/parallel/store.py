@@ -22,13 +22,16 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined]
         self._call = call
 
     def set(self, key: str, value: str | bytes) -> None:
+        """See torch's `Store.set`."""
         self._call("put", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
+        """See torch's `Store.get`."""
         found: bytes = self._call("get", key)
         return found
 
     def add(self, key: str, amount: int) -> int:
+        """See torch's `Store.add`."""
         total: int = self._call("add", key, amount)
         return total
 
@@ -39,6 +42,7 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined]
         return found
 
     def check(self, keys: list[str]) -> bool:
+        """See torch's `Store.check`."""
         has_all: bool = self._call("has", keys)
         return has_all
 
@@ -48,6 +52,7 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined]
         return was_there
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See torch's `Store.wait`."""
         for key in keys:
             self._call("get", key)
 

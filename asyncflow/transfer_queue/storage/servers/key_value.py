@@ -104,10 +104,12 @@ class KeyValueStorage:
         self._dropping = asyncio.Lock()
 
     async def open(self, schema: Schema) -> None:
+        """See `Storage.open`."""
         self._schema = schema
         await self._store.open()
 
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
+        """See `Storage.write`."""
         of_group = {meta.group: [meta] for meta in metas}
         packed: dict[str, bytes] = {}
         values: list[tuple[int, _Value]] = []
@@ -144,6 +146,7 @@ class KeyValueStorage:
         )
 
     async def drop(self, rows: Array, groups: Array) -> None:
+        """See `Storage.drop`."""
         going = set(groups.tolist())
         async with self._dropping:  # of two at once each would write anew what the other lets go
             of_group: dict[int, set[int]] = {}
@@ -236,16 +239,19 @@ class KeyValueStorage:
             yield recovered
 
     async def keep(self, name: str, value: bytes) -> None:
+        """See `Storage.keep`."""
         key = f"{self._prefix}fact/{name}"
         await self._store.change({key: msgspec.msgpack.encode(value)}, ())  # encoded: some stores take no empty values
         self._facts.add(key)
 
     async def kept(self, name: str) -> bytes | None:
+        """See `Storage.kept`."""
         found = (await self._store.get_many([f"{self._prefix}fact/{name}"]))[0]
         return None if found is None else msgspec.msgpack.decode(found, type=bytes)
 
     @property
     def nbytes(self) -> int:
+        """See `Storage.nbytes`."""
         return sum(value.nbytes for values in self._values.values() for value in values)
 
     async def close(self) -> None:

@@ -59,10 +59,12 @@ class MooncakeKeyValue:
         self._config.with_hard_pin = True  # a queue's values are its only copy: none may be evicted
 
     async def open(self) -> None:
+        """See `KeyValue.open`."""
         if code := await self._call(self._store.setup, *self._arguments):
             raise RunError(f"{self.address} was not reached or took no segment of this unit's memory (code {code}): is it running?")
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
+        """See `KeyValue.change`."""
         for some in self._chunks(values):
             if code := await self._call(self._store.upsert_batch, some, [values[key] for key in some], self._config):
                 size = sum(len(values[key]) for key in some)
@@ -73,6 +75,7 @@ class MooncakeKeyValue:
                 raise RunError(f"{self.address} did not delete {len(wrong)} values (code {wrong[0]}): is it running?")
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `KeyValue.get_many`."""
         if not keys:
             return []
         found: list[bytes] = await self._call(self._store.get_batch, list(keys))
@@ -84,6 +87,7 @@ class MooncakeKeyValue:
             yield nothing
 
     async def close(self) -> None:
+        """See `KeyValue.close`."""
         await self._call(self._store.close)
 
     def _chunks(self, values: Mapping[str, bytes]) -> Iterator[list[str]]:

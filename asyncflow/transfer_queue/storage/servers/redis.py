@@ -53,6 +53,7 @@ class RedisKeyValue:
             raise UserError(f"the redis url {_public(url)!r} cannot be used: {error}") from error
 
     async def open(self) -> None:
+        """See `KeyValue.open`."""
         async with self._deadline("is it running, and may this user connect?"):
             memory: dict[str, Any] = await self._client.info("memory")
         policy = memory.get("maxmemory_policy", "noeviction")
@@ -60,6 +61,7 @@ class RedisKeyValue:
             raise RunError(f"{self.address} throws values away when it is full ({policy}): set its maxmemory-policy to noeviction")
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
+        """See `KeyValue.change`."""
         asked = self._deadline("is it still running, and has it memory left?")
         async with asked, self._client.pipeline(transaction=True) as transaction:
             for key, value in values.items():
@@ -69,6 +71,7 @@ class RedisKeyValue:
             await transaction.execute()
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `KeyValue.get_many`."""
         if not keys:
             return []
         async with self._deadline("is it still running?"):
@@ -76,6 +79,7 @@ class RedisKeyValue:
         return found
 
     async def keys(self, prefix: str) -> AsyncIterator[str]:
+        """See `KeyValue.keys`."""
         cursor, seen = 0, set[str]()  # SCAN may name a key twice
         while True:
             async with self._deadline("is it still running?"):
@@ -88,6 +92,7 @@ class RedisKeyValue:
                 return
 
     async def close(self) -> None:
+        """See `KeyValue.close`."""
         async with self._deadline("it was being left"):
             await self._client.aclose()
 
