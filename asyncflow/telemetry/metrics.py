@@ -42,7 +42,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "with an environment.",
     "episode/turns/largest": "Largest such number.",
     "episode/tool_calls": "Tools that the step's episodes called.",
-    "episode/tool_failures": "Of these, calls that failed.",
+    "episode/tool_failures": "Calls among these that failed.",
     "episode/observed_tokens": "Tokens of observations in the step's episodes: they are in the context and not in the loss.",
     "episode/sampled_tokens": "Tokens that the policy sampled in them.",
     "episode/environment_seconds": "Mean seconds that an episode spent in its environment.",
@@ -112,9 +112,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "which they do nothing but install weights or wait for weights (0 to 1). A rollout worker waits for weights from the update "
     "that makes them until it installs them. A trainer waits for them while its ranks gather them, while they are still copied and "
     "hashed when it is to change them, and until the first group of its step is begun with them. Publishing beside "
-    "forward_backward is not exposed. Of a wait that goes on at the commit, the part before it is left out.",
+    "forward_backward is not exposed. The part of a wait before the commit is left out.",
     "rows/trained": "Rows that the step's updates were computed from.",
-    "rows/zero_advantage": "Of these, rows that were not computed, since the advantages of their micro-batch were all 0 "
+    "rows/zero_advantage": "Rows of these that were not computed, since the advantages of their micro-batch were all 0 "
     "(`train.skip_zero_advantages`): they count in the normaliser, and their gradient is 0. Means over loss tokens are then over "
     "the other rows.",
     "rows/dead": "Rows that failed for good (dead letters), not trained.",
