@@ -112,7 +112,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "which they do nothing but install weights or wait for weights (0 to 1). A rollout worker waits for weights from the update "
     "that makes them until it installs them. A trainer waits for them while its ranks gather them, while they are still copied and "
     "hashed when it is to change them, and until the first group of its step is begun with them. Publishing beside "
-    "forward_backward is not exposed. The part of a wait before the commit is left out.",
+    "forward_backward is not exposed. A wait that goes on at the commit counts from the commit on.",
     "rows/trained": "Rows that the step's updates were computed from.",
     "rows/zero_advantage": "Rows of these that were not computed, since the advantages of their micro-batch were all 0 "
     "(`train.skip_zero_advantages`): they count in the normaliser, and their gradient is 0. Means over loss tokens are then over "
