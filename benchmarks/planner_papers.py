@@ -27,8 +27,9 @@ from figures import Figure, finish, parser
 from asyncflow.config import Config, load
 from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound
+from asyncflow.planner.part import part_of
 from asyncflow.planner.plan import PlanRequest, described, find_plan, request
-from asyncflow.planner.search import Plan, part_of, simulated
+from asyncflow.planner.search import Plan, simulated
 from asyncflow.settings import Choice
 from asyncflow.simulation.seeds import Simulators
 

@@ -78,6 +78,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reward_seconds: float = 0.010
     """Mean seconds of one reward, by scorers that `scorer_seconds` does not name; the times are exponentially distributed."""
     scorer_seconds: Mapping[str, float] = {}
+    reward_model_token_seconds: float = 0.0
+    """Seconds of a reward model, for each token of a prompt and its response. A worker has one, which scores one after another."""
     environment_seconds: float = 0.1
     """Median seconds that an environment takes for a turn; the times are lognormally distributed, with this standard deviation of
     their logarithm."""
@@ -141,6 +143,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         known = [self.scorer_seconds[name] for name in scorers if name in self.scorer_seconds]
         return sum(known, start=self.reward_seconds if len(known) < len(scorers) or not known else 0.0)
 
+    def rewards(self, scorers: Collection[str], *, has_model: bool) -> float:
+        """Mean seconds of what is scored without a model: nothing where there is only a model, whose time is known."""
+        return 0.0 if has_model and not scorers and self.reward_model_token_seconds else self.reward(scorers)
+
     def slowed(self, factor: float) -> Costs:
         """Costs of a machine on which all work takes `factor` times as long."""
         return cast(Costs, _Slowed(self, factor))
@@ -158,5 +164,5 @@ class _Slowed:
         if name == "of_critic":
             return lambda: value().slowed(self.factor)
         if callable(value):
-            return lambda *arguments: self.factor * value(*arguments)
+            return lambda *arguments, **named: self.factor * value(*arguments, **named)
         return self.factor * value if name.endswith("_seconds") else value

@@ -2,7 +2,7 @@
 
 Three arguments (PA 6-7, and its restatement for a chain of tasks), of which the largest binds:
 
-    pool     no step takes less than its busiest pool works on it
+    pool     no step takes less than its busiest pool works on it, whether weights wait for that or not
     path     weights of step s are needed by the rollout of step s + 1 + n (n: the greatest staleness), so 1 + n steps take at least
              as long as one step takes from its first prompt until its weights serve
     stream   where tasks stream, the path is the longest over tasks and k of: the k-th group's arrival, the work that is left to
@@ -28,7 +28,7 @@ class Bound:
 
 def bound(graph: Graph) -> Bound:
     """Bound of a step of this graph."""
-    busiest = max(graph.tasks, key=lambda task: task.busy)
+    busiest = max((*graph.tasks, *graph.beside), key=lambda task: task.busy)
     pool = Bound(busiest.busy, busiest.name)
     if graph.is_streamed:
         rollout, *later = graph.tasks

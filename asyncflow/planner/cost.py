@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from statistics import NormalDist, fmean
 from typing import Any, Final, Literal
 
-from asyncflow.config import Config
+from asyncflow.config import Config, LayoutConfig
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner.hardware import Hardware, Rates
@@ -91,6 +91,10 @@ class Model:
     factors: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
     contention: Contention | None = None
+    of_critic: Shapes | None = None
+    """Shapes of a critic's own model; None: those of the policy's."""
+    of_reward: Shapes | None = None
+    """Shapes of a reward model; None: those of the policy's."""
 
     def figure(self, name: str, work: Work, dtype: str) -> Figure:
         """Seconds of this work, in this dtype, and what they rest on."""
@@ -102,7 +106,12 @@ class Model:
     @cached_property
     def attention_flops(self) -> float:
         """Operations of one query and one key over all layers: a score and its part of the output."""
-        return 4.0 * self.shapes.heads * self.shapes.head_dim * self.shapes.layers
+        return self.attention_of(self.shapes)
+
+    @staticmethod
+    def attention_of(shapes: Shapes) -> float:
+        """The same of other shapes."""
+        return 4.0 * shapes.heads * shapes.head_dim * shapes.layers
 
 
 def seconds(work: Work, rates: Rates) -> float:
@@ -136,7 +145,7 @@ def times(factor: float, work: Work) -> Work:
 
 def estimate(config: Config, model: Model) -> Estimate:
     """Costs of a run of this configuration."""
-    return joined(model, [*training(config, model), *rollout(config, model), *weights(config, model)])
+    return joined(model, [*training(config, model), *rollout(config, model), *weights(config, model), *others(config, model)])
 
 
 def joined(model: Model, figures: Iterable[Figure]) -> Estimate:
@@ -223,6 +232,32 @@ def weights(config: Config, model: Model) -> list[Figure]:
     install = {"host_bytes": BYTES[config.rollout.dtype] * model.shapes.parameters / tp}
     works = {"publish_seconds": publish, "fetch_seconds": fetch, "install_seconds": install}
     return [model.figure(name, work, config.train.dtype) for name, work in works.items()]
+
+
+def others(config: Config, model: Model) -> list[Figure]:
+    """Critic, its values, and the reward model, each on one device: what no cut of the trainer or of rollout decides."""
+    figures = []
+    if make_algorithm(config).critic is not None:
+        shapes = replace(model.of_critic or model.shapes, vocabulary=0)  # the value head is a vector
+        plan = config.plan.model_copy(update={"train": LayoutConfig()})
+        train = config.train.model_copy(update={"old": "current", "reference": "task"})
+        alone = config.model_copy(update={"plan": plan, "train": train})
+        names = {
+            "forward_backward_seconds": "critic_seconds",
+            "train_token_seconds": "critic_token_seconds",
+            "reference_token_seconds": "value_token_seconds",
+            "optim_step_seconds": "critic_optim_step_seconds",
+        }
+        works = {each.name: each.work for each in training(alone, replace(model, shapes=shapes))}
+        figures += [model.figure(name, works[of], train.dtype) for of, name in names.items()]
+    if (reward := config.reward.model) is not None:
+        shapes = model.of_reward or model.shapes
+        moments = Moments.of(model.lengths, config.rollout.max_new_tokens)
+        read = model.lengths.prompt + moments.mean
+        pairs = (model.lengths.prompt**2 + 2 * model.lengths.prompt * moments.mean + moments.mean_square) / 2
+        attended = model.attention_of(shapes) * pairs / read
+        figures.append(model.figure("reward_model_token_seconds", {"flops": 2.0 * shapes.parameters + attended}, reward.dtype))
+    return figures
 
 
 def cut_of_rollout(config: Config) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """A run's tasks as a graph: how long each pool is busy with a step, and what each task waits for. Made from the run's own Config.
 
-    rollout -> reward -> [reference] -> [values] -> train | critic_update -> weights -> rollout of a later step
+    rollout -> reward -> [reference] -> [values] -> train -> weights -> rollout of a later step
+                                                    [critic]                                           (beside)
 
 A task is the work of one pool. Times are seconds of one step, and least ones: no order of the work, and no way to share it among
 the pool's workers, needs less, if costs are straight lines, as `cost.py` makes them.
@@ -17,6 +18,7 @@ import numpy as np
 from asyncflow.config import Config
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.costs import Costs
+from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.run.factories import make_schedule, tasks_before_training, tokens_per_pass, update_plan
 from asyncflow.types import Array
@@ -45,12 +47,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Tasks that rows pass, in order. `weights`: seconds from the last micro-batch until its weights serve."""
+    """Tasks that rows pass, in order. `weights`: seconds from the last micro-batch until its weights serve. `beside`: work of a
+    step that weights do not wait for."""
 
     tasks: tuple[Task, ...]
     weights: float
     max_staleness: int
     is_streamed: bool  # a task may start on a step before the task before it has done all of it
+    beside: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,26 @@ def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
     tasks = [rollout(config, costs, drawn, in_flight=schedule.installs_in_flight)]
     tasks += [before_training(config, costs, drawn, name) for name in between(config)]
     tasks.append(train(config, costs, drawn))
-    return Graph(tuple(tasks), weights(costs), schedule.max_staleness, schedule.is_streamed)
+    aside = (critic(config, costs, drawn),) if VALUES_TASK in tasks_before_training(config) else ()
+    return Graph(tuple(tasks), weights(costs), schedule.max_staleness, schedule.is_streamed, aside)
 
 
 def between(config: Config) -> list[str]:
     """Tasks between rollout and training that take time. Rewards are one wherever they are computed."""
     return ["reward", *(name for name in tasks_before_training(config) if name not in ("rollout", "reward", "select"))]
+
+
+def critic(config: Config, costs: Costs, drawn: Drawn) -> Task:
+    """A critic's work, which computes the values, too, unless a pool does. Weights do not wait for it."""
+    group, trained, train = config.rollout.group_size, costs.of_critic(), config.train
+    pieces = -(-group // (train.responses_per_micro_batch or group)) * train.prompts_per_step
+    packed = pieces * costs.lengths.prompt + float(drawn.tokens.sum((1, 2)).mean())
+    fixed = trained.forward_backward(0)
+    busy = train.epochs * (pieces * fixed + packed * (trained.forward_backward(1) - fixed))
+    busy += train.epochs * train.mini_batches * trained.optim_step_seconds
+    if not config.plan.values.num_workers:
+        busy += costs.values(1) * packed
+    return Task("critic", busy, 0.0, 0.0, 0.0)
 
 
 def weights(costs: Costs) -> float:
@@ -166,15 +184,19 @@ def train(config: Config, costs: Costs, drawn: Drawn) -> Task:
 
 def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Task:
     """A task between rollout and training: `reward`, `reference` or `values`, by its pool, or else by one worker. The time of
-    rewards, which are random, is the expected one."""
+    rewards, which are random, is the expected one. A worker's reward processes and its reward model work side by side."""
     plan = config.plan
     pools = {"reward": plan.reward.num_workers, "reference": plan.reference.num_workers, "values": plan.values.num_workers}
     workers = max(1, pools[name])
     if name == "reward" and config.reward.place == "rollout":
         workers = config.rollout.num_workers
     if name == "reward":
-        one = costs.reward(config.reward.parts) + config.reward.delays.mean_seconds
+        has_model, scorers = config.reward.model is not None, [part.scorer.name for part in config.reward.parts.values()]
+        one = costs.rewards(scorers, has_model=has_model) + config.reward.delays.mean_seconds
         of_group = np.full(drawn.tokens.shape[:2], one * config.rollout.group_size / config.reward.num_workers)
+        if has_model:
+            read = drawn.tokens.sum(2) + config.rollout.group_size * costs.lengths.prompt
+            of_group = np.maximum(of_group, costs.reward_model_token_seconds * read)
     else:
         seconds = costs.values if name == "values" else costs.log_probs
         of_group = seconds(1) * (drawn.tokens.sum(2) + costs.lengths.prompt)

@@ -28,14 +28,16 @@ from plotly.offline import get_plotlyjs
 from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
 from asyncflow.engines.costs import Costs, Lengths
+from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.planner import cost, hardware
 from asyncflow.planner.cost import Model, cut_of_rollout
 from asyncflow.planner.measured import Measurement
 from asyncflow.planner.pieces import PIECES
 from asyncflow.planner.search import ROWS_OF_SEARCH, Found, Plan, search, simulated, simulated_config, simulated_costs
-from asyncflow.run.factories import num_devices
-from asyncflow.run.memory import Shapes
+from asyncflow.planner.space import MOST_PROCESSES
+from asyncflow.run.factories import critic_folder, num_devices, tasks_before_training
+from asyncflow.run.memory import Shapes, own_shapes
 from asyncflow.run.model_source import SHAPES
 from asyncflow.run.prepare import check_shapes, prepare
 from asyncflow.settings import to_yaml
@@ -88,10 +90,16 @@ async def request(
         f"{chosen.name} reaches {share.compute:.0%} of its peak operations, {share.memory:.0%} of its memory's rate and "
         f"{share.links:.0%} of its links'",
         f"{cost.GATHERS_EXPOSED:.0%} of FSDP's gathers are hidden by no computation",
-        f"a reward takes {Costs().reward_seconds:g} s, and as many are computed at once as reward.num_workers",
+        f"a reward takes {Costs().reward_seconds:g} s of a reward process, and the host of an accelerator has cores for "
+        f"{MOST_PROCESSES} of them beside each worker",
         f"{chosen.usable_memory:.0%} of {chosen.memory_gib:g} GiB can be used, and every slot reaches its full context",
     ]
-    return PlanRequest(config, Model(Shapes.of(fields), lengths, chosen), fields, number, tuple(assumptions))
+    of_critic, reward = own_shapes(critic_folder(config), None), config.reward.model
+    of_reward = None if reward is None else own_shapes(Path(reward.path), None)
+    if reward is not None and of_reward is None:
+        assumptions.append("the reward model is as large as the policy: its folder is not here")
+    model = Model(Shapes.of(fields), lengths, chosen, of_critic=of_critic, of_reward=of_reward)
+    return PlanRequest(config, model, fields, number, tuple(assumptions))
 
 
 def _lengths(config: Config, prompt: float | None) -> tuple[Lengths, list[str]]:
@@ -148,6 +156,7 @@ def settings(plan: Plan) -> dict[str, Any]:
             "train": config.plan.train.model_dump(),
             "reference": config.plan.reference.model_dump(),
             "values": config.plan.values.model_dump(),
+            "reward": config.plan.reward.model_dump(),
             "predicted": {
                 "step_seconds": round(plan.step_seconds, 4),
                 "tpspd": round(plan.tpspd, 2),
@@ -156,6 +165,7 @@ def settings(plan: Plan) -> dict[str, Any]:
         },
         "rollout": {"num_workers": config.rollout.num_workers, "num_slots": config.rollout.num_slots, "engine": engine},
         "train": {name: getattr(config.train, name) for name in train},
+        "reward": {"num_workers": config.reward.num_workers},
         "weight_sync": {"name": config.weight_sync.name, **config.weight_sync.model_dump(exclude_defaults=True)},
     }
 
@@ -165,11 +175,24 @@ def described(plan: Plan) -> str:
     config, layout, (tp, instances) = plan.config, plan.config.layout, cut_of_rollout(plan.config)
     cut = f" x {instances} of tp {tp}" if tp * instances > 1 else ""
     again = ", checkpointing" if config.train.activation_checkpointing else ""
+    pools = ", ".join(f"{count} {name}" for name, count in pools_of_tasks(config).items() if count)
     return (
         f"{config.schedule.name}; train dp {layout.dp} x tp {layout.tp} x pp {layout.pp}, {config.train.responses_per_micro_batch} "
         f"responses a micro-batch{again}; generate on {config.rollout.num_workers}{cut}, {config.rollout.num_slots} slots; "
-        f"{config.weight_sync.name}"
+        f"{pools}; {config.weight_sync.name}"
     )
+
+
+def pools_of_tasks(config: Config) -> dict[str, int]:
+    """Workers of the tasks that have some of their own, and reward processes, by what they are called."""
+    tasks, is_task = tasks_before_training(config), config.reward.place == "task"
+    return {
+        "reference workers": config.plan.reference.num_workers * ("reference" in tasks),
+        "values workers": config.plan.values.num_workers * (VALUES_TASK in tasks),
+        "reward workers": config.plan.reward.num_workers * is_task,
+        f"reward processes beside each {'of these' if is_task else 'that generates'}": config.reward.num_workers
+        * bool(config.reward.parts),
+    }
 
 
 def why(found: Found) -> str:

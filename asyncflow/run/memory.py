@@ -9,12 +9,15 @@ and what a backend keeps for itself (a CUDA context, fragments, NCCL's buffers) 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
-from asyncflow.config import Config
+from asyncflow.config import Config, LayoutConfig
 from asyncflow.engines.families import DECODED, Family, head_dim
-from asyncflow.run.factories import make_algorithm, max_retained, num_helpers, tasks_before_training, tokens_per_pass
+from asyncflow.loops.samples import VALUES_TASK
+from asyncflow.model_folder import read_json
+from asyncflow.run.factories import critic_folder, make_algorithm, max_retained, num_helpers, tasks_before_training, tokens_per_pass
 from asyncflow.types import LoraSpec, UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -220,9 +223,7 @@ def reference_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[
     """Per device of a reference that is a task of its own, which is not cut. `prompt_tokens`: of the longest prompt."""
     train = config.train
     b, tokens = _BYTES[train.frozen_dtype or train.dtype], micro_batch_tokens(config, prompt_tokens)
-    queries, others = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    width = 6 * shapes.hidden + 3 * queries + 4 * others + 4 * shapes.wide
-    chunk = min(tokens, train.log_prob_chunk_tokens)
+    width, chunk = _width(shapes), min(tokens, train.log_prob_chunk_tokens)
     kept = MemoryUse("weights", b * shapes.parameters, f"{b} B x {shapes.parameters:,}")
     if train.offload:
         largest = max(shapes.of_layer, shapes.of_vocabulary)
@@ -232,6 +233,41 @@ def reference_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[
         MemoryUse("activations", b * tokens * width, f"{b} B x {tokens:,} tokens x one layer's {width:,}"),
         MemoryUse("logits", 4 * chunk * shapes.vocabulary, f"4 B x {chunk:,} tokens x {shapes.vocabulary:,}"),
     ]
+
+
+def critic_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
+    """Per device of a critic, which is trained on one and has no frozen models. `shapes`: of its own model, whose output layer it
+    has not unless that is the embedding. `prompt_tokens`: of the longest prompt."""
+    train = config.train.model_copy(update={"old": "current", "reference": "task", "helpers": 0})
+    model, plan = config.model.model_copy(update={"lora": None}), config.plan.model_copy(update={"train": LayoutConfig()})
+    alone = config.model_copy(update={"train": train, "model": model, "plan": plan})
+    return [part for part in training_parts(alone, replace(shapes, is_tied=True), prompt_tokens) if part.name != "logits"]
+
+
+def values_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
+    """Per device of a worker of the critic's values, which has a copy of it. Arguments as of `critic_parts`."""
+    tokens, width = longest_pass_tokens(config, shapes, prompt_tokens), _width(shapes)
+    size = replace(shapes, is_tied=True).parameters
+    return [
+        MemoryUse("weights", 4 * size, f"4 B x {size:,}"),
+        MemoryUse("activations", 4 * tokens * width, f"4 B x {tokens:,} tokens x one layer's {width:,}"),
+    ]
+
+
+def reward_model_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUse]:
+    """Per device of a reward model, which reads a prompt with its response, `context` tokens at most. `shapes`: its own."""
+    assert config.reward.model is not None, "the run has a reward model"
+    b, width, size = _BYTES[config.reward.model.dtype], _width(shapes), replace(shapes, is_tied=True).parameters
+    return [
+        MemoryUse("weights", b * size, f"{b} B x {size:,}"),
+        MemoryUse("activations", b * context * width, f"{b} B x {context:,} tokens x one layer's {width:,}"),
+    ]
+
+
+def _width(shapes: Shapes) -> int:
+    """Elements of a token that one layer's forward pass holds."""
+    queries, others = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    return 6 * shapes.hidden + 3 * queries + 4 * others + 4 * shapes.wide
 
 
 def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[MemoryUse]:
@@ -250,16 +286,30 @@ def checkpoint_bytes(config: Config, shapes: Shapes, max_staleness: int) -> int:
     return (16 + 4 * (max_staleness + max_retained(config))) * size + of_critic
 
 
+def own_shapes(folder: Path | None, otherwise: Shapes | None) -> Shapes | None:
+    """Shapes of the model in a folder, or of another one where there is none."""
+    fields = {} if folder is None else read_json(folder / "config.json")
+    return Shapes.of(fields) if fields else otherwise
+
+
 def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, max_staleness: int) -> list[str]:
     """Lines that `--dry-run` prints: for each kind of device a line for each part, and their sum, in GiB."""
     layout = config.layout
     of_training = f"each of {layout.size} that train (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})"
-    has_reference = "reference" in tasks_before_training(config)
-    of_reference = [("each of the reference", reference_parts(config, shapes, prompt_tokens))] if has_reference else []
+    tasks = tasks_before_training(config)
+    others: list[tuple[str, list[MemoryUse]]] = []
+    if "reference" in tasks:
+        others.append(("each of the reference", reference_parts(config, shapes, prompt_tokens)))
+    if VALUES_TASK in tasks and (of_critic := own_shapes(critic_folder(config), shapes)):
+        others.append(("the critic", critic_parts(config, of_critic, prompt_tokens)))
+        if config.plan.values.num_workers:
+            others.append(("each of its values", values_parts(config, of_critic, prompt_tokens)))
+    if (reward := config.reward.model) is not None and (of_reward := own_shapes(Path(reward.path), None)):
+        others.append(("each reward model", reward_model_parts(config, of_reward, context)))
     tables = [
         (of_training, training_parts(config, shapes, prompt_tokens)),
         ("each that generates", rollout_parts(config, shapes, context)),
-        *of_reference,
+        *others,
         ("the host", host_parts(config, shapes, max_staleness)),
     ]
     shown = [f"memory     {shapes.parameters:,} parameters; GiB per device, activations estimated (docs/memory.md)"]

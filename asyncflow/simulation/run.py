@@ -418,20 +418,29 @@ class SimulatedJob(Job):
         return 0.0 if of_prompt < self._costs.equal_groups else float(int(sample.response) % 2)
 
     def reward_seconds(self, name: str, sample: Sample) -> float:
-        """Seconds that this worker takes to score a sample: a function of the sample, but for the worker's speed."""
-        mean = self._costs_of(name).reward(self._scorers) + self.config.reward.delays.mean_seconds
+        """Seconds that a process of this worker takes to score a sample: a function of the sample, but for the worker's speed."""
+        rewards = self._costs_of(name).rewards(self._scorers, has_model=self.config.reward.model is not None)
+        mean = rewards + self.config.reward.delays.mean_seconds
         seconds = delay_seconds(sample, mean, self.config.reward.delays.salt)
         is_late = random.Random(f"{self.config.run.seed}/{sample.response}").random() < self._faults.late_rewards
         return seconds * (LATE_REWARD if is_late else 1.0)
 
+    def reward_model_seconds(self, name: str, sample: Sample) -> float:
+        """Seconds of this worker's reward model for a sample; 0: it has none, or nothing is known of it."""
+        if self.config.reward.model is None:
+            return 0.0
+        return self._costs_of(name).reward_model_token_seconds * (len(sample.prompt_ids) + len(sample.token_ids))
+
 
 class _Scorer:
-    """A worker's reward processes: `reward.num_workers` of them, with a deadline. The reward is a function of the response."""
+    """A worker's reward processes: `reward.num_workers` of them, with a deadline; and its reward model. The reward is a function of
+    the response."""
 
     def __init__(self, job: SimulatedJob, name: str) -> None:
         self._job, self._name = job, name
         self._deadline_seconds = job.config.reward.deadline_seconds
         self._processes = asyncio.Semaphore(job.config.reward.num_workers)
+        self._model = asyncio.Lock()
 
     async def score(self, sample: Sample) -> Score:
         seconds = self._job.reward_seconds(self._name, sample)
@@ -440,6 +449,9 @@ class _Scorer:
                 await asyncio.sleep(min(seconds, self._deadline_seconds))
         if seconds > self._deadline_seconds:
             raise RewardFailure("timeout", f"the scorer had not answered after {self._deadline_seconds:g} s")
+        if modelled := self._job.reward_model_seconds(self._name, sample):
+            async with self._model:
+                await asyncio.sleep(modelled)
         return Score(self._job.reward(sample), ())
 
 

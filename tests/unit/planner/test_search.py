@@ -18,6 +18,7 @@ from asyncflow.planner.cost import Model
 from asyncflow.planner.hardware import find
 from asyncflow.planner.plan import settings
 from asyncflow.planner.search import Found, simulated_config, simulated_costs
+from asyncflow.planner.space import Candidate, Halves, Space, pools_of
 from asyncflow.run.memory import Shapes
 from asyncflow.simulation.run import simulate
 from asyncflow.simulation.seeds import Simulators
@@ -37,6 +38,11 @@ def small(*overrides: str) -> tuple[Config, Model, dict[str, Any]]:
     config = load(RECIPE, given)
     fields = json.loads(Path(config.model.path.removeprefix("shapes:")).read_text())
     return config, Model(Shapes.of(fields), Lengths(prompt=100, response_median=200.0), find("h100-80gb")), fields
+
+
+def candidates(config: Config, model: Model, fields: dict[str, Any], devices: int) -> list[Candidate]:
+    space = Space(Halves(config, model, fields, devices), config, 0, Counter())
+    return [each for pair in space.pairs() for each in space.candidates(pair)]
 
 
 def searched(config: Config, model: Model, fields: dict[str, Any], devices: int) -> Found:
@@ -63,11 +69,11 @@ def test_the_same_inputs_give_the_same_plan_and_counts_add_up() -> None:
 def test_no_plan_that_was_bounded_away_is_faster() -> None:
     config, model, fields = small()
     found = searched(config, model, fields, 4)
-    every = sorted(module._bounded(config, model, fields, 4, Counter()), key=lambda each: (each[0].seconds, each[1]))
+    every = sorted(candidates(config, model, fields, 4), key=lambda each: (each.bound.seconds, each.place))
     if found.counts["left"]:
         pytest.skip("the search has not ended with a proof")
-    for least, _, make in every[-3:]:
-        plan = make()
+    for candidate in every[-3:]:
+        plan, least = module._plan(candidate, model), candidate.bound
         done = simulate(simulated_config(plan), costs=simulated_costs(plan))
         seconds = [row["perf/step_seconds"] for step, row in done.rows.items() if step]
         assert sum(seconds) / len(seconds) >= least.seconds * 0.999
@@ -76,8 +82,7 @@ def test_no_plan_that_was_bounded_away_is_faster() -> None:
 
 def test_one_part_of_the_machine_takes_about_as_long_as_all_of_it() -> None:
     config, model, fields = small("train.prompts_per_step=128", "rollout.group_size=8")
-    _, _, make = min(module._bounded(config, model, fields, 32, Counter()), key=lambda each: (each[0].seconds, each[1]))
-    plan = make()
+    plan = module._plan(min(candidates(config, model, fields, 32), key=lambda each: (each.bound.seconds, each.place)), model)
     assert plan.part > 1
     whole = replace(plan, part=1)
     seconds = []
@@ -108,12 +113,14 @@ def test_more_devices_than_a_layout_can_use_are_left_over() -> None:
 
 def test_pools_of_the_reference_and_of_values_are_searched() -> None:
     config, model, fields = small("algorithm={name: ppo, kl_coefficient: 0.01}", "train.reference=task")
-    slow = replace(model, measured={"value_token_seconds": 0.02, "reference_token_seconds": 0.01})  # they are what binds
-    sizes = {(pools.plan.reference.num_workers, pools.plan.values.num_workers) for pools in module._pools(config, 16)}
+    large = model.hardware.model_copy(update={"memory_gib": 400.0})  # a critic is not cut
+    costs = {"critic_seconds": 0.0, "critic_token_seconds": 0.0, "value_token_seconds": 0.02, "reference_token_seconds": 0.01}
+    slow = replace(model, hardware=large, measured=costs)  # they are what binds
+    sizes = {(pools.plan.reference.num_workers, pools.plan.values.num_workers) for pools in pools_of(config, 16)}
     assert sizes == {(reference, values) for reference in (1, 2, 4) for values in (0, 1, 2, 4)}
     best = searched(config, slow, fields, 16).plans[0]
     assert best.config.plan.reference.num_workers > 1 and best.config.plan.values.num_workers == 4
-    assert best.devices <= 16 and set(best.memory_gib) == {"train", "rollout", "reference"}
+    assert best.devices <= 16 and set(best.memory_gib) == {"train", "rollout", "reference", "critic", "values"}
     assert settings(best)["plan"]["values"] == {"num_workers": 4}
 
 

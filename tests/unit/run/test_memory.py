@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from asyncflow.run.memory import (
     GIB,
     MemoryUse,
     Shapes,
+    critic_parts,
     host_parts,
     lines,
     micro_batch_tokens,
     reference_parts,
+    reward_model_parts,
     rollout_parts,
     training_parts,
+    values_parts,
 )
 from asyncflow.run.prepare import check_shapes
 from asyncflow.types import UserError
@@ -206,3 +210,19 @@ def test_a_reference_of_its_own_by_hand() -> None:
     assert any(line.endswith("each of the reference") for line in shown)
     fused = lines(config_of(), TINY, prompt_tokens=5, context=15, max_staleness=0)
     assert not any("reference" in line for line in fused)
+
+
+def test_a_critic_its_values_and_a_reward_model_by_hand() -> None:
+    reward = {"place": "task", "model": {"path": str(MODEL)}}
+    tree = {
+        "model": {"path": str(MODEL)}, "data": {"path": "generated:arithmetic"}, "algorithm": "ppo", "reward": reward,
+        "plan": {"values": {"num_workers": 1}, "train": {"dp": 2, "tp": 2}},
+    }  # fmt: skip
+    config, shapes = parse(tree), Shapes.of(json.loads((MODEL / "config.json").read_text()))
+    once = replace(shapes, is_tied=True).parameters  # it has no output layer of its own
+    sizes = {part.name: part.num_bytes for part in critic_parts(config, shapes, 20)}
+    assert (sizes["weights"], sizes["gradient sums"], sizes["optimiser state"]) == (4 * once, 4 * once, 8 * once)
+    assert "logits" not in sizes and "old policy" not in sizes
+    assert values_parts(config, shapes, 20)[0].num_bytes == reward_model_parts(config, shapes, 30)[0].num_bytes == 4 * once
+    shown = "\n".join(lines(config, shapes, prompt_tokens=20, context=276, max_staleness=0))
+    assert all(each in shown for each in ("the critic", "each of its values", "each reward model"))

@@ -1,0 +1,139 @@
+"""Part of the machine that is simulated: a quarter of the prompts, workers and data-parallel groups has a quarter of the work, but
+for the luck of the longest response.
+
+    config, part --divided--> that of one of `part` equal parts, unchecked, for bounds
+                 --config_of_part--> the same, as a simulation takes it: without a machine, a model, evaluations
+    costs, part  --costs_of_part--> slower, where a pool is not divided: it has a part of its rows
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from asyncflow.config import Config, parse
+from asyncflow.control.schedule import Schedule
+from asyncflow.engines.costs import Costs
+from asyncflow.loops.samples import SELECT_TASK
+from asyncflow.run.factories import make_schedule, tasks_before_training
+
+ROWS: Final = 256
+"""Rows of a simulated step, at least, unless the run's has fewer."""
+STEPS: Final = 3
+"""Steps of a simulated run, at most, and two at least. The first is not counted: nothing is under way before it."""
+ROWS_OF_RUN: Final = 2_048
+"""Rows of a simulated run that there are fewer steps for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a part's pools, and how many times as long each piece of their work takes, where they could not be divided."""
+
+    reference: int
+    slow_reference: int
+    values: int
+    slow_values: int
+    reward: int
+    processes: int
+    slow_rewards: int
+    slow_reward_model: int
+
+    @classmethod
+    def of(cls, config: Config, part: int) -> Sizes:
+        """Sizes of the pools of one of `part` equal parts. A pool is divided as far as it can be: its workers, then the processes
+        of each."""
+        reference, by_reference = _divided(config.plan.reference.num_workers, part)
+        values, by_values = _divided(config.plan.values.num_workers, part)
+        pools = (reference, by_reference, values, by_values)
+        if config.reward.place == "rollout":  # beside each rollout worker, which is divided
+            return cls(*pools, config.plan.reward.num_workers, config.reward.num_workers, 1, 1)
+        reward, left = _divided(config.plan.reward.num_workers, part)
+        processes, slow = _divided(config.reward.num_workers, left)
+        return cls(*pools, reward, processes, slow, left)
+
+
+def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None = None) -> int:
+    """How many equal parts the machine is divided into, of which one is simulated: a power of two that divides all pools. `tasks`:
+    of the configuration, before training, where they are known."""
+    if SELECT_TASK in (tasks or tasks_before_training(config)):
+        return 1  # candidates are chosen among all
+    parts, rows = math.gcd(dp, workers, config.train.prompts_per_step), config.train.prompts_per_step * config.rollout.group_size
+    part = 1
+    while parts % (2 * part) == 0 and rows // (2 * part) >= ROWS:
+        part *= 2
+    return part
+
+
+def divided(config: Config, part: int) -> Config:
+    """Configuration of one of `part` equal parts, unchecked: of a whole plan, or of one of its halves."""
+    layout = config.plan.train.model_copy(update={"dp": max(1, config.layout.dp // part)})
+    sizes = Sizes.of(config, part)
+    reference = config.plan.reference.model_copy(update={"num_workers": sizes.reference})
+    values = config.plan.values.model_copy(update={"num_workers": sizes.values})
+    reward = config.plan.reward.model_copy(update={"num_workers": sizes.reward})
+    return config.model_copy(
+        update={
+            "plan": config.plan.model_copy(update={"train": layout, "reference": reference, "values": values, "reward": reward}),
+            "rollout": config.rollout.model_copy(update={"num_workers": max(1, config.rollout.num_workers // part)}),
+            "reward": config.reward.model_copy(update={"num_workers": sizes.processes}),
+            "train": config.train.model_copy(update={"prompts_per_step": config.train.prompts_per_step // part}),
+        }
+    )
+
+
+def config_of_part(config: Config, part: int) -> Config:
+    """Configuration of the simulated part: without a machine, a model, evaluations, and ranks that only follow."""
+    tree, of_part = config.model_dump(mode="json"), divided(config, part)
+    layout = of_part.layout
+    tree["run"]["steps"] = steps_of(config, part)
+    tree["plan"] |= {"train": {"dp": layout.dp, "tp": 1, "pp": layout.pp}}
+    tree["plan"] |= {name: getattr(of_part.plan, name).model_dump() for name in ("reference", "values", "reward")}
+    tree["reward"]["num_workers"] = of_part.reward.num_workers
+    tree["reward"]["deadline_seconds"] *= Sizes.of(config, part).slow_rewards
+    tree["rollout"] |= {"engine": {"name": "slots"}, "num_workers": of_part.rollout.num_workers, "device": "cpu"}
+    tree["train"] |= {"prompts_per_step": of_part.train.prompts_per_step, "device": "cpu", "engine": {"name": "torch"}}
+    tree["weight_sync"] |= {"min_healthy_workers": 1}
+    for section in ("eval", "checkpoint", "cluster"):
+        del tree[section]
+    return parse(tree)
+
+
+def costs_of_part(costs: Costs, config: Config, part: int) -> Costs:
+    """Costs of one part: what of a pool is not divided has a part of its rows, so each takes it that many times as long."""
+    if part == 1:
+        return costs
+    sizes, trained = Sizes.of(config, part), costs.of_critic()  # the critic is one worker
+    return msgspec.structs.replace(
+        costs,
+        reference_seconds=costs.reference_seconds * sizes.slow_reference,
+        reference_token_seconds=costs.reference_token_seconds * sizes.slow_reference,
+        critic_seconds=trained.forward_backward_seconds * part,
+        critic_token_seconds=trained.train_token_seconds * part,
+        value_token_seconds=costs.values(1) * sizes.slow_values,
+        reward_seconds=costs.reward_seconds * sizes.slow_rewards,
+        scorer_seconds={name: seconds * sizes.slow_rewards for name, seconds in costs.scorer_seconds.items()},
+        reward_model_token_seconds=costs.reward_model_token_seconds * sizes.slow_reward_model,
+    )
+
+
+def steps_of(config: Config, part: int, schedule: Schedule | None = None) -> int:
+    """Steps of a simulated run, more where weights come later. `schedule`: the configuration's."""
+    rows = config.train.prompts_per_step * config.rollout.group_size // part
+    return max(2, min(STEPS, ROWS_OF_RUN // rows)) + (schedule or make_schedule(config)).max_staleness
+
+
+def rows_of(config: Config, part: int) -> int:
+    """Rows of a simulated run."""
+    return steps_of(config, part) * config.train.prompts_per_step * config.rollout.group_size // part
+
+
+def _divided(size: int, part: int) -> tuple[int, int]:
+    """A pool's part, and what of the division is left. Where there is none, one worker does its work."""
+    if not size:
+        return 0, part
+    common = math.gcd(size, part)
+    return size // common, part // common

@@ -1,0 +1,56 @@
+"""A run takes what the planner has chosen for it: pools of every task, with the processes of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncflow.config import load
+from asyncflow.planner.plan import find_plan, request, tree
+from asyncflow.planner.search import Plan
+from asyncflow.settings import to_yaml
+from asyncflow.telemetry.trace import read_spans
+from tests.e2e.commands import run_command, write_config
+
+Small = Callable[..., dict[str, Any]]
+SCORER = """
+import os
+from pathlib import Path
+
+def score(sample, file):
+    with Path(file).open("a") as seen:
+        seen.write(f"{os.getppid()}\\n")
+    return float(len(sample.response) % 2)
+"""
+"""A scorer that writes which process scores: it is called in a fork of that."""
+
+
+def planned(config: Path, devices: int, measured: Mapping[str, float], plan: Path) -> Plan:
+    """The best plan of a configuration in which some work takes so many seconds, with its file."""
+
+    async def found() -> Plan:
+        asked = await request(load(config), devices=devices, device="cpu-core")
+        asked = replace(asked, model=replace(asked.model, measured=measured))
+        best = await find_plan(asked, processes=1, rows=300)
+        plan.write_text(to_yaml(tree(best, asked)))
+        return best.plans[0]
+
+    return asyncio.run(found())
+
+
+def test_a_run_has_the_reward_workers_and_processes_that_were_planned(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "scorer.py").write_text(SCORER)
+    seen = tmp_path / "seen.txt"
+    scorer = {"path": f"{tmp_path / 'scorer.py'}:score", "file": str(seen)}
+    config = write_config(tmp_path, small(reward={"place": "task", "scorer": scorer}))
+    best = planned(config, 3, {"reward_seconds": 1.0}, tmp_path / "plan.yaml")
+    workers, processes = best.config.plan.reward.num_workers, best.config.reward.num_workers
+    assert workers * processes > 1, "rewards are what binds"
+    command = run_command("train", config, f"plan={tmp_path / 'plan.yaml'}")
+    assert command.returncode == 0, command.stderr
+    spans = read_spans(next((tmp_path / "runs").iterdir()) / "spans.jsonl")
+    assert {span.worker for span in spans if span.task == "reward"} == {f"reward/{i}" for i in range(workers)}
+    assert len(set(seen.read_text().split())) == workers * processes
