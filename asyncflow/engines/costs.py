@@ -80,6 +80,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     scorer_seconds: Mapping[str, float] = {}
     reward_model_token_seconds: float = 0.0
     """Seconds of a reward model, for each token of a prompt and its response. A worker has one, which scores one after another."""
+    unit_seconds: float = 0.0
+    """Seconds in which a storage unit serves one request; `unit_row_seconds` for each of its rows and `unit_byte_seconds` for each
+    of their bytes are added. It serves one after another, as all units in the driver's process do together."""
+    unit_row_seconds: float = 0.0
+    unit_byte_seconds: float = 0.0
     environment_seconds: float = 0.1
     """Median seconds that an environment takes for a turn; the times are lognormally distributed, with this standard deviation of
     their logarithm."""
@@ -146,6 +151,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def rewards(self, scorers: Collection[str], *, has_model: bool) -> float:
         """Mean seconds of what is scored without a model: nothing where there is only a model, whose time is known."""
         return 0.0 if has_model and not scorers and self.reward_model_token_seconds else self.reward(scorers)
+
+    def unit(self, num_rows: float, num_bytes: float) -> float:
+        """Seconds in which a storage unit stores, or reads, so many rows with so many bytes together."""
+        return self.unit_seconds + num_rows * self.unit_row_seconds + num_bytes * self.unit_byte_seconds
 
     def slowed(self, factor: float) -> Costs:
         """Costs of a machine on which all work takes `factor` times as long."""

@@ -1,7 +1,7 @@
 """A run's tasks as a graph: how long each pool is busy with a step, and what each task waits for. Made from the run's own Config.
 
     rollout -> reward -> [reference] -> [values] -> train -> weights -> rollout of a later step
-                                                    [critic]                                           (beside)
+                                            [critic]  storage units                                 (beside)
 
 A task is the work of one pool. Times are seconds of one step, and least ones: no order of the work, and no way to share it among
 the pool's workers, needs less, if costs are straight lines, as `cost.py` makes them.
@@ -23,6 +23,8 @@ from asyncflow.model_folder import read_json
 from asyncflow.run.factories import make_schedule, tasks_before_training, tokens_per_pass, update_plan
 from asyncflow.types import Array
 
+BYTES_OF_TOKEN = 13
+"""Bytes that a unit keeps of a response's token: its number, its log-prob and its mask."""
 GRID = 64
 """Intervals of decode steps in which the number of active responses is taken to be that at the interval's end."""
 
@@ -99,8 +101,9 @@ def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
     tasks = [rollout(config, costs, drawn, in_flight=schedule.installs_in_flight)]
     tasks += [before_training(config, costs, drawn, name) for name in between(config)]
     tasks.append(train(config, costs, drawn))
-    aside = (critic(config, costs, drawn),) if VALUES_TASK in tasks_before_training(config) else ()
-    return Graph(tuple(tasks), weights(costs), schedule.max_staleness, schedule.is_streamed, aside)
+    aside = [storage(config, costs, drawn)]
+    aside += [critic(config, costs, drawn)] if VALUES_TASK in tasks_before_training(config) else []
+    return Graph(tuple(tasks), weights(costs), schedule.max_staleness, schedule.is_streamed, tuple(aside))
 
 
 def between(config: Config) -> list[str]:
@@ -119,6 +122,16 @@ def critic(config: Config, costs: Costs, drawn: Drawn) -> Task:
     if not config.plan.values.num_workers:
         busy += costs.values(1) * packed
     return Task("critic", busy, 0.0, 0.0, 0.0)
+
+
+def storage(config: Config, costs: Costs, drawn: Drawn) -> Task:
+    """Work of the storage units: of each group at least its outputs are stored, and read to be trained. Weights do not wait for
+    it. Units in the driver's process are one."""
+    units = config.queue.num_units if config.queue.place == "workers" else 1
+    once = costs.unit(config.rollout.group_size, 0) * len(drawn.tokens[0])
+    num_bytes = BYTES_OF_TOKEN * float(drawn.tokens.sum((1, 2)).mean())
+    busy = 2 * (once + costs.unit(0, num_bytes) - costs.unit(0, 0)) / units
+    return Task("storage", busy, 0.0, 0.0, 0.0)
 
 
 def weights(costs: Costs) -> float:

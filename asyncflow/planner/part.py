@@ -37,6 +37,8 @@ class Sizes:
     slow_reference: int
     values: int
     slow_values: int
+    units: int
+    slow_units: int
     reward: int
     processes: int
     slow_rewards: int
@@ -48,7 +50,7 @@ class Sizes:
         of each."""
         reference, by_reference = _divided(config.plan.reference.num_workers, part)
         values, by_values = _divided(config.plan.values.num_workers, part)
-        pools = (reference, by_reference, values, by_values)
+        pools = (reference, by_reference, values, by_values, *_divided(config.queue.num_units, part))
         if config.reward.place == "rollout":  # beside each rollout worker, which is divided
             return cls(*pools, config.plan.reward.num_workers, config.reward.num_workers, 1, 1)
         reward, left = _divided(config.plan.reward.num_workers, part)
@@ -80,6 +82,7 @@ def divided(config: Config, part: int) -> Config:
             "plan": config.plan.model_copy(update={"train": layout, "reference": reference, "values": values, "reward": reward}),
             "rollout": config.rollout.model_copy(update={"num_workers": max(1, config.rollout.num_workers // part)}),
             "reward": config.reward.model_copy(update={"num_workers": sizes.processes}),
+            "queue": config.queue.model_copy(update={"num_units": sizes.units}),
             "train": config.train.model_copy(update={"prompts_per_step": config.train.prompts_per_step // part}),
         }
     )
@@ -92,6 +95,7 @@ def config_of_part(config: Config, part: int) -> Config:
     tree["run"]["steps"] = steps_of(config, part)
     tree["plan"] |= {"train": {"dp": layout.dp, "tp": 1, "pp": layout.pp}}
     tree["plan"] |= {name: getattr(of_part.plan, name).model_dump() for name in ("reference", "values", "reward")}
+    tree["queue"]["num_units"] = of_part.queue.num_units
     tree["reward"]["num_workers"] = of_part.reward.num_workers
     tree["reward"]["deadline_seconds"] *= Sizes.of(config, part).slow_rewards
     tree["rollout"] |= {"engine": {"name": "slots"}, "num_workers": of_part.rollout.num_workers, "device": "cpu"}
@@ -107,6 +111,7 @@ def costs_of_part(costs: Costs, config: Config, part: int) -> Costs:
     if part == 1:
         return costs
     sizes, trained = Sizes.of(config, part), costs.of_critic()  # the critic is one worker
+    by_units = sizes.slow_units if config.queue.place == "workers" else part  # those of the driver's process are one
     return msgspec.structs.replace(
         costs,
         reference_seconds=costs.reference_seconds * sizes.slow_reference,
@@ -117,6 +122,9 @@ def costs_of_part(costs: Costs, config: Config, part: int) -> Costs:
         reward_seconds=costs.reward_seconds * sizes.slow_rewards,
         scorer_seconds={name: seconds * sizes.slow_rewards for name, seconds in costs.scorer_seconds.items()},
         reward_model_token_seconds=costs.reward_model_token_seconds * sizes.slow_reward_model,
+        unit_seconds=costs.unit_seconds * by_units,
+        unit_row_seconds=costs.unit_row_seconds * by_units,
+        unit_byte_seconds=costs.unit_byte_seconds * by_units,
     )
 
 

@@ -31,7 +31,7 @@ from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.planner import cost, hardware
-from asyncflow.planner.cost import Model, cut_of_rollout
+from asyncflow.planner.cost import UNIT, Model, cut_of_rollout
 from asyncflow.planner.measured import Measurement
 from asyncflow.planner.pieces import PIECES
 from asyncflow.planner.search import ROWS_OF_SEARCH, Found, Plan, search, simulated, simulated_config, simulated_costs
@@ -92,6 +92,8 @@ async def request(
         f"{cost.GATHERS_EXPOSED:.0%} of FSDP's gathers are hidden by no computation",
         f"a reward takes {Costs().reward_seconds:g} s of a reward process, and the host of an accelerator has cores for "
         f"{MOST_PROCESSES} of them beside each worker",
+        f"a storage unit takes {1e3 * UNIT['unit_seconds']:g} ms a request, {1e6 * UNIT['unit_row_seconds']:g} us a row and "
+        f"{1e9 * UNIT['unit_byte_seconds']:g} ns a byte (benchmarks/transfer_queue.py on two cores)",
         f"{chosen.usable_memory:.0%} of {chosen.memory_gib:g} GiB can be used, and every slot reaches its full context",
     ]
     of_critic, reward = own_shapes(critic_folder(config), None), config.reward.model
@@ -166,6 +168,7 @@ def settings(plan: Plan) -> dict[str, Any]:
         "rollout": {"num_workers": config.rollout.num_workers, "num_slots": config.rollout.num_slots, "engine": engine},
         "train": {name: getattr(config.train, name) for name in train},
         "reward": {"num_workers": config.reward.num_workers},
+        "queue": {"num_units": config.queue.num_units},
         "weight_sync": {"name": config.weight_sync.name, **config.weight_sync.model_dump(exclude_defaults=True)},
     }
 
@@ -192,6 +195,7 @@ def pools_of_tasks(config: Config) -> dict[str, int]:
         "reward workers": config.plan.reward.num_workers * is_task,
         f"reward processes beside each {'of these' if is_task else 'that generates'}": config.reward.num_workers
         * bool(config.reward.parts),
+        "storage units": config.queue.num_units * (config.queue.place == "workers"),
     }
 
 

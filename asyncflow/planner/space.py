@@ -2,7 +2,7 @@
 
     pools       workers of the tasks that are not cut over devices, by powers of two    `Space.least`: of all their plans
     pairs       a half that trains, one that generates, schedule, weight sync           `Pair.seconds`: cheap, and under the next
-    candidates  a pair with reward processes, more of them as long as they bind         `Candidate.bound`: all of bounds.py
+    candidates  a pair with reward processes and units, more as long as they bind       `Candidate.bound`: all of bounds.py
 
 Memory, costs and the terms of a bound are computed for a few hundred halves, and only added up for a pair. The whole bound, which
 takes half a millisecond, is that of pairs alone whose cheap one has come first in the search.
@@ -24,7 +24,7 @@ from asyncflow.engines.costs import Costs
 from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound, bound
 from asyncflow.planner.cost import Figure, Model, cut_of_rollout
-from asyncflow.planner.graph import Drawn, Graph, Task, before_training, between, critic, rollout, train, weights
+from asyncflow.planner.graph import Drawn, Graph, Task, before_training, between, critic, rollout, storage, train, weights
 from asyncflow.planner.halves import Half, grouped, powers, rollout_halves, training_halves, unbeaten
 from asyncflow.planner.part import costs_of_part, divided, part_of, steps_of
 from asyncflow.run.factories import devices_each, num_devices, schedule_of, tasks_before_training
@@ -36,6 +36,8 @@ TIE: Final = 0.01
 """Plans whose steps differ by less than this share are not told apart."""
 MOST_PROCESSES: Final = 16
 """Reward processes beside a worker, at most, where the hardware says nothing of its hosts' cores. An assumption."""
+MOST_UNITS: Final = 64
+"""Storage units, at most."""
 WAYS_OUT: Final[Mapping[str, str]] = {
     "reference": "take train.reference=fused, which is cut as training is, or train.offload=true",
     "critic": "take train.offload_optimizer=true, a smaller one (train.critic.path), or shorter responses",
@@ -46,7 +48,8 @@ WAYS_OUT: Final[Mapping[str, str]] = {
 
 
 class Candidate(NamedTuple):
-    """Plan that is not made yet. `place`: its place among those of the same bound. `services`: reward workers and processes."""
+    """Plan that is not made yet. `place`: its place among those of the same bound. `services`: reward workers, processes of each,
+    storage units."""
 
     bound: Bound
     place: tuple[int, ...]
@@ -216,8 +219,8 @@ class Space:
                     yield Pair(least, place, i, rest, j, k, part)
 
     def candidates(self, pair: Pair) -> Iterator[Candidate]:
-        """Plans of a pair: with the reward processes of the configuration, and with more, as long as these bind, or as the bound
-        falls by more than a tie."""
+        """Plans of a pair: with the reward processes and storage units of the configuration, and with more, as long as these bind,
+        or as the bound falls by more than a tie."""
         halves, model = self._halves, self._halves.model
         half, other = halves.training[pair.train], halves.generating(pair.devices)[1][pair.generate]
         ((chosen, schedule), sync), part = halves.choices[pair.choice], pair.part
@@ -232,25 +235,34 @@ class Space:
         first = halves.rollout_task(pair.devices, pair.generate, part, schedule.installs_in_flight)
         last = halves.train_task(pair.train, part)
 
-        def bounded(config: Config) -> tuple[Bound, Task]:
+        def bounded(config: Config) -> tuple[Bound, dict[str, float]]:
             of_part, slowed = divided(config, part), costs_of_part(costs, config, part)
             tasks = [before_training(of_part, slowed, halves.drawn(part), name) for name in self._names]
-            aside = (critic(of_part, slowed, halves.drawn(part)),) if "values" in self._names else ()
+            units = storage(of_part, slowed, halves.drawn(part))
+            aside = [units, *([critic(of_part, slowed, halves.drawn(part))] if "values" in self._names else [])]
             passed = (first, *tasks, last)
-            return bound(Graph(passed, weights(costs), schedule.max_staleness, schedule.is_streamed, aside)), tasks[0]
+            graph = Graph(passed, weights(costs), schedule.max_staleness, schedule.is_streamed, tuple(aside))
+            return bound(graph), {"processes": tasks[0].busy, "units": units.busy}
 
         memory = {"train": half.memory_gib, "rollout": other.memory_gib, **{name: half.beside_gib[name] for name in self._beside}}
-        (found, reward), sizes = bounded(whole), _processes(whole, halves.num)
-        for n, (size, larger) in enumerate(itertools.zip_longest(sizes, sizes[1:])):
-            config = _with_processes(whole, size)
+        sizes: dict[str, list[tuple[int, ...]]] = {"processes": _processes(whole, halves.num), "units": _units(whole)}
+        at = dict.fromkeys(sizes, 0)
+        config, (found, busy) = whole, bounded(whole)
+        for n in itertools.count():
             self._counts["enumerated"] += n > 0
-            yield Candidate(found, (*pair.place, n), config, pair.place[1], memory, part, figures, size)
-            if larger is None or reward.busy <= TIE * found.seconds:  # of which more could gain no more
+            chosen_sizes = tuple(itertools.chain(*(sizes[name][i] for name, i in at.items())))
+            yield Candidate(found, (*pair.place, n), config, pair.place[1], memory, part, figures, chosen_sizes)
+            for name in sizes:
+                if at[name] + 1 == len(sizes[name]) or busy[name] <= TIE * found.seconds:  # of which more could gain no more
+                    continue
+                larger = at | {name: at[name] + 1}
+                of_larger = _with_services(whole, *(sizes[each][i] for each, i in larger.items()))
+                following, less_busy = bounded(of_larger)
+                if following.seconds <= (1 - TIE) * found.seconds or busy[name] > found.seconds / 2:
+                    at, config, found, busy = larger, of_larger, following, less_busy
+                    break
+            else:
                 return
-            following, faster = bounded(_with_processes(whole, larger))
-            if following.seconds > (1 - TIE) * found.seconds and reward.busy < found.seconds / 2:
-                return
-            found, reward = following, faster
 
 
 def pools_of(config: Config, num: int) -> list[Config]:
@@ -278,7 +290,7 @@ def _sizes(own: int, num: int) -> list[int]:
     return sorted({own, *(least * n for n in powers(max(1, num // (4 * least))))})
 
 
-def _processes(config: Config, cores: int) -> list[tuple[int, int]]:
+def _processes(config: Config, cores: int) -> list[tuple[int, ...]]:
     """Reward workers and the processes of each: the configuration's own, and more by powers of two, the fewest first.
 
     Where a pool of workers has as many processes as their hosts have cores for, it gets more workers, unless each of these takes a
@@ -291,20 +303,27 @@ def _processes(config: Config, cores: int) -> list[tuple[int, int]]:
     at_once = rows * config.rollout.group_size // workers if is_task else config.rollout.num_slots
     hosts = workers if is_task else max(1, config.rollout.num_workers)
     at_host = cores // hosts if on_cores else MOST_PROCESSES
-    sizes = [(workers, own * n) for n in powers(max(1, min(at_host, at_once) // own))]
+    sizes: list[tuple[int, ...]] = [(workers, own * n) for n in powers(max(1, min(at_host, at_once) // own))]
     if is_task and config.reward.model is None and not on_cores:
         sizes += [(workers * n, sizes[-1][1]) for n in powers(max(1, at_once // sizes[-1][1]))[1:]]
     return sizes
 
 
-def _with_processes(config: Config, size: tuple[int, int]) -> Config:
-    """The configuration with so many reward workers, and processes of each."""
-    workers, processes = size
+def _units(config: Config) -> list[tuple[int, ...]]:
+    """Numbers of storage units: the configuration's own, and more by powers of two where each has a process of its own."""
+    own, most = config.queue.num_units, min(MOST_UNITS, config.train.prompts_per_step)
+    return [(own * n,) for n in powers(max(1, most // own if config.queue.place == "workers" else 1))]
+
+
+def _with_services(config: Config, rewards: tuple[int, ...], units: tuple[int, ...]) -> Config:
+    """The configuration with so many reward workers and processes of each, and so many storage units."""
+    workers, processes = rewards
     pool = config.plan.reward.model_copy(update={"num_workers": workers})
     return config.model_copy(
         update={
             "plan": config.plan.model_copy(update={"reward": pool}),
             "reward": config.reward.model_copy(update={"num_workers": processes}),
+            "queue": config.queue.model_copy(update={"num_units": units[0]}),
         }
     )
 

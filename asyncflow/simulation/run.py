@@ -48,6 +48,7 @@ from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.simulation.audit import Audit
+from asyncflow.simulation.storage import SleepingStorage
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.transport import Peer, Server
@@ -96,6 +97,7 @@ def simulate(
         variant = _variant(config, costs, seed, run_dir or Path(scratch) / "run")
         loop = VirtualLoop()
         job = SimulatedJob(variant, costs or Costs(), faults, loop, listener, keeps_report=run_dir is not None)
+        job.has_units_apart = config.queue.place == "workers"
         try:
             _run(loop, job)
             spans, rows = read_spans(variant.run_dir / SPANS_FILE), job.rows.since(0)
@@ -125,6 +127,7 @@ def simulate_lives(
             variant = _variant(config, costs, seed, run_dir, how_often)
             loop = VirtualLoop()
             job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, audit=audit)
+            job.has_units_apart = config.queue.place == "workers"
             audit = job.audit
             try:
                 _run(loop, job, ends[attempt] if attempt < len(ends) else None)
@@ -223,6 +226,9 @@ class SimulatedJob(Job):
         self._sync = SleepingWeightSync(keep=schedule.max_staleness + 2, fails=self._fetch_fails, hangs=self._fetch_hangs, **travel)
         self._critic_sync = SleepingWeightSync(keep=2, **travel)
 
+    has_units_apart = False
+    """Whether each storage unit has a process of its own, and so a time of its own."""
+
     def look_at_the_end(self) -> None:
         """After the run: what must be true now."""
         audit, cluster = self.audit, self._simulated
@@ -263,6 +269,11 @@ class SimulatedJob(Job):
         return [replace(spec, may_stay=False) for spec in super()._fleet(weights_dir)]
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
+        if self._costs.unit(1, 1):
+            turn = asyncio.Lock()
+            for unit in driver.transfer_queue.units:
+                own = asyncio.Lock() if self.has_units_apart else turn
+                unit.holdings.storage = SleepingStorage(unit.holdings.storage, self._costs, own)
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains = {
             "asyncflow.run.workers:rollout_worker": self._rollout_worker,

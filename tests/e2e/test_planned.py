@@ -54,3 +54,13 @@ def test_a_run_has_the_reward_workers_and_processes_that_were_planned(small: Sma
     spans = read_spans(next((tmp_path / "runs").iterdir()) / "spans.jsonl")
     assert {span.worker for span in spans if span.task == "reward"} == {f"reward/{i}" for i in range(workers)}
     assert len(set(seen.read_text().split())) == workers * processes
+
+
+def test_a_run_has_the_storage_units_that_were_planned(small: Small, tmp_path: Path) -> None:
+    config = write_config(tmp_path, small(queue={"place": "workers"}))
+    units = planned(config, 2, {"unit_seconds": 2.0}, tmp_path / "plan.yaml").config.queue.num_units
+    assert units > 1, "units are what binds"
+    command = run_command("train", config, f"plan={tmp_path / 'plan.yaml'}")
+    assert command.returncode == 0, command.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert {log.name for log in (run_dir / "logs").glob("storage-*.log")} == {f"storage-{i}.log" for i in range(units)}

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from asyncflow.config import load
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner import search as module
+from asyncflow.planner.bounds import bound
+from asyncflow.planner.cost import UNIT
+from asyncflow.planner.graph import Drawn, graph
 from asyncflow.planner.plan import settings
 from asyncflow.planner.space import TIE, Halves, Space
 from asyncflow.simulation.run import simulate
@@ -40,7 +46,7 @@ def test_reward_processes_are_as_many_as_bind_and_no_more() -> None:
 def test_reward_workers_follow_where_one_has_all_the_processes_that_its_host_has_cores_for() -> None:
     config, model, fields = small("reward.place=task", "reward.num_workers=8")
     every = candidates(config, replace(model, measured={"reward_seconds": 60.0}), fields, 4)
-    assert {each.services for each in every} >= {(1, 8), (1, 16), (2, 16)}
+    assert {each.services for each in every} >= {(1, 8, 1), (1, 16, 1), (2, 16, 1)}
     sizes = {each.services: each.bound.seconds for each in every if each.place[:-1] == every[0].place[:-1]}
     assert [*sizes.values()] == sorted(sizes.values(), reverse=True)
     assert {each.config.plan.reward.num_workers for each in every} == {1, 2}  # 32 rows have no use for more than 32 processes
@@ -87,3 +93,40 @@ def test_cheap_bounds_are_under_the_whole_ones() -> None:
     for pair in space.pairs():
         assert space.least() * 0.999999 <= pair.seconds
         assert all(pair.seconds * 0.999999 <= each.bound.seconds for each in space.candidates(pair))
+
+
+def test_storage_units_are_as_many_as_bind_where_each_has_a_process() -> None:
+    slow = {"unit_seconds": 1.0}
+    found = {}
+    for place in ("driver", "workers"):
+        config, model, fields = small(f"queue.place={place}")
+        found[place] = searched(config, replace(model, measured=slow), fields, 6).plans[0]
+        assert settings(found[place])["queue"] == {"num_units": found[place].config.queue.num_units}
+    assert found["driver"].config.queue.num_units == 1 < found["workers"].config.queue.num_units <= 8
+    assert found["driver"].bound.binds == "storage"
+    assert found["workers"].step_seconds < found["driver"].step_seconds
+    config, model, fields = small("queue.place=workers")
+    assert searched(config, model, fields, 6).plans[0].config.queue.num_units == 1  # as it is measured
+
+
+@pytest.mark.parametrize("place", ["driver", "workers"])
+def test_simulated_units_work_one_request_after_another_and_no_step_is_under_the_bound(place: str) -> None:
+    """Of units that have a process each, two take half as long."""
+    costs = Costs(unit_seconds=0.5, load_seconds=0.0, lengths=Lengths(prompt=20, response_median=60.0))
+    seconds = {}
+    for units in (1, 2):
+        given = ["eval.path=null", "run.steps=3", "train.prompts_per_step=8", "rollout.max_new_tokens=100", f"queue.place={place}"]
+        config = load(ROOT / "recipes/quickstart.yaml", [*given, f"queue.num_units={units}"])
+        done = simulate(config, costs=costs)
+        assert not done.violations
+        seconds[units] = sum(row["perf/step_seconds"] for step, row in done.rows.items() if step) / 2
+        least = bound(graph(config, costs, Drawn(Drawn.of(config, costs, 3).tokens[1:])))
+        assert least.binds == "storage" and least.seconds <= seconds[units] * 1.001
+    assert seconds[2] == pytest.approx(seconds[1], rel=0.1) if place == "driver" else seconds[2] < 0.7 * seconds[1]
+
+
+def test_units_that_cost_next_to_nothing_change_no_prediction() -> None:
+    config = load(ROOT / "recipes/quickstart.yaml", ["eval.path=null", "run.steps=3"])
+    costs = Costs(load_seconds=0.0)
+    without, with_units = (simulate(config, costs=each) for each in (costs, msgspec.structs.replace(costs, **UNIT)))
+    assert with_units.seconds == pytest.approx(without.seconds, rel=0.01)
