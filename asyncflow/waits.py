@@ -297,7 +297,8 @@ HELPERS: Final = _wait(
     "passes and pieces that others compute beside the trainer's own, or one for them",
     _STALL,
     "engines/train/helpers.py:Helpers.__init__ engines/train/helpers.py:Helpers._take_pieces_until "
-    "engines/train/helpers.py:Helpers._serve engines/train/pass_gradients.py:PassGradients.__init__",
+    "engines/train/helpers.py:_Shared.take engines/train/helpers.py:Helpers._serve "
+    "engines/train/pass_gradients.py:PassGradients.__init__",
 )
 FETCH: Final = _wait(
     "fetch",

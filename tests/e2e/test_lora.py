@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncflow.telemetry.certificate import read_certificate
-from asyncflow.telemetry.fingerprints import read_fingerprints
 from tests.conftest import MODEL, merged
 from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
+from tests.e2e.test_resume import prints
 
 STEPS = 3
 
@@ -44,8 +44,8 @@ def test_an_adapter_is_trained_published_saved_resumed_and_merged(tmp_path: Path
     run, resumed = tmp_path / "whole", tmp_path / "parts"
     saved, again = (load_file(folder / "model" / "adapter_model.safetensors") for folder in (run, resumed))
     assert saved.keys() == again.keys() and all(np.array_equal(saved[name], again[name]) for name in saved)
-    prints = [read_fingerprints(folder / "fingerprints.jsonl") for folder in (run, resumed)]
-    assert prints[0] == prints[1] and all("lora_" in name for name in prints[0][-1].tensors if name.startswith("weights/"))
+    of_whole, of_parts = prints(run), prints(resumed)
+    assert of_whole == of_parts and all("lora_" in name for name in of_whole[-1]["tensors"] if name.startswith("weights/"))
     seen = rows(run / "metrics.jsonl")
     assert [row["weights/attested"] for row in seen[1:]] == [1.0] * (STEPS - 1), "each install has been attested"
     assert {row["weights/version_bytes"] for row in seen[1:]} < {*range((MODEL / "model.safetensors").stat().st_size // 5)}

@@ -24,6 +24,7 @@ from asyncflow.run.record import RecordState
 from asyncflow.run.saving import CheckpointCoordinator, checkpoints_in, checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR
 from asyncflow.weight_sync.base import Manifest
+from tests.patience import patience
 
 Made = Callable[..., CheckpointCoordinator]
 
@@ -320,7 +321,9 @@ def test_files_that_are_all_there_become_a_checkpoint_although_their_trainer_has
         await saves.begin(1, "memory")
         await saves.critic_written(1, "", "memory")
         writing = asyncio.ensure_future(saves.written(1, "memory"))
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(patience(10)):
+            while not saves._finishing:
+                await asyncio.sleep(0.001)
         writing.cancel()
         settling = asyncio.ensure_future(saves.settle())
         await asyncio.sleep(0.05)
