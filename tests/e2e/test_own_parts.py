@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from asyncflow.telemetry.fingerprints import StepPrint
+from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from tests.conftest import ROOT, merged
 from tests.depth import deep, in_gate
 from tests.e2e.commands import run_command, write_config
-from tests.e2e.test_parallel import prints
 
 Small = Callable[..., dict[str, Any]]
 
@@ -110,7 +109,7 @@ def trained(tree: dict[str, Any]) -> list[StepPrint]:
     with Trainer.from_config(tree) as trainer:
         while trainer.step() is not None:
             pass
-    return prints(Path(tree["run"]["dir"]) / tree["run"]["name"])
+    return read_fingerprints(Path(tree["run"]["dir"]) / tree["run"]["name"] / FINGERPRINTS_FILE)
 
 
 @pytest.fixture(scope="module")
