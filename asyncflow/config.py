@@ -502,8 +502,6 @@ class QueueConfig(Section):
     """Where they are: in the driver's process, or each in a worker of its own (`storage/0` and on), which a cluster places."""
     lease_seconds: PositiveFloat = 120.0
     """Length of a lease: rows that a worker holds for so long without a sign of life are given to another."""
-    notify_timeout_seconds: PositiveFloat = 5.0
-    """A controller that has not taken a notice for so long is away: writers no longer wait for it."""
     listen: str | None = None
     """A second door for clients on other machines, `tls:HOST:PORT` (port 0: any). The run's key is then `key.pem` in its folder."""
     capacity_rows: PositiveInt | None = None
@@ -645,6 +643,10 @@ class ValuesPoolConfig(_UncutPool):
     0: the critic computes the values itself."""
 
 
+SharingTask = Literal["reference", "critic", "values", "reward"]
+SharedTask = Literal["train", "reference", "critic", "values", "reward"]
+
+
 class PlanConfig(Section):
     """Allocation of devices. Rollout workers: `rollout.num_workers`; evaluators: `eval.num_workers`; storage units:
     `queue.num_units`, with `queue.place` `workers`."""
@@ -665,6 +667,17 @@ class PlanConfig(Section):
     """Workers `reference/0` and on, where `train.reference` is `task`."""
     values: ValuesPoolConfig = ValuesPoolConfig()
     """Workers `values/0` and on, where the algorithm has a critic. Each is on a device as `train.critic.device` says."""
+    shares: dict[SharingTask, SharedTask] = Field(default_factory=dict)
+    """Tasks that compute on devices of another task, `{reference: train, critic: train}`, each worker on one of them. What both
+    need must fit into its memory, and they take turns."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> PlanConfig:
+        for task, other in self.shares.items():
+            if task == other or other in self.shares:
+                why = "that is the same task" if task == other else f"{other} has none of its own"
+                raise ValueError(f"shares.{task}={other}: {why}: name a task that has devices of its own")
+        return self
 
 
 class Config(Section):

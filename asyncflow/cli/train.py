@@ -108,6 +108,7 @@ def _run_rank(config: Config, arguments: Sequence[str]) -> int:
 
 async def _dry_run(config: Config) -> None:
     from asyncflow.model_folder import read_json
+    from asyncflow.planner.hardware import find
     from asyncflow.run.factories import advice, make_schedule, num_devices, shape_of
     from asyncflow.run.memory import Shapes, lines
     from asyncflow.run.model_source import SHAPES
@@ -151,7 +152,9 @@ async def _dry_run(config: Config) -> None:
     num_all, num_training = num_devices(config), config.layout.size
     print(f"devices    {num_all}: {num_all - num_training} that do not train, {num_training} that do")
     staleness = make_schedule(config).max_staleness
-    for line in lines(config, Shapes.of(fields), prompt_tokens=longest, context=context, max_staleness=staleness):
+    usable = None if config.plan.hardware is None else find(config.plan.hardware).usable_bytes
+    lengths = {"prompt_tokens": longest, "context": context, "max_staleness": staleness}
+    for line in lines(config, Shapes.of(fields), **lengths, device_bytes=usable):
         print(line)
     if is_of_shapes:
         print("neither data, tokenizer nor machine was looked at: set model.path to the folder of a model")

@@ -38,7 +38,8 @@ class WorkerSpec:
     `apart`: what its environment has instead where the workers of its pool lie on several machines. `imports`: modules that it
     needs, which a cluster may have imported for several workers at once; none: it wants an interpreter of its own. `device`: what
     PyTorch must find where it is placed, `rollout.device=cuda`, a key of the configuration and a kind; empty: a CPU. `may_stay`:
-    its process may work for one attempt of a run after another.
+    its process may work for one attempt of a run after another. `shares`: name of the worker on whose devices it computes; a
+    cluster that counts devices gives it a part of those.
     """
 
     name: str
@@ -51,6 +52,7 @@ class WorkerSpec:
     imports: tuple[str, ...] = ()
     device: str = ""
     may_stay: bool = False
+    shares: str = ""
 
 
 class WorkerDied(RunError):

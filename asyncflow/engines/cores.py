@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,6 +33,25 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Times as long as alone that work of this pool takes, while `num_busy` workers compute, itself included."""
         share = (min(num_busy, self.cores) - 1) / (self.cores - 1) if self.cores > 1 else 0.0
         return (1.0 + self.slowdown.get(pool, 0.0) * share) * max(1.0, num_busy / self.cores)
+
+    def among(self, pool: str, busy: Sequence[str]) -> float:
+        """`factor`, while workers of these pools compute."""
+        return self.factor(pool, len(busy))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsOnDevices:
+    """Slowdown of workers that share devices: each device is given to those that compute on it in turns, in equal parts.
+
+    `devices`: of each worker, by its name, which is its pool. One with several devices goes on as fast as on the slowest of them.
+    """
+
+    devices: Mapping[str, frozenset[str]]
+
+    def among(self, pool: str, busy: Sequence[str]) -> float:
+        """Times as long as alone that this worker's work takes, while these compute, itself included."""
+        own = self.devices.get(pool, frozenset())
+        return float(max((sum(device in self.devices.get(each, ()) for each in busy) for device in own), default=1))
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +91,7 @@ class Computation:
 class Cores:
     """Cores of one machine, with the work under way on them. Belongs to one event loop."""
 
-    def __init__(self, contention: Contention | None = None) -> None:
+    def __init__(self, contention: Contention | TurnsOnDevices | None = None) -> None:
         self._contention = contention
         self._work: list[Computation] = []
 
@@ -112,12 +131,13 @@ class Cores:
             self._work.remove(work)
             self._change_rates(self._contention)
 
-    def _change_rates(self, contention: Contention, begun: Computation | None = None) -> None:
+    def _change_rates(self, contention: Contention | TurnsOnDevices, begun: Computation | None = None) -> None:
         """Give all work the rate that it has now. That of a killed worker is ended by nobody: it is
         over in time."""
         self._work = [work for work in self._work if work is begun or work.until(work.seconds) > -1.0]
+        busy = [work.pool for work in self._work]
         for work in self._work:
-            rate = 1.0 / contention.factor(work.pool, len(self._work))
+            rate = 1.0 / contention.among(work.pool, busy)
             if rate != work.rate or work is begun:
                 work.go_on(rate)
 

@@ -54,6 +54,11 @@ def gpus() -> list[tuple[str, str]]:
     return [(f"{CUDA}:{number}", driver.get_device_name(number)) for number in range(driver.device_count())]
 
 
+def memory_of_gpu() -> float | None:
+    """Bytes of the first GPU that PyTorch sees here; None: it sees none."""
+    return float(torch.get_device_module(CUDA).get_device_properties(0).total_memory) if has_gpu() else None
+
+
 def has_flash_attention(gpu: torch.device) -> bool:
     """Whether PyTorch's flash attention was built in and runs on this GPU; it needs compute capability 8.0."""
     backend, driver = getattr(torch.backends, gpu.type), torch.get_device_module(gpu.type)

@@ -493,10 +493,10 @@ class SleepingTrainEngine:
 class SleepingCritic:
     """`CriticEngine` that sleeps: all values are 0."""
 
-    def __init__(self, costs: Costs, *, learning_rate: float = 0.0, cores: Cores | None = None) -> None:
+    def __init__(self, costs: Costs, *, learning_rate: float = 0.0, pool: str = CRITIC, cores: Cores | None = None) -> None:
         """See `SleepingTrainEngine`."""
         self._costs = costs
-        self._engine = SleepingTrainEngine(costs.of_critic(), learning_rate=learning_rate, pool=CRITIC, cores=cores)
+        self._engine = SleepingTrainEngine(costs.of_critic(), learning_rate=learning_rate, pool=pool, cores=cores)
         self.begin_step, self.optim_step, self.discard = self._engine.begin_step, self._engine.optim_step, self._engine.discard
         self.fingerprint, self.save, self.close = self._engine.fingerprint, self._engine.save, self._engine.close
         self.save_state, self.load_state = self._engine.save_state, self._engine.load_state

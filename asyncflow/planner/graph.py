@@ -9,6 +9,7 @@ the pool's workers, needs less, if costs are straight lines, as `cost.py` makes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +104,7 @@ def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
     tasks.append(train(config, costs, drawn))
     aside = [storage(config, costs, drawn)]
     aside += [critic(config, costs, drawn)] if VALUES_TASK in tasks_before_training(config) else []
+    aside += on_shared_devices(config, {task.name: task.busy for task in [*tasks, *aside]})
     return Graph(tuple(tasks), weights(costs), schedule.max_staleness, schedule.is_streamed, tuple(aside))
 
 
@@ -132,6 +134,21 @@ def storage(config: Config, costs: Costs, drawn: Drawn) -> Task:
     num_bytes = BYTES_OF_TOKEN * float(drawn.tokens.sum((1, 2)).mean())
     busy = 2 * (once + costs.unit(0, num_bytes) - costs.unit(0, 0)) / units
     return Task("storage", busy, 0.0, 0.0, 0.0)
+
+
+def on_shared_devices(config: Config, busy: Mapping[str, float]) -> list[Task]:
+    """Work of devices that tasks share (`plan.shares`), on average. `busy`: of each task, of one worker.
+
+    Left out: a reward model's beside reward processes, of which only one may be what takes the time."""
+    pools = {"train": config.layout.dp, "reference": config.plan.reference.num_workers, "values": config.plan.values.num_workers}
+    pools |= {"reward": config.plan.reward.num_workers, "critic": 1}
+    known = {name: seconds for name, seconds in busy.items() if name != "reward" or not config.reward.parts}
+    found = []
+    for other in dict.fromkeys(config.plan.shares.values()):
+        guests = [task for task, host in config.plan.shares.items() if host == other]
+        own = [known.get(task, 0.0) * min(1.0, pools[task] / pools[other]) for task in guests]
+        found.append(Task(f"{' and '.join([other, *guests])} on the same devices", known.get(other, 0.0) + sum(own), 0.0, 0.0, 0.0))
+    return found
 
 
 def weights(costs: Costs) -> float:

@@ -64,10 +64,20 @@ def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None =
     if SELECT_TASK in (tasks or tasks_before_training(config)):
         return 1  # candidates are chosen among all
     parts, rows = math.gcd(dp, workers, config.train.prompts_per_step), config.train.prompts_per_step * config.rollout.group_size
+    if config.plan.shares:  # each part has as many workers on a device as the whole
+        sharing = {*config.plan.shares, *config.plan.shares.values()} - {"train"}
+        parts = math.gcd(parts, *(workers_of(config, task) for task in sharing))
     part = 1
     while parts % (2 * part) == 0 and rows // (2 * part) >= ROWS:
         part *= 2
     return part
+
+
+def workers_of(config: Config, task: str) -> int:
+    """Workers of a task that is not cut over devices."""
+    plan = config.plan
+    known = {"reference": plan.reference.num_workers, "values": plan.values.num_workers, "reward": plan.reward.num_workers}
+    return known.get(task, 1)
 
 
 def divided(config: Config, part: int) -> Config:
@@ -93,13 +103,16 @@ def config_of_part(config: Config, part: int) -> Config:
     tree, of_part = config.model_dump(mode="json"), divided(config, part)
     layout = of_part.layout
     tree["run"]["steps"] = steps_of(config, part)
-    tree["plan"] |= {"train": {"dp": layout.dp, "tp": 1, "pp": layout.pp}}
+    tree["plan"] |= {"train": {"dp": layout.dp, "tp": layout.tp if config.plan.shares else 1, "pp": layout.pp}}
     tree["plan"] |= {name: getattr(of_part.plan, name).model_dump() for name in ("reference", "values", "reward")}
     tree["queue"]["num_units"] = of_part.queue.num_units
     tree["reward"]["num_workers"] = of_part.reward.num_workers
     tree["reward"]["deadline_seconds"] *= Sizes.of(config, part).slow_rewards
     tree["rollout"] |= {"engine": {"name": "slots"}, "num_workers": of_part.rollout.num_workers, "device": "cpu"}
     tree["train"] |= {"prompts_per_step": of_part.train.prompts_per_step, "device": "cpu", "engine": {"name": "torch"}}
+    tree["train"]["critic"]["device"] = "cpu"
+    if tree["reward"]["model"] is not None:
+        tree["reward"]["model"]["device"] = "cpu"
     tree["weight_sync"] |= {"min_healthy_workers": 1}
     for section in ("eval", "checkpoint", "cluster"):
         del tree[section]

@@ -159,6 +159,7 @@ def settings(plan: Plan) -> dict[str, Any]:
             "reference": config.plan.reference.model_dump(),
             "values": config.plan.values.model_dump(),
             "reward": config.plan.reward.model_dump(),
+            "shares": dict(config.plan.shares),
             "predicted": {
                 "step_seconds": round(plan.step_seconds, 4),
                 "tpspd": round(plan.tpspd, 2),
@@ -179,6 +180,7 @@ def described(plan: Plan) -> str:
     cut = f" x {instances} of tp {tp}" if tp * instances > 1 else ""
     again = ", checkpointing" if config.train.activation_checkpointing else ""
     pools = ", ".join(f"{count} {name}" for name, count in pools_of_tasks(config).items() if count)
+    pools += "".join(f", {task} on devices of {other}" for task, other in config.plan.shares.items())
     return (
         f"{config.schedule.name}; train dp {layout.dp} x tp {layout.tp} x pp {layout.pp}, {config.train.responses_per_micro_batch} "
         f"responses a micro-batch{again}; generate on {config.rollout.num_workers}{cut}, {config.rollout.num_slots} slots; "

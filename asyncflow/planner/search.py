@@ -134,10 +134,16 @@ class Frontier:
         self.counts: Counter[str] = Counter()
         halves = Halves(config, model, fields, num)
         self._heap: list[tuple[float, tuple[int, ...], Space, Pair | Candidate | None]] = []
-        own, *larger = [Space(halves, pools, number, self.counts) for number, pools in enumerate(pools_of(config, num))]
-        self._add_pairs(own)
-        for space in larger:
+        own, *others = [Space(halves, pools, number, self.counts) for number, pools in enumerate(pools_of(config, num))]
+        for space in others:
             heapq.heappush(self._heap, (space.least(), (0, 0, space.number), space, None))
+        try:
+            self._add_pairs(own)
+        except UserError:  # perhaps there are plans in which tasks share devices
+            while self._heap and self._heap[0][-1] is None:
+                self._expand(heapq.heappop(self._heap)[2], None)
+            if not self._heap:
+                raise
 
     def take(self, number: int, below: float) -> list[Candidate]:
         """The next candidates, up to so many; none if no plan that is left can take less than `below` seconds."""

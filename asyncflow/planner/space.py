@@ -24,10 +24,22 @@ from asyncflow.engines.costs import Costs
 from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound, bound
 from asyncflow.planner.cost import Figure, Model, cut_of_rollout
-from asyncflow.planner.graph import Drawn, Graph, Task, before_training, between, critic, rollout, storage, train, weights
+from asyncflow.planner.graph import (
+    Drawn,
+    Graph,
+    Task,
+    before_training,
+    between,
+    critic,
+    on_shared_devices,
+    rollout,
+    storage,
+    train,
+    weights,
+)
 from asyncflow.planner.halves import Half, grouped, powers, rollout_halves, training_halves, unbeaten
-from asyncflow.planner.part import costs_of_part, divided, part_of, steps_of
-from asyncflow.run.factories import devices_each, num_devices, schedule_of, tasks_before_training
+from asyncflow.planner.part import costs_of_part, divided, part_of, steps_of, workers_of
+from asyncflow.run.factories import device_of, devices_each, num_devices, schedule_of, tasks_before_training
 from asyncflow.run.memory import GIB
 from asyncflow.settings import Choice
 from asyncflow.types import UserError
@@ -45,6 +57,10 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "reward": "take reward.model.dtype=bfloat16, or a smaller one",
 }
 """What to do where a task that is not cut fits on no device."""
+
+
+Groups = Sequence[tuple[str, ...]]
+"""Tasks that compute on the same devices: first the one whose devices they are."""
 
 
 class Candidate(NamedTuple):
@@ -97,26 +113,38 @@ class Halves:
             first.setdefault((trained.responses_per_micro_batch, trained.activation_checkpointing), i)
         return list(first.values())
 
-    def _that_train(self, beside: tuple[str, ...]) -> tuple[list[int], list[int]]:
+    def _that_train(self, groups: Groups) -> tuple[list[int], list[int]]:
         """Numbers of the halves that train and fit, as these tasks beside them do; and those of them that no other one beats."""
-        fitting = [i for i, half in enumerate(self.training) if half.memory_gib <= self.usable and self._fit(half, beside)]
+        fitting = [i for i, half in enumerate(self.training) if self._fit(half, groups)]
         numbers = {id(self.training[i]): i for i in fitting}
         kept = [half for same in grouped([self.training[i] for i in fitting]) for half in unbeaten(same)]
         return fitting, sorted(numbers[id(half)] for half in kept)
 
-    def _fit(self, half: Half, beside: Sequence[str]) -> bool:
-        return all(half.beside_gib[name] <= self.usable for name in beside)
+    def gib(self, half: Half, group: Sequence[str]) -> float:
+        """GiB of a device that these tasks share."""
+        return sum(half.memory_gib if task == "train" else half.beside_gib[task] for task in group)
 
-    def say_why(self, halves: Sequence[Half], beside: Sequence[str], of_what: str) -> NoReturn:
+    def _fit(self, half: Half, groups: Groups) -> bool:
+        return all(self.gib(half, group) <= self.usable for group in groups)
+
+    def say_why(self, halves: Sequence[Half], groups: Groups, of_what: str) -> NoReturn:
         """Raises `UserError` that says why none of these halves fits, the tasks beside them first."""
         usable = self.usable
-        for name in beside:
-            if (least := min(half.beside_gib[name] for half in halves)) > usable:
+        for host, *guests in groups:
+            least = min(self.gib(half, [host, *guests]) for half in halves)
+            if least <= usable or [host, *guests] == ["train"]:
+                continue
+            if guests:
                 raise UserError(
-                    f"the {name} fits on no device: its task is not cut over devices, and needs at least {least:.1f} GiB of one, "
-                    f"of which {usable:.1f} GiB are usable: {WAYS_OUT[name]}"
+                    f"{' and '.join([host, *guests])} fit on no device together: they need at least {least:.1f} GiB of one, of "
+                    f"which {usable:.1f} GiB are usable: leave {guests[0]} out of plan.shares"
                 )
-        nearest = min(halves, key=lambda half: half.memory_gib if self._fit(half, beside) else math.inf)
+            raise UserError(
+                f"the {host} fits on no device: its task is not cut over devices, and needs at least {least:.1f} GiB of one, "
+                f"of which {usable:.1f} GiB are usable: {WAYS_OUT[host]}"
+            )
+        others = [group for group in groups if group[0] != "train"]
+        nearest = min(halves, key=lambda half: half.memory_gib if self._fit(half, others) else math.inf)
         layout, (tp, _) = nearest.config.layout, cut_of_rollout(nearest.config)
         cut = f"tensor_parallel {tp}" if "generates" in of_what else f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}"
         raise UserError(
@@ -154,7 +182,11 @@ class Space:
         self.config, self.number, self._halves, self._counts = config, number, halves, counts
         self._others = num_devices(config) - config.rollout.num_workers * devices_each(config) - config.layout.size
         self._names = between(config)
-        self._beside = tuple(name for name in halves.beside if name != "values" or config.plan.values.num_workers)
+        there = [name for name in halves.beside if name != "values" or config.plan.values.num_workers]
+        shares = {str(task): other for task, other in config.plan.shares.items()}
+        hosts = ["train", *(name for name in there if name not in shares)]
+        self._groups = tuple((host, *(task for task in there if shares.get(task) == host)) for host in hosts)
+        self._most_guests = max((workers_of(config, task) for task in self._groups[0][1:]), default=1)
 
     def least(self) -> float:
         """Seconds that no step of these plans is under: those of the pools that no half decides."""
@@ -190,10 +222,11 @@ class Space:
                 f"{halves.num} devices are too few for this run: one has to train, one to generate, and {self._others} are for its "
                 f"other workers: take {self._others + 2} or more"
             )
-        fitting, kept = ([i for i in each if halves.training[i].devices < left] for each in halves.that_train(self._beside))
+        found, least = halves.that_train(self._groups), self._most_guests
+        fitting, kept = ([i for i in each if least <= halves.training[i].devices < left] for each in found)
         there = [half for half in halves.training if half.devices < left]
         if not fitting:
-            halves.say_why(there, self._beside, f"each device that trains, on up to {left - 1}")
+            halves.say_why(there, self._groups, f"each device that trains, on up to {left - 1}")
         by_devices = {of: halves.generating(left - of) for of in {half.devices for half in there}}
         if not any(by_devices[halves.training[i].devices][1] for i in kept):
             every = [half for i in kept for half in by_devices[halves.training[i].devices][0]]
@@ -214,9 +247,9 @@ class Space:
                 for k, ((_, schedule), _) in enumerate(halves.choices):
                     generating = halves.rollout_task(rest, j, part, schedule.installs_in_flight)
                     path = generating.span + (training.last if schedule.is_streamed else training.span)
-                    least = max(generating.busy, training.busy, busy[part], path / (1 + schedule.max_staleness))
+                    at_least = max(generating.busy, training.busy, busy[part], path / (1 + schedule.max_staleness))
                     place = (-part, devices, self.number, i, j, k)  # of equal bounds that first which is simulated sooner
-                    yield Pair(least, place, i, rest, j, k, part)
+                    yield Pair(at_least, place, i, rest, j, k, part)
 
     def candidates(self, pair: Pair) -> Iterator[Candidate]:
         """Plans of a pair: with the reward processes and storage units of the configuration, and with more, as long as these bind,
@@ -241,10 +274,11 @@ class Space:
             units = storage(of_part, slowed, halves.drawn(part))
             aside = [units, *([critic(of_part, slowed, halves.drawn(part))] if "values" in self._names else [])]
             passed = (first, *tasks, last)
+            aside += on_shared_devices(of_part, {task.name: task.busy for task in [*passed, *aside]})
             graph = Graph(passed, weights(costs), schedule.max_staleness, schedule.is_streamed, tuple(aside))
             return bound(graph), {"processes": tasks[0].busy, "units": units.busy}
 
-        memory = {"train": half.memory_gib, "rollout": other.memory_gib, **{name: half.beside_gib[name] for name in self._beside}}
+        memory = {group[0]: halves.gib(half, group) for group in self._groups} | {"rollout": other.memory_gib}
         sizes: dict[str, list[tuple[int, ...]]] = {"processes": _processes(whole, halves.num), "units": _units(whole)}
         at = dict.fromkeys(sizes, 0)
         config, (found, busy) = whole, bounded(whole)
@@ -267,21 +301,30 @@ class Space:
 
 def pools_of(config: Config, num: int) -> list[Config]:
     """The configuration with pools of the reference, of a critic's values and of a reward model, where they have devices of their
-    own: its own, and larger ones, by powers of two, up to a quarter of the devices."""
+    own: its own, and larger ones, by powers of two, up to a quarter of the devices; each as its tasks share devices, and as they
+    could."""
     plan, tasks = config.plan, tasks_before_training(config)
     names = [name for name in ("reference", "values") if name in tasks] + ["reward"] * (config.reward.model is not None)
     chosen = {name: _sizes(getattr(plan, name).num_workers, num) for name in names}
-    pools = [dict(zip(chosen, sizes, strict=True)) for sizes in itertools.product(*chosen.values())]
-    return [
-        config.model_copy(
-            update={
-                "plan": plan.model_copy(
-                    update={name: getattr(plan, name).model_copy(update={"num_workers": size}) for name, size in sizes.items()}
-                )
-            }
-        )
-        for sizes in pools
-    ]
+    every = []
+    for sizes in itertools.product(*chosen.values()):
+        pools = {
+            name: getattr(plan, name).model_copy(update={"num_workers": size}) for name, size in zip(chosen, sizes, strict=True)
+        }
+        not_cut = [name for name in names if pools[name].num_workers] + ["critic"] * ("values" in tasks)
+        every += [{**pools, "shares": shares} for shares in _shares(config, not_cut)]
+    return [config.model_copy(update={"plan": plan.model_copy(update=each)}) for each in every]
+
+
+def _shares(config: Config, tasks: Sequence[str]) -> list[dict[str, str]]:
+    """Ways in which tasks share devices: the configuration's own; each of them on devices that train, alone or with all others,
+    where the kinds of devices are the same."""
+    own = {str(task): str(other) for task, other in config.plan.shares.items()}
+    could = [task for task in tasks if kind_of(device_of(config, task)) == kind_of(config.train.device) and task not in own]
+    if config.cluster.name == "inline":
+        return [own]
+    found = [own, *(own | {task: "train"} for task in could), own | dict.fromkeys(could, "train")]
+    return [each for i, each in enumerate(found) if each not in found[:i] and not {*each} & {*each.values()}]
 
 
 def _sizes(own: int, num: int) -> list[int]:

@@ -347,11 +347,69 @@ def _kinds_of(contract: type) -> Mapping[str, Any]:
 
 
 def num_devices(config: Config) -> int:
-    """Number of the run's devices: those that generate or train, and those of reference, critic, values and reward model."""
-    generating, tasks = config.rollout.num_workers + config.eval.num_workers, tasks_before_training(config)
-    own = config.plan.reference.num_workers * ("reference" in tasks) + (1 + config.plan.values.num_workers) * (VALUES_TASK in tasks)
-    own += config.plan.reward.num_workers * (config.reward.model is not None)
-    return generating * devices_each(config) + config.layout.size + own
+    """Number of the run's devices: those that generate or train, and those of reference, critic, values and reward model, where
+    these have devices of their own."""
+    generating, shares = config.rollout.num_workers + config.eval.num_workers, config.plan.shares
+    own = sum(len(names) for task, names in workers_with_devices(config).items() if task not in shares)
+    return generating * devices_each(config) + own
+
+
+def workers_with_devices(config: Config) -> dict[str, list[str]]:
+    """Names of the workers that compute on one device each, by task: the ranks that train, and whatever stands beside them."""
+    tasks, plan = tasks_before_training(config), config.plan
+    found = {"train": [f"trainer/{rank}" for rank in range(config.layout.size)]}
+    if "reference" in tasks:
+        found["reference"] = [f"reference/{i}" for i in range(plan.reference.num_workers)]
+    if VALUES_TASK in tasks:
+        found["critic"] = ["critic"]
+        found[VALUES_TASK] = [f"values/{i}" for i in range(plan.values.num_workers)]
+    if config.reward.model is not None:
+        found["reward"] = [f"reward/{i}" for i in range(plan.reward.num_workers)]
+    return found
+
+
+def shared_devices(config: Config) -> dict[str, str]:
+    """Worker on whose device another one computes, by the name of the latter (`plan.shares`). Those of a task are spread evenly."""
+    workers, found = workers_with_devices(config), dict[str, str]()
+    for task, other in config.plan.shares.items():
+        hosts, guests = workers.get(other, []), workers.get(task, [])
+        found |= {name: hosts[i * len(hosts) // len(guests)] for i, name in enumerate(guests)}
+    return found
+
+
+def device_key(task: str) -> str:
+    """Key of the configuration that says where a task computes."""
+    of_critic = "train.critic.device"
+    known = {"critic": of_critic, VALUES_TASK: of_critic, "reward": "reward.model.device"}
+    return known.get(task, "train.device")
+
+
+def device_of(config: Config, task: str) -> str:
+    """Device of a task's workers."""
+    if task == "reward" and config.reward.model is not None:
+        return config.reward.model.device
+    return config.train.critic.device if task in ("critic", VALUES_TASK) else config.train.device
+
+
+def check_shares(config: Config) -> None:
+    """Check that the tasks that share devices are there, and find such devices. Raises `UserError`."""
+    workers = workers_with_devices(config)
+    for task, other in config.plan.shares.items():
+        said = f"plan.shares.{task}={other}"
+        for each in (task, other):
+            if not workers.get(each):
+                raise UserError(f"{said}, but no worker of this run with a device of its own has the task {each}: leave it out")
+        if (count := len(workers[task])) > (there := len(workers[other])):
+            raise UserError(f"{said}: {count} workers would be on {there} devices: take {there} workers or fewer")
+        devices = {each: device_of(config, each) for each in (task, other)}
+        if kind_of(devices[task]) != kind_of(devices[other]):
+            raise UserError(
+                f"{said}, but {device_key(task)}={devices[task]} and {device_key(other)}={devices[other]}: set them to the same"
+            )
+        if ":" in devices[task]:
+            raise UserError(f"{said} says which device it is: set {device_key(task)}={kind_of(devices[task])}, without a number")
+        if config.cluster.name == "inline" and kind_of(devices[task]) != CPU:
+            raise UserError(f"{said}: with cluster=inline all workers are one process, which sees all devices: take cluster=local")
 
 
 def shared_cores(config: Config) -> int | None:
@@ -409,7 +467,6 @@ def unit_options(config: Config) -> UnitOptions:
     """Options of each storage unit, on the machine that it is on."""
     queue = config.queue
     return UnitOptions(
-        notify_timeout_seconds=queue.notify_timeout_seconds,
         capacity_rows=queue.capacity_rows,
         capacity_bytes=queue.unit_capacity_bytes,
         snapshot_dir=config.run_dir / SNAPSHOTS_DIR,

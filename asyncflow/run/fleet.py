@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.base import OWN_DEVICES, WorkerSpec
 from asyncflow.config import Config
-from asyncflow.devices import COUNTED_AS, CPU, kind_of
+from asyncflow.devices import COUNTED_AS, CPU, SHOWN_BY, kind_of
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.loops.samples import VALUES_TASK
-from asyncflow.run.factories import own_devices_each, tasks_before_training
+from asyncflow.run.factories import device_of, own_devices_each, shared_devices, tasks_before_training
 from asyncflow.run.rendezvous import AT_DRIVER
 from asyncflow.run.worker_start import MAINS, imports, rollout_imports, train_imports, training
 from asyncflow.threads import thread_environment
@@ -64,7 +66,20 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
             WorkerSpec(name, f"{MAINS}:{main}", training(config), needs=needs, imports=known, device=there)
             for name, main in mains.items()
         ]
-    return specs
+    hosts = shared_devices(config)
+    return [_sharing(config, spec, hosts[spec.name]) if spec.name in hosts else spec for spec in specs]
+
+
+def _sharing(config: Config, spec: WorkerSpec, host: str) -> WorkerSpec:
+    """The worker on the devices of another one. On this machine it sees these alone; elsewhere its cluster says which they are."""
+    kind = kind_of(spec.device.partition("=")[2])
+    if not spec.device or config.cluster.name != "local":
+        return replace(spec, shares=host)
+    task = "train" if host.startswith("trainer/") else host.partition("/")[0]
+    number = device_of(config, task).partition(":")[2] or (host.partition("/")[2] if task == "train" else "0")
+    seen = [name for name in os.environ.get(SHOWN_BY[kind], "").split(",") if name]
+    shown = seen[int(number)] if int(number) < len(seen) else number
+    return replace(spec, shares=host, environment={**spec.environment, SHOWN_BY[kind]: shown, OWN_DEVICES: "1"})
 
 
 def rollout_worker(config: Config, name: str) -> WorkerSpec:

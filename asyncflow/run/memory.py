@@ -8,7 +8,7 @@ and what a backend keeps for itself (a CUDA context, fragments, NCCL's buffers) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -292,29 +292,75 @@ def own_shapes(folder: Path | None, otherwise: Shapes | None) -> Shapes | None:
     return Shapes.of(fields) if fields else otherwise
 
 
-def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, max_staleness: int) -> list[str]:
-    """Lines that `--dry-run` prints: for each kind of device a line for each part, and their sum, in GiB."""
-    layout = config.layout
-    of_training = f"each of {layout.size} that train (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})"
+def parts_by_task(config: Config, shapes: Shapes, prompt_tokens: int, context: int) -> dict[str, list[MemoryUse]]:
+    """Parts of the memory of each device, by the task that it has. A reward model is left out whose folder is not here."""
     tasks = tasks_before_training(config)
-    others: list[tuple[str, list[MemoryUse]]] = []
+    found = {"train": training_parts(config, shapes, prompt_tokens), "rollout": rollout_parts(config, shapes, context)}
     if "reference" in tasks:
-        others.append(("each of the reference", reference_parts(config, shapes, prompt_tokens)))
-    if VALUES_TASK in tasks and (of_critic := own_shapes(critic_folder(config), shapes)):
-        others.append(("the critic", critic_parts(config, of_critic, prompt_tokens)))
+        found["reference"] = reference_parts(config, shapes, prompt_tokens)
+    if VALUES_TASK in tasks:
+        of_critic = own_shapes(critic_folder(config), shapes) or shapes
+        found["critic"] = critic_parts(config, of_critic, prompt_tokens)
         if config.plan.values.num_workers:
-            others.append(("each of its values", values_parts(config, of_critic, prompt_tokens)))
+            found["values"] = values_parts(config, of_critic, prompt_tokens)
     if (reward := config.reward.model) is not None and (of_reward := own_shapes(Path(reward.path), None)):
-        others.append(("each reward model", reward_model_parts(config, of_reward, context)))
-    tables = [
-        (of_training, training_parts(config, shapes, prompt_tokens)),
-        ("each that generates", rollout_parts(config, shapes, context)),
-        *others,
-        ("the host", host_parts(config, shapes, max_staleness)),
-    ]
+        found["reward"] = reward_model_parts(config, of_reward, context)
+    return found
+
+
+def check_shared(config: Config, parts: Mapping[str, Sequence[MemoryUse]], device_bytes: float) -> None:
+    """Check that tasks that share devices fit there together. `parts`: of each device, by task. `device_bytes`: that may be used of
+    one. Raises `UserError`."""
+    for other, together in shared_sums(config, parts).items():
+        if together > device_bytes:
+            guests = [task for task, host in config.plan.shares.items() if host == other]
+            raise UserError(
+                f"plan.shares: {' and '.join([other, *guests])} need {together / GIB:.2f} GiB of a device together, and "
+                f"{device_bytes / GIB:.2f} GiB can be used: leave {guests[0]} out there"
+            )
+
+
+def shared_sums(config: Config, parts: Mapping[str, Sequence[MemoryUse]]) -> dict[str, float]:
+    """Bytes of a device that several tasks share, by the task that has it: of each of them one worker is on it, at most."""
+    size = {task: sum(part.num_bytes for part in each) for task, each in parts.items()}
+    found: dict[str, float] = {}
+    for task, other in config.plan.shares.items():
+        found[other] = found.get(other, size.get(other, 0.0)) + size.get(task, 0.0)
+    return found
+
+
+def lines(
+    config: Config,
+    shapes: Shapes,
+    *,
+    prompt_tokens: int,
+    context: int,
+    max_staleness: int,
+    device_bytes: float | None = None,
+) -> list[str]:
+    """Lines that `--dry-run` prints: for each kind of device a line for each part, and their sum, in GiB.
+
+    `device_bytes`: that may be used of a device, where it is known. Raises `UserError` where tasks that share one do not fit.
+    """
+    layout, parts = config.layout, parts_by_task(config, shapes, prompt_tokens, context)
+    titles = {
+        "train": f"each of {layout.size} that train (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})",
+        "rollout": "each that generates",
+        "reference": "each of the reference",
+        "critic": "the critic",
+        "values": "each of its values",
+        "reward": "each reward model",
+    }
+    if device_bytes is not None:
+        check_shared(config, parts, device_bytes)
+    tables = [(titles[task], each) for task, each in parts.items()]
+    tables.append(("the host", host_parts(config, shapes, max_staleness)))
     shown = [f"memory     {shapes.parameters:,} parameters; GiB per device, activations estimated (docs/memory.md)"]
-    for title, parts in tables:
-        total = sum(part.num_bytes for part in parts)
+    for title, each in tables:
+        total = sum(part.num_bytes for part in each)
         shown.append(f"  {total / GIB:8.2f}  {title}")
-        shown += [f"    {part.num_bytes / GIB:8.2f}  {part.name}: {part.how}" for part in parts]
+        shown += [f"    {part.num_bytes / GIB:8.2f}  {part.name}: {part.how}" for part in each]
+    for other, together in shared_sums(config, parts).items():
+        guests = [task for task, host in config.plan.shares.items() if host == other]
+        shown.append(f"  {together / GIB:8.2f}  {' and '.join([other, *guests])} on one device (plan.shares)")
     return shown

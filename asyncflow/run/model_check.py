@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.config import Config, parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.devices import gpus
+from asyncflow.engines.devices import gpus, memory_of_gpu
 from asyncflow.engines.families import why_not_packed
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS
 from asyncflow.model_folder import read_json
@@ -107,7 +107,7 @@ def _memory(config: Config, fields: Mapping[str, Any], module: Any) -> Iterator[
     context = config.model.max_context_tokens or PROMPT_TOKENS + config.rollout.max_new_tokens
     prompt = max(1, context - config.rollout.max_new_tokens)
     staleness = make_schedule(config).max_staleness
-    yield from lines(config, shapes, prompt_tokens=prompt, context=context, max_staleness=staleness)
+    yield from lines(config, shapes, prompt_tokens=prompt, context=context, max_staleness=staleness, device_bytes=memory_of_gpu())
     parts = [
         *training_parts(config, shapes, prompt),
         *rollout_parts(config, shapes, context),

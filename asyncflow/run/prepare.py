@@ -30,6 +30,7 @@ from asyncflow.rewards import REWARDS
 from asyncflow.run.devices_there import check_devices
 from asyncflow.run.factories import (
     check_samplers,
+    check_shares,
     critic_folder,
     environment_pool,
     make_algorithm,
@@ -119,6 +120,7 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
             f"plan.values.num_workers={workers}, but the algorithm {config.algorithm.name} has no critic whose values they could "
             f"compute: take one that has, such as ppo, or leave it out"
         )
+    check_shares(config)
     if config.model.push_to_hub is not None and is_here and not may_push():
         raise UserError("model.push_to_hub needs a token of the Hugging Face Hub: log in with `hf auth login`, or set HF_TOKEN")
     _check_candidates(config, wants_them=algorithm.wants_varied_groups)

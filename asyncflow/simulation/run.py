@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import random
 import shutil
 import tempfile
@@ -28,9 +29,17 @@ from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import CheckpointConfig, Config, parse
-from asyncflow.engines.cores import Cores
+from asyncflow.engines.cores import Cores, TurnsOnDevices
 from asyncflow.engines.costs import Costs
-from asyncflow.engines.sleeping import REFERENCE, SleepingCritic, SleepingPasses, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.sleeping import (
+    CRITIC,
+    REFERENCE,
+    TRAIN,
+    SleepingCritic,
+    SleepingPasses,
+    SleepingRolloutEngine,
+    SleepingTrainEngine,
+)
 from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import EVALUATORS, Row
@@ -43,7 +52,15 @@ from asyncflow.run.connection import RunConnection, background, joined
 from asyncflow.run.cores import lend
 from asyncflow.run.driver import Driver
 from asyncflow.run.driver_state import Resumed
-from asyncflow.run.factories import episode_limits, make_schedule, num_helpers, shape_of, tokens_per_pass
+from asyncflow.run.factories import (
+    episode_limits,
+    make_schedule,
+    num_helpers,
+    shape_of,
+    shared_devices,
+    tokens_per_pass,
+    workers_with_devices,
+)
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, roll_out, score_groups, train_steps
@@ -212,7 +229,10 @@ class SimulatedJob(Job):
         schedule = make_schedule(config)
         self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
+        shared = shared_devices(config)
+        self._takes_turns = bool(shared) and costs.contention is None  # else workers share all cores of a machine
         self._cores = Cores(costs.contention)
+        self._devices = Cores(_turns(config, shared)) if self._takes_turns else self._cores
         self._scorers = [part.scorer.name for part in config.reward.parts.values()]
         self._rng = random.Random(f"{config.run.seed}/wire")
         self._hangs_rng = random.Random(
@@ -318,6 +338,10 @@ class SimulatedJob(Job):
         if self.driver is not None:
             self.driver.versions.call_for(self.driver.ledger.ledger.committed)
 
+    def _place_of(self, name: str, pool: str) -> dict[str, Any]:
+        """Pool and cores of an engine: on devices of its own that others may share, or on a machine's cores."""
+        return {"pool": name, "cores": self._devices} if self._takes_turns else {"pool": pool, "cores": self._cores}
+
     # -- workers ------------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -367,7 +391,7 @@ class SimulatedJob(Job):
 
     async def _reference_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            await add_log_probs(run, SleepingTrainEngine(self._costs_of(name), pool=REFERENCE, cores=self._cores))
+            await add_log_probs(run, SleepingTrainEngine(self._costs_of(name), **self._place_of(name, REFERENCE)))
 
     async def _train_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
@@ -382,8 +406,8 @@ class SimulatedJob(Job):
                 learning_rate=self.config.train.learning_rate,
                 data_parallel_rank=rank,
                 ranks=self._ranks,
-                cores=self._cores,
                 passes=passes,
+                **self._place_of(name, TRAIN),
             )
             sender = self._sync.sender(name) if rank == 0 else None
             async with background(*([lend(run.cores, passes, run.reporter.recorder)] if num_helpers(self.config) else [])):
@@ -396,7 +420,8 @@ class SimulatedJob(Job):
 
     async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            engine = SleepingCritic(self._costs_of(name), learning_rate=self.config.train.critic.learning_rate, cores=self._cores)
+            learning_rate = self.config.train.critic.learning_rate
+            engine = SleepingCritic(self._costs_of(name), learning_rate=learning_rate, **self._place_of(name, CRITIC))
             sender = self._critic_sync.sender(name) if self.config.plan.values.num_workers else None
             saving, _ = await critic_steps(run, engine, sender)
             await saving.written()
@@ -407,7 +432,7 @@ class SimulatedJob(Job):
 
     async def _values_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            engine = SleepingCritic(self._costs_of(name), cores=self._cores)
+            engine = SleepingCritic(self._costs_of(name), **self._place_of(name, CRITIC))
             await compute_values(run, engine, self._critic_sync.receiver(name))
 
     def _costs_of(self, name: str) -> Costs:
@@ -442,6 +467,23 @@ class SimulatedJob(Job):
             return 0.0
         return self._costs_of(name).reward_model_token_seconds * (len(sample.prompt_ids) + len(sample.token_ids))
 
+    async def computed(self, name: str, seconds: float) -> None:
+        """A reward model's work, on a device that others may share."""
+        if self._takes_turns:
+            await self._devices.compute(name, seconds)
+        else:
+            await asyncio.sleep(seconds)
+
+
+def _turns(config: Config, shared: Mapping[str, str]) -> TurnsOnDevices:
+    """Devices of the workers: their own, by their names, or another's. The leader of a data-parallel group stands for its ranks."""
+    layout, names = config.layout, itertools.chain(*workers_with_devices(config).values())
+    devices = {name: frozenset([shared.get(name, name)]) for name in names}
+    each = layout.tp * layout.pp
+    for leader in range(0, layout.size, each):
+        devices[f"trainer/{leader}"] = frozenset(f"trainer/{rank}" for rank in range(leader, leader + each))
+    return TurnsOnDevices(devices)
+
 
 class _Scorer:
     """A worker's reward processes: `reward.num_workers` of them, with a deadline; and its reward model. The reward is a function of
@@ -462,7 +504,7 @@ class _Scorer:
             raise RewardFailure("timeout", f"the scorer had not answered after {self._deadline_seconds:g} s")
         if modelled := self._job.reward_model_seconds(self._name, sample):
             async with self._model:
-                await asyncio.sleep(modelled)
+                await self._job.computed(self._name, modelled)
         return Score(self._job.reward(sample), ())
 
 

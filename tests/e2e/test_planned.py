@@ -11,9 +11,10 @@ from typing import Any
 from asyncflow.config import load
 from asyncflow.planner.plan import find_plan, request, tree
 from asyncflow.planner.search import Plan
+from asyncflow.run.factories import num_devices
 from asyncflow.settings import to_yaml
 from asyncflow.telemetry.trace import read_spans
-from tests.e2e.commands import run_command, write_config
+from tests.e2e.commands import rows, run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
 SCORER = """
@@ -64,3 +65,20 @@ def test_a_run_has_the_storage_units_that_were_planned(small: Small, tmp_path: P
     assert command.returncode == 0, command.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert {log.name for log in (run_dir / "logs").glob("storage-*.log")} == {f"storage-{i}.log" for i in range(units)}
+
+
+def test_a_run_has_the_tasks_on_shared_devices_that_were_planned_with_the_same_bits(small: Small, tmp_path: Path) -> None:
+    tree = small(algorithm={"name": "grpo", "kl_coefficient": 0.1}, train={"reference": "task", "accumulate": "exact"})
+    config = write_config(tmp_path, tree)
+    best = planned(config, 2, {"reference_token_seconds": 1e-9}, tmp_path / "plan.yaml")
+    assert best.devices == num_devices(best.config) == 2 and best.config.plan.shares == {"reference": "train"}
+    alone, shared = tmp_path / "runs" / "alone", tmp_path / "runs" / "shared"
+    kept = [f"train.responses_per_micro_batch={best.config.train.responses_per_micro_batch}"]
+    for run_dir, given in ((alone, kept), (shared, [f"plan={tmp_path / 'plan.yaml'}"])):
+        command = run_command("train", config, f"run.name={run_dir.name}", *given)
+        assert command.returncode == 0, command.stderr
+    assert load(shared / "config.yaml").plan.shares == {"reference": "train"}
+    spans = read_spans(shared / "spans.jsonl")
+    assert {span.worker for span in spans if span.task == "reference" and span.rows} == {"reference/0"}
+    found = [rows(run_dir / "metrics.jsonl") for run_dir in (alone, shared)]
+    assert [row["policy/kl"] for row in found[0]] == [row["policy/kl"] for row in found[1]]

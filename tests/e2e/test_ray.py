@@ -358,3 +358,19 @@ def on_nodes(address: str) -> list[str]:
 def works_in(process: psutil.Process, folder: str) -> bool:
     words = words_of(process)
     return "asyncflow.cluster.child" in words and folder in words[-1]
+
+
+def test_tasks_that_share_devices_are_in_one_bundle_and_change_no_bit(small: Small, tmp_path: Path) -> None:
+    tree = recipe(
+        small,
+        algorithm={"name": "grpo", "kl_coefficient": 0.1},
+        train={"prompts_per_step": 8, "accumulate": "exact", "reference": "task"},
+        plan={"train": {"dp": 2}, "reference": {"num_workers": 2}},
+    )
+    config = write_config(tmp_path, tree)
+    for name, given in (("apart", []), ("shared", ["plan.shares={reference: train}"])):
+        command = run_command("train", config, f"run.name={name}", "cluster=ray", *given)
+        assert command.returncode == 0, command.stderr
+    assert learned(tmp_path / "runs" / "apart") == learned(tmp_path / "runs" / "shared")
+    spans = read_spans(tmp_path / "runs" / "shared" / "spans.jsonl")
+    assert {span.worker for span in spans if span.task == "reference" and span.rows} == {"reference/0", "reference/1"}

@@ -63,7 +63,9 @@ class RayCluster(SupervisedCluster):
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
         """See `Cluster.start`."""
         config = load(self._run_dir / CONFIG_FILE)
-        pools = {name: [spec for spec in workers if pool_of(spec) == name] for name in self._options.in_order(workers, config)}
+        names = {spec.name for spec in workers}  # torchrun's trainers are not among them
+        own, guests = [spec for spec in workers if spec.shares not in names], [spec for spec in workers if spec.shares in names]
+        pools = {name: [spec for spec in own if pool_of(spec) == name] for name in self._options.in_order(own, config)}
         for name, specs in pools.items():
             self._options.check(name, len(specs), config)
         with self._working():
@@ -72,9 +74,11 @@ class RayCluster(SupervisedCluster):
                 await self._connection.connect(self._options)
                 address = self._connection.head
                 self._options = msgspec.structs.replace(self._options, address=address)  # known for `auto`, too, from now on
-            for name in self._options.in_order(workers, config):
+            self._places.expect(guests)
+            for name in self._options.in_order(own, config):
                 await self._places.reserve(name, pools[name], self._options, config)
-            await self._look_for_devices([spec for specs in pools.values() for spec in specs if spec.device])
+            self._places.join(guests)
+            await self._look_for_devices([spec for spec in workers if spec.device])
             await self._look_apart([spec for specs in pools.values() for spec in specs if spec.apart])
             await super().start(workers)
 

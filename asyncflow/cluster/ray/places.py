@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
@@ -91,6 +92,7 @@ class RayPlaces:
         self.is_closed = False  # nobody is placed any more
         self._connection = connection
         self._pools: list[_Pool] = []
+        self._guests: dict[str, int] = {}  # how many share the devices of a worker, by its name
 
     def check_open(self) -> None:
         """Raises `RunError` when nobody is placed any more."""
@@ -154,8 +156,21 @@ class RayPlaces:
 
     def _take(self, pool: _Pool, number: int, spec: WorkerSpec, bundle: Mapping[str, float]) -> None:
         pool.members.add(spec.name)
-        self.by_name[spec.name] = place = WorkerPlace(spec, pool, number, bundle)
+        self.by_name[spec.name] = place = WorkerPlace(spec, pool, number, _part(bundle, self._guests.get(spec.name, 0)))
         place.begin_host()
+
+    def expect(self, guests: Sequence[WorkerSpec]) -> None:
+        """Workers that will compute on the devices of others: room for them is left there."""
+        for spec in guests:
+            self._guests[spec.shares] = self._guests.get(spec.shares, 0) + 1
+
+    def join(self, guests: Sequence[WorkerSpec]) -> None:
+        """Place workers in the bundles of those whose devices they share, each with an equal part."""
+        for spec in guests:
+            host = self.by_name[spec.shares]
+            host.pool.members.add(spec.name)
+            self.by_name[spec.name] = place = WorkerPlace(spec, host.pool, host.bundle, host.needs)
+            place.begin_host()
 
     async def give_up(self, place: WorkerPlace, host: Any) -> None:
         """A host that does not answer is ended, and with it its worker, whose control pipe it has. The next life has another."""
@@ -182,7 +197,8 @@ class RayPlaces:
         place.end_host()
         pool = place.pool
         pool.members.discard(place.spec.name)
-        pool.free.append(place.bundle)
+        if not place.spec.shares:  # else the bundle is another's
+            pool.free.append(place.bundle)
         if not pool.members:
             self._pools = [each for each in self._pools if each is not pool]
             self._remove(pool.group)
@@ -192,6 +208,14 @@ class RayPlaces:
         if group is not None and not self._connection.is_over:
             with contextlib.suppress(import_ray().exceptions.RayError, RuntimeError):
                 import_ray().util.remove_placement_group(group)
+
+
+def _part(bundle: Mapping[str, float], guests: int) -> dict[str, float]:
+    """An equal part of a bundle, which so many others share. Ray counts in ten-thousandths, and above 1 in whole numbers."""
+    if not guests:
+        return dict(bundle)
+    parts = {kind: count / (1 + guests) for kind, count in bundle.items()}
+    return {kind: math.floor(part) if part >= 1 else math.floor(part * 1e4) / 1e4 for kind, part in parts.items()}
 
 
 def _say_no_room(name: str, bundles: Sequence[Mapping[str, float]], seconds: float, why_here: str) -> NoReturn:

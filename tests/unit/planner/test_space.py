@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
-from asyncflow.config import load
+from asyncflow.config import Config, load
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner import search as module
-from asyncflow.planner.bounds import bound
-from asyncflow.planner.cost import UNIT
+from asyncflow.planner.bounds import Bound, bound
+from asyncflow.planner.cost import UNIT, Model
 from asyncflow.planner.graph import Drawn, graph
+from asyncflow.planner.part import costs_of_part, divided
 from asyncflow.planner.plan import settings
+from asyncflow.planner.search import Plan
 from asyncflow.planner.space import TIE, Halves, Space
 from asyncflow.simulation.run import simulate
 from asyncflow.types import UserError
@@ -130,3 +133,88 @@ def test_units_that_cost_next_to_nothing_change_no_prediction() -> None:
     costs = Costs(load_seconds=0.0)
     without, with_units = (simulate(config, costs=each) for each in (costs, msgspec.structs.replace(costs, **UNIT)))
     assert with_units.seconds == pytest.approx(without.seconds, rel=0.01)
+
+
+def test_of_plans_that_tie_the_one_with_the_fewest_processes_is_kept() -> None:
+    config, model, fields = small()
+    plan = module._plan(candidates(config, model, fields, 4)[0], model)
+
+    def taking(seconds: float, *place: int) -> Plan:
+        return replace(plan, bound=Bound(seconds, "reward"), place=place)
+
+    plans = [taking(1.0, 7, 2), taking(1.005, 7, 1), taking(1.2, 7, 0), taking(1.3, 8, 1)]
+    assert [each.place for each in module._fewest(plans)] == [(7, 1), (7, 0), (8, 1)]
+
+
+def test_what_is_not_divided_is_as_much_slower_in_a_part() -> None:
+    given = ["train.reference=task", "algorithm={name: ppo, kl_coefficient: 0.01}", "reward.place=task", "queue.num_units=8"]
+    given += ["plan.values.num_workers=2", "plan.reference.num_workers=3", "plan.reward.num_workers=2", "reward.num_workers=4"]
+    config, _, _ = small(*given, "queue.place=workers", "train.prompts_per_step=64")
+    costs = Costs(
+        value_token_seconds=1.0, critic_token_seconds=1.0, reference_token_seconds=1.0, reward_seconds=1.0, unit_seconds=1.0
+    )
+    of_part, slow = divided(config, 4), costs_of_part(costs, config, 4)
+    plan = of_part.plan
+    sizes = (plan.values.num_workers, plan.reference.num_workers, plan.reward.num_workers, of_part.reward.num_workers)
+    assert (*sizes, of_part.queue.num_units) == (1, 3, 1, 2, 2)
+    assert (slow.value_token_seconds, slow.critic_token_seconds, slow.reference_token_seconds) == (2.0, 4.0, 4.0)
+    assert (slow.reward_seconds, slow.unit_seconds, slow.optim_step_seconds) == (1.0, 1.0, costs.optim_step_seconds)
+
+
+def shared(*overrides: str, gib: float = 400.0) -> tuple[Config, Model, dict[str, Any]]:
+    """A run with a reference that hardly computes, on devices of so many GiB."""
+    config, model, fields = small("train.reference=task", "algorithm.kl_coefficient=0.01", *overrides)
+    hardware = model.hardware.model_copy(update={"memory_gib": gib})
+    return config, replace(model, hardware=hardware, measured={"reference_token_seconds": 1e-6}), fields
+
+
+def test_a_task_that_hardly_computes_shares_devices_where_memory_allows_it() -> None:
+    best = searched(*shared(), 4).plans[0]
+    assert best.config.plan.shares == {"reference": "train"} and settings(best)["plan"]["shares"] == {"reference": "train"}
+    assert set(best.memory_gib) == {"train", "rollout"}
+    searched(*shared("plan.shares={}"), 2)  # there is no other way, with two devices
+
+
+def test_memory_of_tasks_that_share_devices_is_added_up_and_refused_where_it_does_not_fit() -> None:
+    config, model, fields = shared("plan.shares={reference: train}")
+    halves = Halves(config, model, fields, 4)
+    least = min(halves.gib(half, ["train", "reference"]) for half in halves.training)
+    assert least > min(half.memory_gib for half in halves.training) + 10  # 7B in bfloat16
+    searched(*shared("plan.shares={reference: train}", gib=1.01 * least / 0.9), 4)
+    with pytest.raises(UserError, match="train and reference fit on no device together"):
+        searched(*shared("plan.shares={reference: train}", gib=0.99 * least / 0.9), 4)
+
+
+def test_simulated_tasks_take_turns_on_a_device_that_they_share() -> None:
+    """As much work of the reference as of the trainer: on one device both take as long as one after the other."""
+    costs = Costs(
+        decode_step_seconds=1e-5, decode_slot_seconds=0.0, prefill_token_seconds=0.0, forward_backward_seconds=0.0,
+        train_token_seconds=1e-3, reference_token_seconds=1e-3, reward_seconds=1e-6, load_seconds=0.0, optim_step_seconds=0.0,
+        publish_seconds=0.0, fetch_seconds=0.0, install_seconds=0.0, lengths=Lengths(prompt=20, response_median=60.0),
+    )  # fmt: skip
+    given = ["eval.path=null", "run.steps=3", "train.prompts_per_step=8", "rollout.max_new_tokens=100", "schedule=delayed"]
+    given += ["train.reference=task", "algorithm.kl_coefficient=0.1", "train.tokens_per_micro_batch=null"]
+    seconds = {}
+    for shares in ("{}", "{reference: train}"):
+        config = load(ROOT / "recipes/quickstart.yaml", [*given, f"plan.shares={shares}"])
+        done = simulate(config, costs=costs)
+        assert not done.violations
+        seconds[shares] = sum(row["perf/step_seconds"] for row in done.rows.values())
+        found = bound(graph(config, costs, Drawn(Drawn.of(config, costs, 3).tokens[1:])))
+        assert found.seconds <= seconds[shares] / 3 * 1.05
+    assert found.binds == "train and reference on the same devices"
+    assert seconds["{reference: train}"] > 1.5 * seconds["{}"]
+
+
+def test_a_part_of_a_machine_with_shared_devices_takes_about_as_long_as_all_of_it() -> None:
+    given = ["train.reference=task", "algorithm.kl_coefficient=0.01", "train.prompts_per_step=128", "rollout.group_size=8"]
+    given += ["plan.shares={reference: train}", "plan.reference.num_workers=4"]
+    config, model, fields = small(*given)
+    every = [each for each in candidates(config, model, fields, 32) if each.part == 4]
+    plan = module._plan(min(every, key=lambda each: (each.bound.seconds, each.place)), model)
+    seconds = []
+    for each in (plan, replace(plan, part=1)):
+        done = simulate(module.simulated_config(each), costs=module.simulated_costs(each))
+        assert not done.violations
+        seconds.append(done.rows[1]["perf/step_seconds"])
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.15)

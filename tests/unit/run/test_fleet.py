@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncflow.config import Config, parse
-from asyncflow.run.factories import num_devices
+from asyncflow.run.factories import check_shares, num_devices, shared_devices
 from asyncflow.run.fleet import workers
 from asyncflow.types import UserError
 
@@ -99,3 +99,44 @@ def test_each_worker_names_the_device_that_pytorch_must_find_where_it_is() -> No
     assert asked == {"rollout/0": "rollout.device=cuda", "trainer/0": "train.device=cuda", "evaluator/0": ""}
     of_others = config(rollout={"device": "cuda", "engine": {"name": "vllm", "addresses": ["unix:a"]}})
     assert [spec.device for spec in workers(of_others, Path(), is_training=False, are_trainers_there=False)] == [""]
+
+
+SHARED = {
+    "algorithm": "ppo",
+    "train": {"reference": "task", "device": "cuda", "critic": {"device": "cuda"}},
+    "plan": {"train": {"dp": 2, "tp": 2}, "reference": {"num_workers": 2}, "shares": {"reference": "train", "critic": "train"}},
+}
+
+
+def test_workers_that_share_devices_are_on_them_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = config(**SHARED)
+    assert num_devices(found) == 1 + 4
+    assert shared_devices(found) == {"reference/0": "trainer/0", "reference/1": "trainer/2", "critic": "trainer/0"}
+    specs = {spec.name: spec for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+    assert [specs[name].shares for name in ("trainer/0", "reference/1", "critic")] == ["", "trainer/2", "trainer/0"]
+    assert [specs[f"reference/{i}"].environment["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["4", "6"]
+    assert "CUDA_VISIBLE_DEVICES" not in specs["trainer/0"].environment
+    on_ray = workers(config(**SHARED, cluster="ray"), Path(), is_training=True, are_trainers_there=False)
+    assert not any("CUDA_VISIBLE_DEVICES" in spec.environment for spec in on_ray), "Ray says which they are"
+
+
+@pytest.mark.parametrize(
+    ("shares", "changes", "sentence"),
+    [
+        ({"values": "train"}, {}, "no worker of this run with a device of its own has the task values"),
+        ({"reference": "critic"}, {}, "2 workers would be on 1 devices: take 1 workers or fewer"),
+        ({"reference": "train"}, {"device": "cuda:1"}, "set train.device=cuda, without a number"),
+        ({"critic": "train"}, {"critic": {"device": "cpu"}}, "train.critic.device=cpu and train.device=cuda: set them to the same"),
+    ],
+)
+def test_devices_that_cannot_be_shared_are_refused(shares: dict[str, str], changes: dict[str, Any], sentence: str) -> None:
+    tree = {**SHARED, "train": SHARED["train"] | changes, "plan": SHARED["plan"] | {"shares": shares}}
+    with pytest.raises(UserError, match=sentence):
+        check_shares(config(**tree))
+
+
+@pytest.mark.parametrize(("shares", "why"), [({"critic": "critic"}, "the same"), ({"values": "critic", "critic": "train"}, "none")])
+def test_a_task_without_devices_of_its_own_has_none_to_share(shares: dict[str, str], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        config(plan={"shares": shares})

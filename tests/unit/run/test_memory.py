@@ -24,9 +24,11 @@ from asyncflow.run.memory import (
     host_parts,
     lines,
     micro_batch_tokens,
+    parts_by_task,
     reference_parts,
     reward_model_parts,
     rollout_parts,
+    shared_sums,
     training_parts,
     values_parts,
 )
@@ -226,3 +228,19 @@ def test_a_critic_its_values_and_a_reward_model_by_hand() -> None:
     assert values_parts(config, shapes, 20)[0].num_bytes == reward_model_parts(config, shapes, 30)[0].num_bytes == 4 * once
     shown = "\n".join(lines(config, shapes, prompt_tokens=20, context=276, max_staleness=0))
     assert all(each in shown for each in ("the critic", "each of its values", "each reward model"))
+
+
+def test_memory_of_tasks_that_share_devices_is_added_up_and_refused_where_it_does_not_fit() -> None:
+    tree = {
+        "model": {"path": str(MODEL)}, "data": {"path": "generated:arithmetic"}, "algorithm": "ppo",
+        "train": {"reference": "task"}, "plan": {"shares": {"reference": "train", "critic": "train"}},
+    }  # fmt: skip
+    config, shapes = parse(tree), Shapes.of(json.loads((MODEL / "config.json").read_text()))
+    parts = parts_by_task(config, shapes, 20, 276)
+    together = sum(part.num_bytes for task in ("train", "reference", "critic") for part in parts[task])
+    assert shared_sums(config, parts) == {"train": pytest.approx(together)}
+    lengths = {"prompt_tokens": 20, "context": 276, "max_staleness": 0}
+    shown = lines(config, shapes, **lengths, device_bytes=together * 1.001)
+    assert shown[-1].endswith("train and reference and critic on one device (plan.shares)")
+    with pytest.raises(UserError, match=r"train and reference and critic need .* GiB of a device together"):
+        lines(config, shapes, **lengths, device_bytes=together * 0.999)

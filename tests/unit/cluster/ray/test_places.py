@@ -110,6 +110,7 @@ class Ray:
         self.removed: list[Group] = []
         self.actors: list[Actor] = []
         self.strategies: list[str] = []
+        self.asked: list[tuple[int, float, float]] = []  # by actors: a bundle, its CPUs and GPUs
         self.labels: list[Any] = []
         self.nodes: dict[int, str] = {}  # of bundles that are not on the driver's
         self.shares_files = True
@@ -129,6 +130,7 @@ class Ray:
 
     def remote(self, kind: type) -> Any:
         def options(*, scheduling_strategy: tuple[Group, int], **rest: Any) -> Any:
+            self.asked.append((scheduling_strategy[1], rest["num_cpus"], rest["num_gpus"]))
             return SimpleNamespace(remote=lambda: self._actor(scheduling_strategy))
 
         return SimpleNamespace(options=options)
@@ -552,3 +554,19 @@ async def test_a_cluster_without_a_token_is_joined_with_a_warning(
         assert (
             "RAY_AUTH_MODE=disabled: everybody who reaches the Ray cluster at auto can run code on it" in caplog.text
         ) == is_warned
+
+
+async def test_workers_that_share_devices_have_equal_parts_of_one_bundle(make: Make) -> None:
+    cluster, ray = make(2)
+    needs = {"CPU": 3.0, "GPU": 1.0}
+    own = [WorkerSpec(f"trainer/{rank}", "m:f", needs=needs) for rank in range(2)]
+    guests = [WorkerSpec(name, "m:f", needs=needs, shares="trainer/1") for name in ("reference/0", "critic")]
+    await cluster.start([*own, *guests])
+    assert [group.bundles for group in ray.groups] == [[needs, needs]]
+    assert ray.asked == [(0, 3.0, 1.0), *[(1, 1.0, 0.3333)] * 3]
+    places = cluster._places
+    assert places.by_name["critic"].pool is places.by_name["trainer/0"].pool
+    await places.leave("critic")
+    assert not places._pools[0].free, "the bundle is the trainer's"
+    await cluster.stop(0.0)
+    assert ray.removed == ray.groups
