@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,42 @@ class Killer(Listener):
         self.steps.append(step)
         self.rollouts.append(self.job._cluster.pids().get("rollout/0", 0) if self.job._cluster is not None else 0)
         if (worker := self._kills.pop(step, None)) is not None:
+            self._killed: set[str] = set()
             self._killing = asyncio.ensure_future(self._kill(worker))
 
     async def _kill(self, worker: str) -> None:
-        driver = self.job.driver
+        while not self._has_killed(worker):
+            with self._nothing_generated():  # or the trainer may be ahead of its checkpoints to the run's end
+                over = asyncio.get_running_loop().time() + patience(0.5)
+                while not self._has_killed(worker) and asyncio.get_running_loop().time() < over:
+                    await asyncio.sleep(0.002)
+            await asyncio.sleep(0.02)
+
+    def _has_killed(self, worker: str) -> bool:
+        """Kill it, if there is a checkpoint of all that is committed; or it has been."""
+        if worker in self._killed:
+            return True
+        driver, memory = self.job.driver, self.job._attempt.memory
         assert driver is not None
-        if (memory := self.job._attempt.memory) is not None:
-            places = places_of(self.job.config, memory).values()
-            while not any(driver.ledger.ledger.committed in place.versions() for place in places):
-                await asyncio.sleep(0.002)
-        self.open.append(driver.ledger.ledger.committed)
-        self.job.kill(worker)
+        committed = driver.ledger.ledger.committed
+        if memory is None or any(committed in place.versions() for place in places_of(self.job.config, memory).values()):
+            self.open.append(committed)
+            self.job.kill(worker)
+            self._killed.add(worker)
+        return worker in self._killed
+
+    @contextmanager
+    def _nothing_generated(self) -> Iterator[None]:
+        assert self.job._cluster is not None
+        processes = [psutil.Process(pid) for name, pid in self.job._cluster.pids().items() if name.startswith("rollout/")]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     def run(self) -> bool:
         async def main() -> bool:

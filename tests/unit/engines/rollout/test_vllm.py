@@ -146,9 +146,12 @@ async def test_prompts_go_to_the_instance_with_the_fewest_outstanding_tokens(mod
         long = asyncio.create_task(responses(engine, range(4), 400))
         await until(lambda: one.outstanding_tokens + other.outstanding_tokens == 4 * 420)
         assert sorted([one.outstanding_tokens, other.outstanding_tokens]) == [0, 4 * 420]
-        free = min(engine.instances, key=lambda instance: instance.outstanding_tokens)
+        free, busy = sorted(engine.instances, key=lambda instance: instance.outstanding_tokens)
+        front_end = group_of(busy)[1]
+        front_end.suspend()  # its responses do not end meanwhile
         for _ in range(3):  # each of them leaves it emptier than the other
             await responses(engine, range(2), 5)
+        front_end.resume()
         assert free.num_served - before[engine.instances.index(free)] == 6
         balanced = [asyncio.create_task(responses(engine, range(2), 300, index=i)) for i in range(6)]
         await until(lambda: free.outstanding_tokens >= 4 * 420)
