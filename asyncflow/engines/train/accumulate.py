@@ -144,10 +144,11 @@ class PlainAccumulator(Accumulator):
             else:
                 self.add_whole(name, left_QO.t() @ right_QI)
 
-    def add_each(self, name: str, gradients: Sequence[Tensor]) -> None:
-        """Add gradients of a parameter, one of each micro-batch."""
-        for gradient in gradients:
-            self.add_whole(name, gradient)
+    def add_sums(self, name: str, rows_PdX: Tensor, parts: Sequence[slice]) -> None:
+        """Add the sums [X] over the rows of each part, and over what is between P and X."""
+        for rows in _neighbours(parts):
+            own_PdX = rows_PdX[rows]
+            self.add_whole(name, own_PdX.sum(tuple(range(own_PdX.ndim - 1))))
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
         """Add a gradient of a parameter, which may become the sum itself."""
@@ -215,12 +216,14 @@ class ExactAccumulator(Accumulator):
                 extremes[number] += add_rounded(sums_OI[begin:end], block_BI, GRADIENT_GRID)
         self._extremes.extend((name, of_part) for of_part in extremes)
 
-    def add_each(self, name: str, gradients: Sequence[Tensor]) -> None:
-        """Add gradients of the shape of a small parameter, one of each micro-batch."""
-        if gradients:
-            addends_GC = torch.stack([gradient.flatten() for gradient in gradients])
-            self._extremes.extend((name, [peak]) for peak in addends_GC.abs().amax(1))
-            self._sum(name).view(-1).add_(GRADIENT_GRID.round_(addends_GC.double()).sum(0))
+    def add_sums(self, name: str, rows_PdX: Tensor, parts: Sequence[slice]) -> None:
+        """Add the sums [X] over the rows of each part, and over what is between P and X: one micro-batch's gradient each."""
+        if parts:
+            dims = tuple(range(rows_PdX.ndim - 1))
+            # Of a copy, in memory as it would be alone: a sum's order of addition goes by the strides.
+            addends_GX = torch.stack([rows_PdX[part].clone().sum(dims) for part in parts])
+            self._extremes.extend((name, [peak]) for peak in addends_GX.abs().amax(1))
+            self._sum(name).add_(GRADIENT_GRID.round_(addends_GX.double()).sum(0))
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
         """Add a micro-batch's gradient of a parameter."""

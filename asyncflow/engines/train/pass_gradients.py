@@ -205,13 +205,11 @@ class PassGradients:
         if (name := names["weight"]) is not None:
             self._add_products(name, grad_PO, x_PI, [place for _, place in self._added()])
         if (bias := names.get("bias")) is not None:
-            self._sums.add_each(bias, [grad_PO[place].sum(0) for _, place in self._added()])
+            self._sums.add_sums(bias, grad_PO, [place for _, place in self._added()])
 
     def add_norm(self, name: str, grad_1PX: Tensor) -> None:
-        """Add the gradient of a norm's weight, from that of the weight of each row."""
-        dims = tuple(range(grad_1PX.ndim - 1))
-        # A copy, in memory as it would be alone: a sum's order of addition goes by the strides.
-        self._sums.add_each(name, [grad_1PX[:, place].clone().sum(dims) for _, place in self._added()])
+        """Add the gradient of a norm's weight, from that of the weight of each row, maybe of each of its heads."""
+        self._sums.add_sums(name, grad_1PX[0], [place for _, place in self._added()])
 
     def add_embedding(self, name: str, tokens_P: Tensor, grad_PH: Tensor, padding: int | None) -> None:
         """Add the gradient of the embedding, and what of the head's was held back for it."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from transformers import AttentionInterface
 
 from asyncflow.engines.train.model.flex import flex_attend
@@ -67,17 +68,18 @@ def packed_attention(
     return apply(query_PHD, key_PKD, value_PKD, layout, scaling, kernel)[None], None
 
 
-def _merge(own_out_SHD: Tensor, own_lse_SH: Tensor, out_SHD: Tensor, lse_SH: Tensor, lengths: tuple[int, ...]) -> None:
-    """Merge another part's output and LSE into a part's own, in place, in the precision of the LSE."""
-    # On CPU in pieces, so that the bits of a response do not depend on the others: the last elements of a call, which do not fill
-    # a vector register, are rounded differently.
-    sizes = lengths if out_SHD.is_cpu else (len(out_SHD),)
-    for own_out, own_lse, out, lse in zip(
-        *(x.split_with_sizes(sizes) for x in (own_out_SHD, own_lse_SH, out_SHD, lse_SH)), strict=True
-    ):
-        weight = (lse - own_lse).sigmoid_()[..., None]
-        own_out.copy_(torch.lerp(own_out.to(lse.dtype), out.to(lse.dtype), weight))
-        own_lse.copy_(torch.logaddexp(own_lse, lse))
+SPARE: Final = 64
+"""Numbers behind those of an element-wise call: its last ones on a CPU, which do not fill vector registers, are rounded
+differently."""
+
+
+def _merge(own_out_SHD: Tensor, own_lse_SH: Tensor, out_SHD: Tensor, lse_SH: Tensor) -> None:
+    """Merge another part's output and LSE into a part's own, in place, in the precision of the LSE. The bits of a row do not depend
+    on the others."""
+    own_lse_X, lse_X = (functional.pad(x.flatten(), (0, SPARE)) for x in (own_lse_SH, lse_SH))
+    weight_SH = (lse_X - own_lse_X).sigmoid_()[:-SPARE].view_as(lse_SH)
+    own_out_SHD.copy_(torch.lerp(own_out_SHD.to(lse_SH.dtype), out_SHD.to(lse_SH.dtype), weight_SH[..., None]))
+    own_lse_SH.copy_(torch.logaddexp(own_lse_X, lse_X)[:-SPARE].view_as(lse_SH))
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -98,7 +100,7 @@ class _PackedAttention(torch.autograd.Function):
         for each in shared:
             part = AttentionPart(each.response_lengths, is_causal=False, scale=scale)
             out_SHD, lse_SH = kernel.forward(query_PHD[each.responses], key_PKD[each.prompt], value_PKD[each.prompt], part)
-            _merge(out_PHD[each.responses], lse_PH[each.responses], out_SHD, lse_SH, each.response_lengths)
+            _merge(out_PHD[each.responses], lse_PH[each.responses], out_SHD, lse_SH)
         ctx.save_for_backward(query_PHD, key_PKD, value_PKD, out_PHD, lse_PH)
         ctx.own, ctx.shared, ctx.kernel = own, shared, kernel
         return out_PHD

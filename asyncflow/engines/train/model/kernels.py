@@ -10,6 +10,7 @@ The tests run the CPU kernel. The two others have not run on a device yet; they 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -75,62 +76,107 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 class CpuFlash:
-    """PyTorch's CPU flash attention; the forward pass makes one call for each segment.
+    """PyTorch's CPU flash attention. A call is of one long segment, or of all short ones of about one length, padded to it.
 
-    So the bits of a segment do not depend on its neighbours. Within one call they would, since the segment's place decides how it
-    is cut into the call's blocks.
+    So the bits of a segment do not depend on its neighbours: it has a place of its own in the batch of a call, and its own length
+    decides what it is padded to. Within one sequence they would, since the segment's place decides how it is cut into blocks.
     """
 
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         out_QHD = torch.empty_like(query_QHD)
         lse_QH = query_QHD.new_empty(query_QHD.shape[:2], dtype=torch.promote_types(query_QHD.dtype, torch.float32))
-        query_KGQD, out_KGQD, lse_KGQ = (_by_head(x, key_MKD) for x in (query_QHD, out_QHD, lse_QH))
-        key_KGMD, value_KGMD = (_expanded(x, query_QHD) for x in (key_MKD, value_MKD))
-        for queries in _segments(part.lengths):
-            keys = queries if part.is_causal else slice(None)
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query_KGQD[:, :, queries], key_KGMD[:, :, keys], value_KGMD[:, :, keys], 0.0, part.is_causal, scale=part.scale
+        for call in _calls(part.lengths):
+            query_NHLD = call.of(query_QHD)
+            key_NHMD, value_NHMD = (self._keys(x, query_QHD, call, part) for x in (key_MKD, value_MKD))
+            out_NHLD, lse_NHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query_NHLD, key_NHMD, value_NHMD, 0.0, part.is_causal, scale=part.scale
             )
-            out_KGQD[:, :, queries] = out
-            lse_KGQ[:, :, queries] = lse
+            call.put(out_NHLD, out_QHD)
+            call.put(lse_NHL, lse_QH)
         return out_QHD, lse_QH
 
     def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
         grad_query_QHD, grad_key_MKD, grad_value_MKD = (torch.empty_like(x) for x in (query_QHD, key_MKD, value_MKD))
-        grad_query_KGQD = _by_head(grad_query_QHD, key_MKD)
-        grad_KGQD, query_KGQD, out_KGQD, lse_KGQ = (_by_head(x, key_MKD) for x in (grad_QHD, query_QHD, out_QHD, lse_QH))
-        key_KGMD, value_KGMD = (_expanded(x, query_QHD) for x in (key_MKD, value_MKD))
         # Keys that all segments see get one sum over all of them, in one call.
-        for queries in _segments(part.lengths) if part.is_causal else [slice(None)]:
-            keys = queries if part.is_causal else slice(None)
-            grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_KGQD[:, :, queries],
-                query_KGQD[:, :, queries],
-                key_KGMD[:, :, keys],
-                value_KGMD[:, :, keys],
-                out_KGQD[:, :, queries],
-                lse_KGQ[:, :, queries],
-                0.0,
-                part.is_causal,
-                scale=part.scale,
+        for call in _calls(part.lengths) if part.is_causal else [Segment(slice(None))]:
+            grad_NHLD = call.of(grad_QHD, pads_zeros=True)
+            query_NHLD, out_NHLD, lse_NHL = (call.of(x) for x in (query_QHD, out_QHD, lse_QH))
+            key_NHMD, value_NHMD = (self._keys(x, query_QHD, call, part) for x in (key_MKD, value_MKD))
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_NHLD, query_NHLD, key_NHMD, value_NHMD, out_NHLD, lse_NHL, 0.0, part.is_causal, scale=part.scale
             )
-            grad_query_KGQD[:, :, queries] = grad_query
-            torch.sum(grad_key, 1, out=grad_key_MKD[keys].transpose(0, 1))
-            torch.sum(grad_value, 1, out=grad_value_MKD[keys].transpose(0, 1))
+            call.put(grads[0], grad_query_QHD)
+            for grad_NHMD, grad_MKD in zip(grads[1:], (grad_key_MKD, grad_value_MKD), strict=True):
+                call.put(torch.unflatten(grad_NHMD, 1, (key_MKD.shape[1], -1)).sum(2), grad_MKD)
         return grad_query_QHD, grad_key_MKD, grad_value_MKD
 
+    def _keys(self, x_MKD: Tensor, query_QHD: Tensor, call: Segment, part: AttentionPart) -> Tensor:
+        """Keys or values for each query head: those of the batch's own segments, or all of them for each."""
+        x_NKMD = call.of(x_MKD) if part.is_causal else x_MKD.transpose(0, 1)[None]
+        return x_NKMD.repeat_interleave(query_QHD.shape[1] // x_MKD.shape[1], 1).expand(call.count, -1, -1, -1)
 
-def _by_head(x_QHd: Tensor, key_MKD: Tensor) -> Tensor:
-    """View of [Q, H, ...] as [K, G, Q, ...], which groups the query heads by their key head."""
-    return torch.unflatten(x_QHd, 1, (key_MKD.shape[1], -1)).movedim(0, 2)
+
+SHORT: Final = 64
+"""Tokens of a short segment, at most."""
+STEP: Final = 16
+"""Tokens of which a short segment is brought to a multiple. So the bits of one do not depend on the others of a call."""
 
 
-def _expanded(x_MKD: Tensor, query_QHD: Tensor) -> Tensor:
-    """Keys or values as [K, G, M, D], where all G share the same memory."""
-    return x_MKD.transpose(0, 1)[:, None].expand(-1, query_QHD.shape[1] // x_MKD.shape[1], -1, -1)
+class Segment:
+    """Packed tokens of a segment, for a call of its own."""
+
+    count = 1
+    """Segments of a call, N."""
+
+    def __init__(self, tokens: slice) -> None:
+        self._tokens = tokens
+
+    def of(self, x_THd: Tensor, *, pads_zeros: bool = False) -> Tensor:
+        """Rows [T, H, ...] as [N, H, L, ...]."""
+        return x_THd[self._tokens].transpose(0, 1)[None]
+
+    def put(self, x_NHLd: Tensor, to_THd: Tensor) -> None:
+        """Put rows where they come from."""
+        to_THd[self._tokens] = x_NHLd[0].transpose(0, 1)
+
+
+class ShortSegments(Segment):
+    """Packed tokens of N short segments, for one call: each with its last token again and again behind it, L in all.
+
+    Causal, no token sees what is behind it; so a gradient of 0 there changes nothing.
+    """
+
+    def __init__(self, segments: Sequence[slice], length: int) -> None:
+        self.count = len(segments)
+        self._rows_X = torch.cat([torch.arange(s.start, s.start + length).clamp_(max=s.stop - 1) for s in segments])  # X = N L
+        self._tokens_T = torch.cat([torch.arange(s.start, s.stop) for s in segments])
+        self._places_T = torch.cat([torch.arange(s.stop - s.start) + number * length for number, s in enumerate(segments)])
+        self._is_behind_X11 = torch.ones(self.count * length, 1, 1, dtype=torch.bool).index_fill_(0, self._places_T, False)
+
+    def of(self, x_THd: Tensor, *, pads_zeros: bool = False) -> Tensor:
+        x_XHd = x_THd.index_select(0, self._rows_X)
+        if pads_zeros:
+            x_XHd.masked_fill_(self._is_behind_X11, 0.0)
+        return torch.unflatten(x_XHd, 0, (self.count, -1)).transpose(1, 2)
+
+    def put(self, x_NHLd: Tensor, to_THd: Tensor) -> None:
+        to_THd.index_copy_(0, self._tokens_T, x_NHLd.transpose(1, 2).flatten(0, 1).index_select(0, self._places_T))
+
+
+@lru_cache(maxsize=64)  # every layer of a model asks again
+def _calls(lengths: tuple[int, ...]) -> list[Segment]:
+    """Segments of these lengths, in the calls that compute them."""
+    calls: list[Segment] = []
+    short: dict[int, list[slice]] = {}
+    for length, tokens in zip(lengths, _segments(lengths), strict=True):
+        if length > SHORT:
+            calls.append(Segment(tokens))
+        elif length:
+            short.setdefault(-(-length // STEP) * STEP, []).append(tokens)
+    return [*calls, *(ShortSegments(segments, length) for length, segments in short.items())]
 
 
 def _segments(lengths: tuple[int, ...]) -> list[slice]:
