@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.engines.families import check_family
+from asyncflow.engines.train.model import kernels
 from asyncflow.engines.train.model.attention import ATTENTION_NAME, packed_attention
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import AttentionLayout, Packed, SharedPrompt, pack
@@ -308,3 +309,18 @@ def test_keys_of_an_earlier_call_are_refused() -> None:
 def test_a_model_that_packing_would_change_is_refused_by_name(model_type: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_family(AutoConfig.for_model(model_type, **options).to_dict())
+
+
+def test_short_segments_of_about_one_length_are_one_call() -> None:
+    lengths = (24, 9, 80, 16, 0, 17, 65, 64)
+    calls = kernels._calls(lengths)
+    assert [call.count for call in calls] == [1, 1, 2, 2, 1]  # of 80 and 65 tokens; up to 32, up to 16, up to 64
+    rows_TH = torch.arange(sum(lengths) * 3.0).view(-1, 3)
+    found_TH = torch.full_like(rows_TH, -1.0)
+    for call in calls:
+        x_NHL = call.of(rows_TH, pads_zeros=True)
+        assert x_NHL.shape[2] % kernels.STEP == 0 or x_NHL.shape[2] > kernels.SHORT
+        call.put(x_NHL, found_TH)
+    assert found_TH.equal(rows_TH)
+    padded_NHL = kernels._calls((9,))[0].of(rows_TH[:9])
+    assert padded_NHL[0, :, 9:].t().equal(rows_TH[8:9].expand(7, 3)), "its last token again"
