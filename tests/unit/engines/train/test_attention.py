@@ -318,9 +318,11 @@ def test_short_segments_of_about_one_length_are_one_call() -> None:
     rows_TH = torch.arange(sum(lengths) * 3.0).view(-1, 3)
     found_TH = torch.full_like(rows_TH, -1.0)
     for call in calls:
-        x_NHL = call.of(rows_TH, pads_zeros=True)
+        x_NHL = call.of(rows_TH)
         assert x_NHL.shape[2] % kernels.STEP == 0 or x_NHL.shape[2] > kernels.SHORT
         call.put(x_NHL, found_TH)
     assert found_TH.equal(rows_TH)
     padded_NHL = kernels._calls((9,))[0].of(rows_TH[:9])
     assert padded_NHL[0, :, 9:].t().equal(rows_TH[8:9].expand(7, 3)), "its last token again"
+    zeros_NHLD = kernels._calls((9,))[0].of(rows_TH[:9, :, None], pads_zeros=True)
+    assert zeros_NHLD[:, :, :9].equal(padded_NHL[:, :, :9, None]) and not zeros_NHLD[:, :, 9:].any()
