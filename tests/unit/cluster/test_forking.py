@@ -132,7 +132,7 @@ async def test_a_worker_is_forked_before_modules_are_imported_for_later_ones(
         while not server._asked:
             await asyncio.sleep(0.01)
         (tmp_path / "first.go").touch()
-        while not (tmp_path / "w.json").exists():
+        while not (tmp_path / "w.json").exists() or not (tmp_path / "w.json").stat().st_size:  # it is there before it is written
             await asyncio.sleep(0.01)
     assert told(tmp_path)["parent"] == server._process.pid
     (tmp_path / "second.go").touch()
