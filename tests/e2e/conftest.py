@@ -50,3 +50,22 @@ def redis_url() -> Iterator[str]:
         finally:
             server.terminate()
             server.wait(patience(10))
+
+
+@pytest.fixture
+def reward_model(tmp_path: Path) -> Path:
+    """A randomly initialised classifier, without a tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=256, num_labels=1, pad_token_id=None,
+    )  # fmt: skip
+    model = Qwen2ForSequenceClassification(config)
+    with torch.no_grad():
+        model.score.weight.mul_(50)
+    folder = tmp_path / "judge"
+    model.save_pretrained(folder)
+    return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from asyncflow.planner.search import Plan
 from asyncflow.run.factories import num_devices
 from asyncflow.settings import to_yaml
 from asyncflow.telemetry.trace import read_spans
+from tests.conftest import MODEL
 from tests.e2e.commands import rows, run_command, write_config
+from tests.e2e.test_resume import prints
 
 Small = Callable[..., dict[str, Any]]
 SCORER = """
@@ -82,3 +85,27 @@ def test_a_run_has_the_tasks_on_shared_devices_that_were_planned_with_the_same_b
     assert {span.worker for span in spans if span.task == "reference" and span.rows} == {"reference/0"}
     found = [rows(run_dir / "metrics.jsonl") for run_dir in (alone, shared)]
     assert [row["policy/kl"] for row in found[0]] == [row["policy/kl"] for row in found[1]]
+
+
+def test_every_task_on_the_trainers_device_leaves_the_bits(small: Small, tmp_path: Path, reward_model: Path) -> None:
+    """Critic, values, reference and reward model, each a worker of its own."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, reward_model / name)
+    tree = small(
+        algorithm={"name": "ppo", "kl_coefficient": 0.05},
+        train={"reference": "task", "accumulate": "exact"},
+        reward={"model": {"path": str(reward_model)}, "place": "task"},
+        plan={"values": {"num_workers": 1}},
+        telemetry={"fingerprints": True},
+    )
+    config, shares = write_config(tmp_path, tree), dict.fromkeys(("reference", "critic", "values", "reward"), "train")
+    found = []
+    for name, given, devices in (("alone", [], 6), ("shared", [f"plan.shares={to_yaml(shares)}"], 2)):
+        command = run_command("train", config, f"run.name={name}", *given)
+        assert command.returncode == 0, command.stderr
+        run_dir = tmp_path / "runs" / name
+        assert num_devices(load(run_dir / "config.yaml")) == devices
+        workers = {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.rows}
+        assert workers >= {"reference/0", "critic", "values/0", "reward/0", "trainer/0"}
+        found.append((prints(run_dir), rows(run_dir / "fingerprints.critic.jsonl")[-1]["tensors"]))
+    assert found[0] == found[1]

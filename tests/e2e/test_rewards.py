@@ -141,25 +141,6 @@ def test_the_process_of_a_run_evaluates_nothing_that_the_model_wrote_and_has_no_
     assert written.isdisjoint(evaluated)
 
 
-@pytest.fixture
-def reward_model(tmp_path: Path) -> Path:
-    """A randomly initialised classifier, without a tokenizer."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForSequenceClassification
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, num_labels=1, pad_token_id=None,
-    )  # fmt: skip
-    model = Qwen2ForSequenceClassification(config)
-    with torch.no_grad():
-        model.score.weight.mul_(50)
-    folder = tmp_path / "judge"
-    model.save_pretrained(folder)
-    return folder
-
-
 def test_a_reward_model_scores_as_a_task_of_its_own(small: Small, tmp_path: Path, reward_model: Path) -> None:
     """Beside a scorer; by its own tokenizer, which is the policy's: so by the very token ids."""
     first, policy = train(tmp_path, small(run={"name": "policy", "steps": 1}))
