@@ -48,7 +48,7 @@ class JointsByTools:
 
 
 class CapturedEpisode:
-    """One episode's calls. `transcript` has what was sampled."""
+    """Calls of an episode. `transcript` has what was sampled."""
 
     def __init__(
         self,
