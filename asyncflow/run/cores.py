@@ -211,7 +211,7 @@ async def widen(cores: FreeCores, pool: str, use_threads: Callable[[int], Awaita
 
 
 def widening(config: Config, cores: FreeCores, pool: str, engine: Any) -> tuple[list[Any], str]:
-    """Coroutines that let an engine of a pool use more threads, and why no bits are promised then. None where the number is fixed."""
+    """Coroutines that let an engine of a pool use more threads, and why no bits are promised then: none where it is fixed."""
     use_threads: Callable[[int], Awaitable[None]] | None = getattr(engine, "use_threads", None)
     of = pools_of(config)[pool]
     if not of.is_dealt or use_threads is None:

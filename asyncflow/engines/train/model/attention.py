@@ -5,8 +5,8 @@
 
 No mask is built, and the prompt's keys and values are there once for all its responses; the CPU's kernel alone pads short segments
 within a call (kernels.py). The layout (which token attends to which) is passed as an extra argument (`layout`) through the model's
-forward. Transformers builds no mask for an attention implementation that it does not know, and infers packing from position ids only
-for its own ones. So only this file separates a response from its neighbours; it refuses to run without a layout or with other
+forward. Transformers builds no mask for an attention implementation that it does not know, and infers packing from position ids
+only for its own ones. So only this file separates a response from its neighbours; it refuses to run without a layout or with other
 positions.
 
 In rows (a prompt for each response) no segment is a prompt for others: only the first part, each segment to itself, is computed.

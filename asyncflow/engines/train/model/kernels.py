@@ -114,7 +114,7 @@ class CpuFlash:
         return grad_query_QHD, grad_key_MKD, grad_value_MKD
 
     def _keys(self, x_MKD: Tensor, query_QHD: Tensor, call: Segment, part: AttentionPart) -> Tensor:
-        """Keys or values for each query head: those of the call's own segments, or all of them for each."""
+        """Keys or values for each query head, copied where several share one: those of the call's own segments, or all for each."""
         x_NKMD = call.of(x_MKD) if part.is_causal else x_MKD.transpose(0, 1)[None]
         num_each = query_QHD.shape[1] // x_MKD.shape[1]
         x_NHMD = x_NKMD if num_each == 1 else x_NKMD.repeat_interleave(num_each, 1)
