@@ -28,8 +28,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import is_guest
 from asyncflow.devices import CPU, kind_of
 from asyncflow.loops.evaluation import EVALUATORS
-from asyncflow.loops.samples import VALUES_TASK
-from asyncflow.run.factories import ON_ONE_MACHINE, devices_each, num_helpers, tasks_before_training
+from asyncflow.run.factories import ON_ONE_MACHINE, device_of, devices_each, num_helpers, workers_with_devices
 from asyncflow.telemetry.idle import HELPER_TASK, computing_seconds
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.threads import num_cores
@@ -54,26 +53,19 @@ class Pool:
 
 def pools_of(config: Config) -> dict[str, Pool]:
     """Pools of a run, by the first part of their workers' names. Evaluators are among those of rollout."""
-    train, rollout, tasks = config.train, config.rollout, tasks_before_training(config)
-    has_bits = train.accumulate == "exact"
+    rollout, has_bits = config.rollout, config.train.accumulate == "exact"
 
     def pool(workers: int, threads: int | Literal["auto"], device: str, key: str, *, changes_bits: bool = False) -> Pool:
         is_dealt = threads == "auto" and config.cluster.name in ON_ONE_MACHINE and kind_of(device) == CPU
         return Pool(workers, 1 if threads == "auto" else threads, is_dealt and (changes_bits or not has_bits), key)
 
     generating = (rollout.num_workers + config.eval.num_workers) * devices_each(config)
-    trained, of_critic = (train.num_threads, train.device), (train.num_threads, train.critic.device)
-    pools = {
-        "rollout": pool(generating, rollout.num_threads, rollout.device, "rollout.num_threads", changes_bits=True),
-        "trainer": pool(config.layout.size, *trained, "train.num_threads"),
-    }
-    if "reference" in tasks:
-        pools["reference"] = pool(config.plan.reference.num_workers, *trained, "train.num_threads")
-    if VALUES_TASK in tasks:
-        pools["critic"] = pool(1, *of_critic, "train.num_threads")
-        pools["values"] = pool(config.plan.values.num_workers, *of_critic, "train.num_threads")
-    if (model := config.reward.model) is not None:
-        pools["reward"] = pool(config.plan.reward.num_workers, model.num_threads, model.device, "reward.model.num_threads")
+    pools = {"rollout": pool(generating, rollout.num_threads, rollout.device, "rollout.num_threads", changes_bits=True)}
+    for task, names in workers_with_devices(config).items():
+        threads, key = config.train.num_threads, "train.num_threads"
+        if task == "reward" and config.reward.model is not None:
+            threads, key = config.reward.model.num_threads, "reward.model.num_threads"
+        pools["trainer" if task == "train" else task] = pool(len(names), threads, device_of(config, task), key)
     return pools
 
 
