@@ -150,12 +150,13 @@ collect: install-dev
 unit: install-dev
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# Lines and branches that the tests of `make unit` run through, in whatever process: about twice as long as without.
+# Lines and branches that the tests of `make unit` run through, in whatever process: about twice as long as without. Where a test
+# fails there is a report all the same.
 coverage: install-dev servers
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report --skip-covered --sort miss
+	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder; status=$$?; \
+	$(BIN)/python -m tests.cut_off \
+	  && $(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered --sort miss && exit $$status
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(TINKER) $(TINKER_EARLY) $(VLLM) $(ENVIRONMENTS) $(WHEEL) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

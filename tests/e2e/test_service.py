@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,13 @@ def test_a_run_is_driven_over_http(background: Background, small: Callable[..., 
         status = client.status()
         assert status["committed"] == 1 and status["is_live"] and "rollout" in status["queue"]
         assert 'asyncflow_queue_rows{state="done",task="rollout"}' in client.metrics()
+        with Client.connect(served.url, key=client.make_key("guest", "read", expires_seconds=600.0)) as guest:
+            assert guest.status()["committed"] == 1
+            with pytest.raises(UserError, match="'guest' may read and nothing else"):
+                guest.step()
+            client.remove_key("guest")
+            with pytest.raises(UserError, match="key"):
+                guest.status()
         assert client.checkpoint() == 2
         assert [client.step() is not None for _ in range(2)] == [True] * 2
         assert client.step() is None
@@ -58,8 +66,11 @@ def test_a_mistake_in_the_configuration_is_told_to_who_starts_the_run(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     served = Served(background, tmp_path, small(model={"path": "nowhere"}))
-    with served.client() as client, pytest.raises(UserError, match="'nowhere' is no folder with a model"):
-        client.init_engines()
+    with served.client() as client:
+        with pytest.raises(UserError, match="'nowhere' is no folder with a model"):
+            client.init_engines()
+        client.stop()
+    assert served.command.wait(patience(60)) == 0
 
 
 def answers(prompts: list[Any], token: int = 7) -> list[ResponseData]:
@@ -147,6 +158,7 @@ def test_a_client_that_dies_loses_its_leases_alone(
         with pytest.raises(RunError, match="silent for too long"):
             silent.put_experience_data(answers(held))
         client.stop()
+    assert served.command.wait(patience(60)) == 0
 
 
 def zero_step(client: Client, worker: Any, weights: dict[str, Any]) -> tuple[int, list[GroupData]]:
@@ -203,6 +215,7 @@ def test_a_client_trains(background: Background, small: Callable[..., dict[str, 
             worker.publish_folder(1, model)
         assert worker.publish_folder(1, "") == 2 and worker.publish(0, weights) == 1  # skipped; said twice
         client.stop()
+    assert served.command.wait(patience(60)) == 0
     published = load_file(served.run_dir / "model" / "model.safetensors")
     assert all(np.array_equal(published[name], changed[name]) for name in published)
 
@@ -221,8 +234,30 @@ def test_prompts_come_over_the_wire_alone(background: Background, small: Callabl
         client.put_prompts_data(PROMPTS[3:])
         wait_for(lambda: client.status()["committed"] == 2)
         client.stop()
+    assert served.command.wait(patience(60)) == 0
     prompts = [sample["prompt"] for sample in rows(served.run_dir / "samples.jsonl")]
     assert sorted(prompt.strip() for prompt in prompts) == sorted(row["question"] for row in PROMPTS)
+
+
+def test_a_process_that_joins_generates_until_it_is_told_to_leave_or_the_run_is_over(
+    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    served = Served(background, tmp_path, small(rollout={"num_workers": 0}))
+    with served.client() as client:
+        client.init_engines()
+        with pytest.raises(UserError, match="generators of this run come from outside"):
+            client.scale_rollout(2)
+        for slots in (8, 64):  # half of a step's responses at once, and all
+            joined = background("join", served.url, "--key-file", served.key_file, "--num-slots", str(slots))
+            assert joined.stdout.readline() == f"generating for the run at {served.url} as outside-0\n"
+            step = client.step()
+            assert step is not None and step["rows/trained"] == 16 and step["staleness/max"] == 0
+            if slots == 8:
+                joined.send_signal(signal.SIGINT)
+                assert joined.wait(patience(60)) == 0
+        client.stop()
+    assert served.command.wait(patience(60)) == 0 and joined.wait(patience(60)) == 0
+    assert rows(served.run_dir / "metrics.jsonl")[1]["weights/attested"] == 1.0  # the second one has said what it generates with
 
 
 @pytest.mark.deep
