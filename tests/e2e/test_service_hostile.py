@@ -246,12 +246,13 @@ async def test_connections_without_a_key_give_way(tmp_path: Path, count: int) ->
 
 
 async def test_a_wrong_key_is_told_to_wait_and_a_good_one_is_not(tmp_path: Path) -> None:
-    service = Service(tmp_path, refusals_per_second=5.0)
+    service = Service(tmp_path, refusals_per_second=1.0)
     async with service.serving() as port, service.good_client(port):
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             answers = [await client.post("/echo", json={}, headers={"X-API-Key": f"guess-{n}"}) for n in range(60)]
         statuses = {answer.status_code for answer in answers}
-        assert statuses == {401, 429} and answers[-1].headers["retry-after"] == "1"
+        waits = {answer.headers["retry-after"] for answer in answers if answer.status_code == 429}
+        assert statuses == {401, 429} and waits == {"1"}  # of the 60 one a second is told that its key is wrong
 
 
 def application(folder: Path, tree: dict[str, Any]) -> tuple[FastAPI, KeyRing]:
