@@ -69,10 +69,11 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The other answer: a fork would not be safe, or is not possible, and why."""
+    """The other answer: a fork would not be safe, or is not possible, and why. `is_for_good`: nor will a later one be."""
 
     request: int
     why: str
+    is_for_good: bool = False
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +101,7 @@ def main() -> None:
         for descriptor in (driver.fileno(), woken):
             poll.register(descriptor, select.POLLIN)
         imports: deque[str] = deque()
+        half_imported = ""
         while True:
             ready = {descriptor for descriptor, _ in poll.poll(0 if imports else None)}
             if woken in ready:
@@ -114,17 +116,29 @@ def main() -> None:
                     imports += request.modules
                     continue
                 for module in request.modules:
-                    _import(module)
-                _send(driver, _forked(request, descriptors, (driver.fileno(), woken, wake), folder))
+                    half_imported = half_imported or _import(module)
+                word: Word = Refused(request.request, half_imported, is_for_good=True)
+                if not half_imported:
+                    word = _forked(request, descriptors, (driver.fileno(), woken, wake), folder)
+                _send(driver, word)
                 for descriptor in descriptors:
                     os.close(descriptor)
             elif imports:
-                _import(imports.popleft())
+                half_imported = half_imported or _import(imports.popleft())
 
 
-def _import(module: str) -> None:
-    with contextlib.suppress(Exception, SystemExit):  # the process that needs it says so in its own words
+def _import(module: str) -> str:
+    """Import a module. Returns why no worker is to begin with what is here, where a shortage of the machine's has cut the import
+    off: what is half there may not be imported a second time (torch's cannot)."""
+    try:
         importlib.import_module(module)
+    except ModuleNotFoundError:
+        pass  # the process that needs it says so in its own words
+    except (MemoryError, OSError, SystemError, ImportError) as error:  # a library that cannot be mapped is an ImportError
+        return f"its fork server has not come through the import of {module}: {type(error).__name__}: {error}"
+    except (Exception, SystemExit):
+        pass
+    return ""
 
 
 def _forked(request: Fork, descriptors: list[int], not_for_child: tuple[int, ...], folder: str) -> Word:

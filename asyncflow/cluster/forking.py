@@ -140,7 +140,7 @@ class ForkServer:
         self._num_asked = 0
         self._asked: dict[int, tuple[asyncio.Future[ForkedProcess], ControlPipe]] = {}
         self._children: dict[int, ForkedProcess] = {}
-        self._is_lost = self._hangs = False
+        self._is_lost = self._hangs = self._refuses = False
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> ForkServer:
@@ -210,7 +210,7 @@ class ForkServer:
             os.close(theirs)
 
     def _may_serve(self, loop: asyncio.AbstractEventLoop | None) -> bool:
-        return not self._hangs and (self._loop is None or self._loop is loop or self._loop.is_closed())
+        return not self._hangs and not self._refuses and (self._loop is None or self._loop is loop or self._loop.is_closed())
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Hear its words in this event loop."""
@@ -250,6 +250,7 @@ class ForkServer:
         answer, control = self._asked.pop(word.request)
         if isinstance(word, Refused):
             control.close()
+            self._refuses = word.is_for_good  # the next worker has a new one
             if not answer.done():
                 answer.set_exception(Refusal(word.why))
         elif answer.done():  # nobody waits for it any more

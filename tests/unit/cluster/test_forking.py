@@ -175,6 +175,23 @@ async def test_an_import_that_fails_in_whatever_way_leaves_the_others_alone(
     assert "w" in await cluster.stop(0.0)
 
 
+@pytest.mark.usefixtures("servers")
+@pytest.mark.parametrize("shortage", ["MemoryError()", "OSError(24, 'Too many open files')", "ImportError('cannot map it')"])
+async def test_no_worker_begins_with_what_a_shortage_has_half_imported(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortage: str
+) -> None:
+    """Half of torch cannot be imported again: every worker would have ended with an error that looks like the user's."""
+    (tmp_path / "short").touch()
+    source = (
+        f"from pathlib import Path\nif (short := Path({str(tmp_path / 'short')!r})).exists():\n short.unlink()\n raise {shortage}"
+    )
+    (tmp_path / "halved.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, has_interpreter in (("first", True), ("second", False)):
+        await run(cluster, spec(tmp_path, "tells", name, "halved"))
+        assert (told(tmp_path, name)["parent"] == os.getpid()) == has_interpreter
+
+
 def test_where_the_system_refuses_a_fork_the_server_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
