@@ -113,9 +113,9 @@ wheel:
 soak: install-dev
 	$(BIN)/python -m tests.sim.run --seeds 0:20000 --processes 2
 
-# Whole real runs under faults, for as long as MINUTES says; a session goes on where the last one ended (runs/soak.jsonl).
+# Whole real runs under faults, for as long as MINUTES says; a sitting goes on where the last one ended. Writes docs/soak.md.
 MINUTES ?= 60
-soak-run: install-dev
+soak-run: install-dev servers
 	$(BIN)/python -m tests.soak.run --minutes $(MINUTES)
 
 # Thousands of steps of each mode, for as long as MINUTES says, session after session (runs/growth): what a run takes must not grow.

@@ -33,12 +33,14 @@ def kill(process: psutil.Process, rng: random.Random) -> float:
 
 
 def stop(process: psutil.Process, rng: random.Random) -> float:
-    """SIGSTOP for a while, seconds to half a minute, mostly short. Returns the seconds."""
-    seconds = min(30.0, rng.expovariate(1 / 2.0))
-    process.suspend()
-    time.sleep(seconds)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.resume()
+    """SIGSTOP for a while: some seconds, one time in twelve half a minute to two minutes. Returns the seconds."""
+    seconds = rng.uniform(30.0, 120.0) if rng.random() < 1 / 12 else min(30.0, rng.expovariate(1 / 2.0))
+    try:
+        process.suspend()
+        time.sleep(seconds)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
     return seconds
 
 
@@ -46,11 +48,15 @@ def slow(process: psutil.Process, rng: random.Random) -> float:
     """A tenth of its speed for some seconds. Returns the seconds."""
     seconds = rng.uniform(1.0, 4.0)
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        process.suspend()
-        time.sleep(0.09)
-        process.resume()
-        time.sleep(0.01)
+    try:
+        while time.monotonic() < until:
+            process.suspend()
+            time.sleep(0.09)
+            process.resume()
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
     return seconds
 
 

@@ -41,7 +41,9 @@ from asyncflow.simulation.audit import Audit
 from asyncflow.simulation.run import NO_FAULTS, SimulatedJob
 from asyncflow.transfer_queue.durable_state import REMEMBERED
 from tests.conftest import merged
-from tests.soak.run import ROOT, Attempt, lines, num_steps
+from tests.soak.laws import lines
+from tests.soak.modes import ROOT
+from tests.soak.run import Attempt, num_steps
 
 MODES: Final[dict[str, dict[str, Any]]] = {
     "synchronous": {},

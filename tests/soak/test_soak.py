@@ -14,8 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncflow.config import parse
 from tests.soak.faults import FAULTS, Impossible
-from tests.soak.run import GROUP, PROMPTS, STEPS, Round, check_disk, check_end, told
+from tests.soak.laws import Round, check_disk, check_end, check_prompts
+from tests.soak.modes import GROUP, MODES, PROMPTS, STEPS, configuration
+from tests.soak.record import Sitting, read, write
+from tests.soak.run import role_of, told
 
 Change = Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
 
@@ -37,6 +41,11 @@ def skipped(metrics: list[dict[str, Any]], prints: list[dict[str, Any]]) -> None
     del prints[3]["groups"][0]
 
 
+def out_of_order(metrics: list[dict[str, Any]], prints: list[dict[str, Any]]) -> None:
+    for step, other in ((3, 4), (4, 3)):
+        prints[step]["groups"][0] = {**printed(other, step)["groups"][0]}
+
+
 def too_old(metrics: list[dict[str, Any]], prints: list[dict[str, Any]]) -> None:
     prints[3]["groups"][0]["rows"][1]["spans"] = [0, 2, 4, 3]
 
@@ -55,6 +64,7 @@ def nothing(metrics: list[dict[str, Any]], prints: list[dict[str, Any]]) -> None
         (nothing, ""),
         (twice, "rows are trained twice: [32"),
         (skipped, "groups were skipped or added: [12]"),
+        (out_of_order, "groups [16] were trained in step 3"),
         (too_old, "row 49 of step 3 was made by [0, 2, 4, 3]"),
         (again, "metrics are of steps [0, 1, 2, 3, 3"),
     ],
@@ -70,7 +80,60 @@ def test_what_breaks_a_law_is_found_on_the_disk(tmp_path: Path, change: Change, 
     check_end("bounded", tmp_path, done, {})  # whose bits are not compared: there is no model here
     found = [why for why in done.violations if why != "there is no certificate of the whole run"]
     assert (not found) if not words else any(words in why for why in found), found
-    assert f"{len(done.violations)} violations" in told([vars(done)])
+    assert f"{len(done.violations)} violations" in told(done)
+
+
+@pytest.mark.parametrize("rank", ["-1", ".critic"])
+def test_what_other_trainers_have_written_is_looked_at(tmp_path: Path, rank: str) -> None:
+    (tmp_path / f"fingerprints{rank}.jsonl").write_text("".join(json.dumps(printed(step, step)) + "\n" for step in (0, 2, 1)))
+    done = Round(7, "periodic")
+    check_disk("periodic", tmp_path, done)
+    assert done.violations == ["fingerprints are of steps [0, 2, 1]"]
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        ([0, 2, 3], ""),  # prompt 1 was never acknowledged
+        ([0, 3, 4], "were lost: [2]"),
+        ([0, 3, 2], "in another order, or twice"),
+        ([0, 2, 2], "in another order, or twice"),
+    ],
+)
+def test_a_prompt_that_was_put_and_not_trained_is_found(tmp_path: Path, first: list[int], words: str) -> None:
+    numbers = [*first, *range(max(first) + 1, max(first) + 1 + STEPS * PROMPTS - len(first))]
+    steps = [[step, {group: numbers[group] for group in range(step * PROMPTS, (step + 1) * PROMPTS)}] for step in range(STEPS)]
+    (tmp_path / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ([0, {"0": 99}], *steps)))
+    (tmp_path / "put.jsonl").write_text("".join(f"[{n}, false]\n" + f"[{n}, true]\n" * (n != 1) for n in range(300)))
+    done = Round(7, "synchronous, trained outside")
+    check_prompts(tmp_path, done)
+    assert (done.violations == []) if not words else any(words in why for why in done.violations), done.violations
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_a_configuration(tmp_path: Path, mode: str) -> None:
+    parse(configuration(mode, tmp_path, 3))
+
+
+def test_roles_are_told_by_command_lines() -> None:
+    child = ["python", "-m", "asyncflow.cluster.child", "asyncflow.run.workers:train_worker"]
+    assert [role_of([*child, name, "/tmp/run"]) for name in ("trainer/1", "critic")] == ["trainer", "critic"]
+    assert role_of(["python", "-u", "-m", "asyncflow.environments.worker", "3"]) == "environment"
+    assert role_of(["sh"]) == ""
+
+
+def test_sittings_are_kept_and_shown(tmp_path: Path) -> None:
+    first, second = (Sitting("2026-01-02", "abc", 0.2) for _ in range(2))
+    first.count(
+        [Round(0, "periodic", 1800.0, 2, {"kill driver": 2, "fill disk": 1}, {}, [("kill driver", 2.0), ("fill disk", 0.5)])]
+    )
+    second.count([Round(1, "delayed", 36.0, 1, {"kill fork server": 1}, {"cut driver: Impossible": 1}, [], ["it is\nwrong"])])
+    write(tmp_path / "soak.jsonl", [first])
+    write(tmp_path / "soak.jsonl", [*read(tmp_path / "soak.jsonl"), second])
+    text = (tmp_path / "soak.md").read_text()
+    assert "| 2026-01-02 | abc | 0.2 | 0 to 0 | 0.50 | 1 | 2 | 3 | 0 | 1.25, " in text
+    assert "In all 4 faults in 0.51 hours, 1 violations:\n\n* 2026-01-02, abc, seed 1 (delayed): it is wrong" in text
+    assert "| fork server |  | 1 |" in text and "| role | fill | kill |" in text
 
 
 @pytest.fixture

@@ -1,0 +1,87 @@
+"""Processes beside a run that are the soak's own: a Redis server, clients of a service. They are started again when they have died.
+
+A companion that ends by itself, with status 0, has done its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from tests.soak.modes import ROOT
+
+ASYNCFLOW = [sys.executable, "-c", "from asyncflow.cli import main; main()"]
+PAUSE_SECONDS, REDIS_SECONDS = 0.5, 60.0
+
+
+def command(name: str, folder: Path) -> list[str]:
+    """What starts a companion. `name`: its role, perhaps with a number behind it."""
+    service = [f"unix:{folder / 'http.sock'}", str(folder / "run.service" / "keys.json")]
+    if name == "redis":
+        redis = ["redis-server", "--port", "0", "--unixsocket", f"{folder}/redis.sock", "--unixsocketperm", "700"]
+        return [*redis, "--dir", str(folder), "--save", "", "--appendonly", "yes", "--appendfsync", "always"]
+    if name.startswith("generator"):
+        return [*ASYNCFLOW, "join", service[0], "--key-file", service[1], "--num-slots", "16"]
+    return [sys.executable, "-m", "tests.soak.clients", name, *service, str(folder.parent)]
+
+
+class Companions:
+    """The companions of a round."""
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self._folder, self._said = folder, (folder.parent / "companions.log").open("ab")
+        self._running: dict[str, subprocess.Popen[bytes]] = {name: self._start(name) for name in names}
+        self._died: dict[str, float] = {}
+
+    def keep(self) -> None:
+        """Start those again that have died a moment ago."""
+        for name, process in self._running.items():
+            if process.poll() and time.monotonic() - self._died.setdefault(name, time.monotonic()) > PAUSE_SECONDS:
+                del self._died[name]
+                self._running[name] = self._start(name)
+
+    def until_ready(self) -> None:
+        """Wait until Redis answers, where there is one: a run that begins without it is refused."""
+        deadline = time.monotonic() + REDIS_SECONDS
+        while "redis" in self._running and not self.has_redis():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"redis-server does not start: {(self._folder.parent / 'companions.log').read_text()[-400:]}")
+            time.sleep(0.05)
+            self.keep()
+
+    def has_redis(self) -> bool:
+        """Whether Redis answers."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(1.0)
+            link.connect(str(self._folder / "redis.sock"))
+            link.sendall(b"PING\r\n")
+            return link.recv(16).startswith(b"+PONG")
+        return False
+
+    def roles(self) -> dict[str, list[psutil.Process]]:
+        """Those that run, by role."""
+        found: dict[str, list[psutil.Process]] = {}
+        for name, process in self._running.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.poll() is None:
+                    found.setdefault(name.rstrip(" 0123456789"), []).append(psutil.Process(process.pid))
+        return found
+
+    def end(self) -> None:
+        """Kill them all."""
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+        self._said.close()
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        output: IO[bytes] = self._said
+        return subprocess.Popen(command(name, self._folder), stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
