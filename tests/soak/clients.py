@@ -5,7 +5,7 @@
     trainer outside   trains what comes: it publishes the weights that the run started from
 
 What they do is in FOLDER: put.jsonl has a line [number, whether the service has answered] before and after each prompt is put,
-trained.jsonl one [step, {group: number of its prompt}] before a step is published.
+trained.jsonl one [step, {first row of a group: number of its prompt}] before a step is published.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def drive(client: Client, folder: Path) -> None:
 
 def put(client: Client, folder: Path) -> None:
     """Put prompts, each once at most, until the steps are done."""
-    client.init_engines()
-    while (done := max(client.steps(), default=-1) + 1) < STEPS:
+    while (done := client.init_engines() or 0) < STEPS:  # each time: a service that is begun again waits for it
         before = lines(folder / "put.jsonl")
         if sum(is_answered for _, is_answered in before) < PROMPTS * (done + AHEAD):
             number = max((number for number, _ in before), default=-1) + 1
@@ -49,7 +48,7 @@ def put(client: Client, folder: Path) -> None:
             client.put_prompts_data([{"prompt": f"Prompt {number} has {number * 7} coins.", "answer": "1"}])
             add(folder / "put.jsonl", [number, True])
         else:
-            time.sleep(0.05)
+            time.sleep(0.1)
     client.stop()
 
 
@@ -65,7 +64,7 @@ def train(client: Client, folder: Path) -> None:
             step, groups = experience.step, {}
         for group in experience.groups:
             (number,) = re.findall(r"Prompt (\d+)", decode(group.prompt_ids))
-            groups[group.number] = int(number)
+            groups[int(group.indices[0])] = int(number)
         worker.acknowledge(experience.groups)
         if experience.normaliser is not None:
             add(folder / "trained.jsonl", [step, groups])

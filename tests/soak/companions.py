@@ -1,7 +1,5 @@
-"""Processes beside a run that are the soak's own: a Redis server, clients of a service. They are started again when they have died.
-
-A companion that ends by itself, with status 0, has done its work.
-"""
+"""Processes beside a run that are the soak's own: a Redis server, clients of a service. They are started again whenever they end: a
+service that is begun again needs them all anew."""
 
 from __future__ import annotations
 
@@ -39,13 +37,13 @@ class Companions:
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._folder, self._said = folder, (folder.parent / "companions.log").open("ab")
         self._running: dict[str, subprocess.Popen[bytes]] = {name: self._start(name) for name in names}
-        self._died: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
 
     def keep(self) -> None:
-        """Start those again that have died a moment ago."""
+        """Start those again that have ended a moment ago."""
         for name, process in self._running.items():
-            if process.poll() and time.monotonic() - self._died.setdefault(name, time.monotonic()) > PAUSE_SECONDS:
-                del self._died[name]
+            if process.poll() is not None and time.monotonic() - self._ended.setdefault(name, time.monotonic()) > PAUSE_SECONDS:
+                del self._ended[name]
                 self._running[name] = self._start(name)
 
     def until_ready(self) -> None:

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from tests.conftest import merged
-from tests.vllm.servers import fake_python
+from tests.vllm.servers import VLLM_PYTHON, fake_python
 
 ROOT: Final = Path(__file__).parents[2]
 STEPS, PROMPTS, GROUP = 48, 4, 4
-REAL_VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
+REAL_VLLM: Final = VLLM_PYTHON or str(ROOT / ".venv-vllm" / "bin" / "python")
 HERE, LIFE, VLLM = "@FOLDER@", "@LIFE@", "@VLLM@"
 """In a configuration: the round's folder, the number of the attempt, and an interpreter whose vLLM is the stand-in."""
 
@@ -106,7 +106,7 @@ MODES: Final[dict[str, Mode]] = {
         is_served=True,
         has_own_prompts=True,
     ),
-    "bounded, vLLM": Mode(over_vllm(str(REAL_VLLM), 1), is_deterministic=False, needs=str(REAL_VLLM)),
+    "bounded, vLLM": Mode(over_vllm(REAL_VLLM, 1), is_deterministic=False, needs=REAL_VLLM),
 }
 
 
