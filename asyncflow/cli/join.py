@@ -108,14 +108,14 @@ class JoinedGenerator:
                     continue
                 try:
                     work = await self._worker.get_prompts_data(max(1, self._free // group_size), POLL_SECONDS)
+                    if work.is_over:
+                        return
+                    if work.install is not None:
+                        await self._install(work.install)
                 except RunError:
                     if await self._is_live():
                         raise
                     return
-                if work.is_over:
-                    return
-                if work.install is not None:
-                    await self._install(work.install)
                 for prompt in work.prompts:
                     self._free -= len(prompt.rows)
                     answering.create_task(self._answer(prompt, work.version))
@@ -133,8 +133,11 @@ class JoinedGenerator:
             tensors = dict(await asyncio.to_thread(tensors_of, self._model))
         await self._engine.pause()
         await self._engine.install(version, tensors)
-        await self._worker.installed(version, await self._engine.attest() if self._attests else None)
-        await self._engine.resume()
+        attested = await self._engine.attest() if self._attests else None
+        try:
+            await self._worker.installed(version, attested)
+        finally:  # of a run that is over, too: responses under way end by themselves
+            await self._engine.resume()
 
     async def _answer(self, prompt: PromptToAnswer, version: int) -> None:
         """All responses to a prompt, each put when it has ended."""

@@ -256,7 +256,8 @@ def test_a_process_that_joins_generates_until_it_is_told_to_leave_or_the_run_is_
                 joined.send_signal(signal.SIGINT)
                 assert joined.wait(patience(60)) == 0
         client.stop()
-    assert served.command.wait(patience(60)) == 0 and joined.wait(patience(60)) == 0
+    assert served.command.wait(patience(60)) == 0
+    assert joined.wait(patience(60)) == 0, joined.communicate()
     assert rows(served.run_dir / "metrics.jsonl")[1]["weights/attested"] == 1.0  # the second one has said what it generates with
 
 

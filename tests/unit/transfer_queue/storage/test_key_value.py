@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -243,3 +245,82 @@ def test_values_go_through_mooncakes_buffer_in_parts() -> None:
     store._chunk_bytes = 10
     parts = store._chunks({"a": bytes(4), "b": bytes(6), "c": bytes(1), "d": bytes(99), "e": b""})
     assert list(parts) == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+# Mooncake, over a stand-in of its package: codes are its answers, and a value that is not there is an empty one
+
+
+class Mooncake:
+    """A store in this process. `codes`: what its calls answer where that is not 0."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.codes: dict[str, int] = {}
+        self.told: list[object] = []
+        self.can_answer = threading.Event()
+        self.can_answer.set()
+
+    def setup(self, *arguments: object) -> int:
+        self.told.append(arguments)
+        return self.codes.get("setup", 0)
+
+    def upsert_batch(self, keys: list[str], values: list[bytes], config: SimpleNamespace) -> int:
+        assert config.with_hard_pin
+        self.told.append(keys)
+        self.values.update(zip(keys, values, strict=True))
+        return self.codes.get("upsert", 0)
+
+    def batch_remove(self, keys: list[str], is_forced: bool) -> list[int]:
+        assert is_forced
+        return [self.codes.get("remove", 0 if self.values.pop(key, None) else -704) for key in keys]
+
+    def get_batch(self, keys: list[str]) -> list[bytes]:
+        self.can_answer.wait(5)
+        return [self.values.get(key, b"") for key in keys]
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+@pytest.fixture
+def mooncake(monkeypatch: pytest.MonkeyPatch) -> Mooncake:
+    store = Mooncake()
+    package = SimpleNamespace(MooncakeDistributedStore=lambda: store, ReplicateConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "mooncake", SimpleNamespace(store=package))
+    monkeypatch.setitem(sys.modules, "mooncake.store", package)
+    return store
+
+
+async def test_columns_lie_in_a_mooncake_store_until_they_are_dropped(mooncake: Mooncake) -> None:
+    storage = MooncakeStorage("there:1", hostname="here", segment_bytes=1 << 20, buffer_bytes=1 << 10)
+    await storage.open(SCHEMA)
+    assert mooncake.told == [("here", "P2PHANDSHAKE", 1 << 20, 1 << 10, "tcp", "", "there:1")]
+    await storage.write(*put())
+    await storage.write((), rewards(9, 8))
+    found = await storage.read(np.array([8, 9]), ["prompt", "reward"])
+    assert found.dense("reward").tolist() == [8.0, 9.0] and found.columns["prompt"][0].tolist() == [0, 1, 2]
+    await storage.drop(np.arange(8, 16), np.array([1]))
+    assert not mooncake.values
+    await storage.close()
+    assert mooncake.told[-1] == "closed"
+
+
+async def test_what_a_mooncake_store_refuses_is_told_with_what_to_do(mooncake: Mooncake) -> None:
+    store = MooncakeKeyValue(("here", "P2PHANDSHAKE", 1 << 20, 20, "tcp", "", "there:1"), "the master at there:1", 0.2)
+    mooncake.codes["setup"] = -1
+    with pytest.raises(RunError, match=r"the master at there:1 was not reached .*\(code -1\): is it running"):
+        await store.open()
+    await store.change({"a": bytes(6), "b": bytes(6)}, ["nothing"])  # twice half of the buffer; a key that is not there is no fault
+    assert mooncake.told[1:] == [["a"], ["b"]]
+    assert await store.get_many([]) == [] and await store.get_many(["a", "none"]) == [bytes(6), None]
+    assert [key async for key in store.keys("")] == []  # it cannot list them
+    mooncake.codes["upsert"] = -200
+    with pytest.raises(RunError, match=r"did not take 6 bytes \(code -200\): raise segment_bytes or buffer_bytes"):
+        await store.change({"c": bytes(6)}, [])
+    mooncake.codes = {"remove": -5}
+    with pytest.raises(RunError, match=r"did not delete 1 values \(code -5\)"):
+        await store.change({}, ["a"])
+    mooncake.can_answer.clear()
+    with pytest.raises(RunError, match=r"there:1 did not answer within 0\.2 s: is it running"):
+        await store.get_many(["a"])
+    mooncake.can_answer.set()

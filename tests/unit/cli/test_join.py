@@ -1,0 +1,94 @@
+"""A joined generator whose run ends: at whatever it is just then, there is nothing wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from asyncflow.cli.join import JoinedGenerator
+from asyncflow.client import PromptsData, PromptToAnswer
+from asyncflow.types import RunError
+
+
+class Run:
+    """A served run, as its worker sees it: prompts for version 0, then version 1, and the end at the request of this name."""
+
+    def __init__(self, ends_at: str, *, is_live: bool) -> None:
+        self._ends_at, self._is_live, self._asked = ends_at, is_live, 0
+        self.facts = SimpleNamespace(group_size=2, group_bits=1, seed=0, dtype="float32")
+        self.client = SimpleNamespace(status=self._status)
+
+    async def _status(self) -> dict[str, Any]:
+        return {"is_live": self._is_live}
+
+    def _at(self, name: str) -> None:
+        if name == self._ends_at:
+            raise RunError("there is no worker 'outside-0'")
+
+    async def get_prompts_data(self, prompts: int, timeout_seconds: float) -> PromptsData:
+        self._asked += 1
+        if self._asked == 1:
+            sampling: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 2, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop": []}
+            prompt = PromptToAnswer(rows=[4, 5], prompt_ids=[1], prompt="", **sampling)
+            return PromptsData(version=0, prompts=[prompt], install=None, is_over=False)
+        self._at("get_prompts_data")
+        return PromptsData(version=0, prompts=[], install=1, is_over=self._asked > 2)
+
+    async def fetch_weights(self, version: int, target: Path) -> None:
+        self._at("fetch_weights")
+        save_file({"w": np.zeros(1, np.float32)}, target)
+
+    async def installed(self, version: int, attested: Any) -> None:
+        self._at("installed")
+
+    async def put_experience_data(self, responses: Any) -> None:
+        self._at("put_experience_data" if self._is_live else self._ends_at)
+
+
+class Engine:
+    """An engine that goes on with its responses when its weights are in, or when the run is over."""
+
+    num_slots = 4
+
+    def __init__(self, *, has_weights: bool) -> None:
+        self._goes_on = asyncio.Event()
+        if not has_weights:
+            self._goes_on.set()
+
+    async def generate(self, prompt_ids: Any, *, samples: list[int], sampling: Any, key: Any) -> AsyncIterator[Any]:
+        for sample in samples:
+            await self._goes_on.wait()
+            ids = np.array([3])
+            yield SimpleNamespace(
+                sample=sample, token_ids=ids, logprobs=-ids.astype(float), finish_reason="stop", version_spans=[(0, 0)]
+            )
+
+    async def pause(self) -> None:
+        self._goes_on.clear()
+
+    async def install(self, version: int, tensors: Any) -> None:
+        assert version == 1 and list(tensors) == ["w"]
+
+    async def resume(self) -> None:
+        self._goes_on.set()
+
+
+@pytest.mark.parametrize("ends_at", ["get_prompts_data", "fetch_weights", "installed", "put_experience_data"])
+async def test_a_run_that_ends_is_no_error_of_the_generators_and_one_that_goes_on_is(tmp_path: Path, ends_at: str) -> None:
+    for is_live in (False, True):
+        engine = Engine(has_weights=ends_at == "installed")
+        generator = JoinedGenerator(Run(ends_at, is_live=is_live), engine, tmp_path / "model")  # type: ignore[arg-type]
+        running = asyncio.wait_for(generator.run(asyncio.Event()), 10)
+        if not is_live:
+            await running  # responses that were under way do not keep it
+            continue
+        with pytest.raises(ExceptionGroup) as failed:
+            await running
+        assert failed.group_contains(RunError, match="no worker 'outside-0'")
