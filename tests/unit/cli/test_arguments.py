@@ -44,6 +44,12 @@ def said(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("serve r.yaml --full-weights", "--full-weights is for models that --tinker serves"),
         ("serve m --tinker --resume", "--resume is for a run, and --tinker serves a model without one"),
         ("serve m --tinker --weights-from .", "--weights-from is for a run"),
+        ("join http://127.0.0.1:1 --key-file k --engine '{slots: 4}'", "--engine {slots: 4} names no engine: take slots, or"),
+        ("watch nowhere", "there is no folder nowhere"),
+        ("watch . --listen 0.0.0.0:0", "--listen 0.0.0.0:0 can be reached from other machines, and this page is for this one"),
+        ("compare . .", "a comparison needs the folders of two runs or more"),
+        ("compare . nowhere", ". is no run's folder: it has no config.yaml"),
+        ("merge nowhere out", "nowhere holds no low-rank adapter: it has no adapter_config.json"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncflow.cli.watch import compare
 from asyncflow.telemetry.compare import RunsCompared, write_comparison
 from asyncflow.telemetry.run_reader import RunReader
 from tests.report_page import Page
@@ -56,3 +57,13 @@ def test_the_page_needs_nothing_else_and_runs_no_text_of_a_run(runs, tmp_path):
     page = Page(write_comparison({"</script><script>x": runs["a"], "c": runs["c"]}, tmp_path / "compare.html"))
     assert page.sources == [] and page.tags.count("script") == 3
     assert "</script><script>x" in page.text and "train.learning_rate" in page.text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys):
+    for number, name in enumerate(("a", "b", "other/a")):
+        run(tmp_path / name, seed=number, reward=0.5, rate=1e-4 * (number + 1))
+    for others, names in ((["b"], ["a", "b"]), (["other/a"], [str(tmp_path / "a"), str(tmp_path / "other/a")])):
+        page = tmp_path / f"{len(names[0])}.html"
+        compare([tmp_path / "a", *(tmp_path / name for name in others)], page)
+        assert capsys.readouterr().out == f"{page}\n"
+        assert all(f">{name}<" in page.read_text() for name in names)
