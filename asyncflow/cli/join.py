@@ -113,7 +113,7 @@ class JoinedGenerator:
                     if work.install is not None:
                         await self._install(work.install)
                 except RunError:
-                    if await self._is_live():
+                    if await self._goes_on():
                         raise
                     return
                 for prompt in work.prompts:
@@ -170,13 +170,14 @@ class JoinedGenerator:
             try:
                 await self._worker.put_experience_data([given])
             except RunError:
-                if await self._is_live():
+                if await self._goes_on():
                     raise
                 return
 
-    async def _is_live(self) -> bool:
-        """Whether the run goes on; one that has ended takes no more of anybody."""
+    async def _goes_on(self) -> bool:
+        """Whether the run goes on, or will, as of a service that was started again; one that is over takes no more of anybody."""
         try:
-            return bool((await self._worker.client.status())["is_live"])
+            status = await self._worker.client.status()
         except RunError:
             return False
+        return bool(status["is_live"] or not status["has_begun"])

@@ -231,6 +231,11 @@ class HostedRun:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the run has been started; it may be over."""
+        return self._run is not None
+
+    @property
     def run(self) -> StepwiseRun:
         """The run, once it has begun. Raises `RunError`."""
         if self._run is None:

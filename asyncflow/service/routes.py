@@ -116,6 +116,7 @@ class Confirmation(BaseModel):
 class RunStatus(BaseModel):
     run: str
     is_live: bool
+    has_begun: bool = True
     committed: int = 0
     steps: int = 0
     idle_seconds: float = 0.0
@@ -338,7 +339,7 @@ def _add_run(router: APIRouter, hosted: HostedRun) -> None:
         """State of the run, its workers and its queue."""
         name = hosted.config.run.name
         if (found := await hosted.status()) is None:
-            return RunStatus(run=name, is_live=False, steps=hosted.config.run.steps)
+            return RunStatus(run=name, is_live=False, has_begun=hosted.has_begun, steps=hosted.config.run.steps)
         return RunStatus(
             run=name,
             is_live=True,

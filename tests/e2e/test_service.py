@@ -29,7 +29,7 @@ def test_a_run_is_driven_over_http(background: Background, small: Callable[..., 
     with served.client() as client:
         with pytest.raises(RunError, match="has not begun: call init_engines first"):
             client.step()
-        assert client.status()["is_live"] is False
+        assert {name: client.status()[name] for name in ("is_live", "has_begun")} == {"is_live": False, "has_begun": False}
         assert client.init_engines(rollout="own") is None
         assert client.init_engines(train="own") == 0 and client.init_engines() == 0
         with pytest.raises(UserError, match="begun with the train engine own"):

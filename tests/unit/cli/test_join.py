@@ -20,13 +20,13 @@ from asyncflow.types import RunError
 class Run:
     """A served run, as its worker sees it: prompts for version 0, then version 1, and the end at the request of this name."""
 
-    def __init__(self, ends_at: str, *, is_live: bool) -> None:
-        self._ends_at, self._is_live, self._asked = ends_at, is_live, 0
+    def __init__(self, ends_at: str, *, is_live: bool, has_begun: bool = True) -> None:
+        self._ends_at, self._is_live, self._has_begun, self._asked = ends_at, is_live, has_begun, 0
         self.facts = SimpleNamespace(group_size=2, group_bits=1, seed=0, dtype="float32")
         self.client = SimpleNamespace(status=self._status)
 
     async def _status(self) -> dict[str, Any]:
-        return {"is_live": self._is_live}
+        return {"is_live": self._is_live, "has_begun": self._has_begun}
 
     def _at(self, name: str) -> None:
         if name == self._ends_at:
@@ -92,3 +92,11 @@ async def test_a_run_that_ends_is_no_error_of_the_generators_and_one_that_goes_o
         with pytest.raises(ExceptionGroup) as failed:
             await running
         assert failed.group_contains(RunError, match="no worker 'outside-0'")
+
+
+async def test_a_run_whose_service_was_started_again_is_not_over(tmp_path: Path) -> None:
+    """Whoever starts this process again where it has failed would leave the run without it."""
+    run = Run("get_prompts_data", is_live=False, has_begun=False)
+    with pytest.raises(ExceptionGroup) as failed:
+        await asyncio.wait_for(JoinedGenerator(run, Engine(has_weights=False), tmp_path / "model").run(asyncio.Event()), 10)  # type: ignore[arg-type]
+    assert failed.group_contains(RunError, match="no worker 'outside-0'")
