@@ -30,7 +30,8 @@ CRITICS_PRINTS: Final = "fingerprints.critic.jsonl"
 
 @dataclass
 class Round:
-    """Result of a round. `faults`: how many, by kind and role. `recoveries`: (kind and role, seconds)."""
+    """Result of a round. `faults`: how many, by kind and role. `recoveries`: (kind and role, seconds). `checking`: seconds that
+    looking at the disk has taken between attempts."""
 
     seed: int
     mode: str
@@ -40,6 +41,7 @@ class Round:
     impossible: dict[str, int] = field(default_factory=dict)
     recoveries: list[tuple[str, float]] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    checking: float = 0.0
 
 
 def lines(path: Path) -> list[Any]:

@@ -146,7 +146,9 @@ def soak(seed: int, expected: dict[str, str]) -> Round:
             pids.add(attempt.driver.pid)
             disturb(attempt, companions, run_dir, done, rng, has_own_disk)
             check_gone(run_dir, attempt.seen, done)
+            gone = time.monotonic()
             check_disk(name, run_dir, done)
+            done.checking += time.monotonic() - gone
             if attempt.status == 2 and not said.read_text().rstrip().endswith(AWAY):
                 done.violations.append(f"an attempt was refused: {said.read_text()[-400:]}")
             if attempt.status == 0:
@@ -218,18 +220,20 @@ def strike(attempt: Attempt, companions: Companions, run_dir: Path, done: Round,
         return time.monotonic()
     done.faults[name] = done.faults.get(name, 0) + 1
     attempt.deadline += lasted
-    watch = threading.Thread(target=recovery, args=(run_dir, steps, at + lasted, name, done), daemon=True)
+    watch = threading.Thread(target=recovery, args=(run_dir, steps, at + lasted, name, done, done.checking), daemon=True)
     watch.start()
     return time.monotonic()
 
 
-def recovery(run_dir: Path, steps: int, over: float, name: str, done: Round) -> None:
-    """Note how long after the fault was over the next step was committed, less what a step takes."""
+def recovery(run_dir: Path, steps: int, over: float, name: str, done: Round, checking: float) -> None:
+    """Note how long after the fault was over the next step was committed, less what a step takes, and what the laws took meanwhile:
+    `checking` is how much they had taken at the fault."""
     while time.monotonic() - over < ATTEMPT_SECONDS:
         with contextlib.suppress(OSError, ValueError):
             if num_steps(run_dir) > steps:
                 took = [json.loads(line)["perf/step_seconds"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-                done.recoveries.append((name, round(max(0.0, time.monotonic() - over - statistics.median(took)), 3)))
+                lost = time.monotonic() - over - (done.checking - checking) - statistics.median(took)
+                done.recoveries.append((name, round(max(0.0, lost), 3)))
                 return
         if not run_dir.parent.exists():
             return
