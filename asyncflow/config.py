@@ -643,8 +643,8 @@ class ValuesPoolConfig(_UncutPool):
     0: the critic computes the values itself."""
 
 
-SharingTask = Literal["reference", "critic", "values", "reward"]
-SharedTask = Literal["train", "reference", "critic", "values", "reward"]
+SharingTask = Literal["reference", "critic", "values", "reward", "helpers"]
+SharedTask = Literal["train", "reference", "critic", "values", "reward", "rollout"]
 
 
 class PlanConfig(Section):
@@ -669,7 +669,8 @@ class PlanConfig(Section):
     """Workers `values/0` and on, where the algorithm has a critic. Each is on a device as `train.critic.device` says."""
     shares: dict[SharingTask, SharedTask] = Field(default_factory=dict)
     """Tasks that compute on devices of another task, `{reference: train, critic: train}`, each worker on one of them. What both
-    need must fit into its memory, and they take turns."""
+    need must fit into its memory, and they take turns. `{helpers: rollout}`: helpers of the trainer, on accelerators
+    (`train.helpers`)."""
 
     @model_validator(mode="after")
     def _possible(self) -> PlanConfig:
@@ -677,6 +678,9 @@ class PlanConfig(Section):
             if task == other or other in self.shares:
                 why = "that is the same task" if task == other else f"{other} has none of its own"
                 raise ValueError(f"shares.{task}={other}: {why}: name a task that has devices of its own")
+            if (task == "helpers") != (other == "rollout"):
+                why = "helpers of the trainer compute on devices of rollout, and nobody else does"
+                raise ValueError(f"shares.{task}={other}: {why}: leave it out")
         return self
 
 

@@ -256,9 +256,9 @@ LEASE: Final = _wait(
 )
 FREE_CORES: Final = _wait(
     "free cores",
-    "cores that others leave free",
+    "cores or devices that others leave free",
     "the run's end",
-    "run/cores.py:FreeCores.num_helpers run/cores.py:FreeCores.num_threads",
+    "run/cores.py:FreeCores.helpers run/cores.py:FreeCores.num_threads",
 )
 RENDEZVOUS: Final = _wait(
     "rendezvous", "ranks to meet: key {key}", "the rendezvous' timeout of torch", "run/rendezvous.py:Rendezvous.get"

@@ -316,7 +316,8 @@ class TrainEngineOptions:
     `tokens_per_pass`: packed tokens up to which several micro-batches are computed together; None: each is a pass of its own. With
     `accumulate` "exact" no bit depends on it. An engine may lack it.
 
-    `num_helpers`: threads besides the engine's own that may take work of it, see train/helpers.py. An engine may lack them.
+    `helpers`: devices of the threads besides the engine's own that may take work of it, see train/helpers.py. An engine may lack
+    them.
 
     `layout`: how the model is sharded over processes. In a pipeline the micro-batches of a call are filled up to one length, if
     the fill is at most the fraction `pipeline_fill` of all their tokens. `activation_checkpointing`: compute each layer's
@@ -355,7 +356,7 @@ class TrainEngineOptions:
     offload_optimizer: bool
     lora: LoraSpec | None = None
     tokens_per_pass: int | None = None
-    num_helpers: int = 0
+    helpers: Sequence[str] = ()
 
 
 class ClassifierEngine(Protocol):

@@ -19,7 +19,7 @@ import asyncio
 import hashlib
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -331,13 +331,13 @@ class SleepingPasses:
 
     def __init__(self, tokens: int | None = None, num_helpers: int = 0) -> None:
         """`tokens`: of a pass, up to which it takes several micro-batches; None: each is computed by itself."""
-        self.allowed = 0
+        self._allowed: frozenset[int] = frozenset()
         self.on_pass: Callable[[float, float], None] = lambda start, end: None
         self._tokens, self._num_helpers, self._changed = tokens, num_helpers, asyncio.Event()
 
-    def allow(self, count: int) -> None:
+    def allow(self, numbers: Iterable[int]) -> None:
         """See `Helpers.allow`."""
-        self.allowed = min(count, self._num_helpers)
+        self._allowed = frozenset(numbers)
         self._changed.set()
 
     def cut(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
@@ -361,7 +361,7 @@ class SleepingPasses:
 
         async def help_out(helper: int) -> None:
             while left:
-                if helper < self.allowed:
+                if helper in self._allowed:
                     tokens, began = left.popleft(), clock()
                     await beside(tokens)
                     self.on_pass(began, clock())

@@ -1,18 +1,19 @@
-"""Cores of the machine: dealt out to the pools after each step, and, where some workers leave theirs free, lent to others.
+"""Cores of the machine: dealt out to the pools after each step, and, where some workers leave theirs free, lent to others. So are
+devices of rollout to the trainer's helpers (`plan.shares.helpers`).
 
     driver: seconds of each pool in a step         FreeCores --num_threads--> a pool's workers: widen --use_threads--> its engines
-    rows that are leased, versions that are    -->           --num_helpers--> trainer: lend --allow--> helpers (train/helpers.py)
+    rows that are leased, versions that are    -->           ----helpers----> trainer: lend --allow--> helpers (train/helpers.py)
     installed, rounds under way
 
-consumes: the number of helpers that may take passes, or of threads to compute with
+consumes: the helpers that may take passes, or the number of threads to compute with
 waits for: another number
 is unblocked by: a rollout worker that takes a row, has stored its last one, or installs weights; a round that the trainer is given,
 and its last commit; the end of a step, and of the run
 
 A pool whose number of threads is `auto` has a part of the cores by what it has computed in the step before. A rollout worker's
-cores are free while it holds no row and installs no weights; the trainer's while it has no round and no update to compute. The
-driver is the first to know of each, so nothing is polled or guessed. What is given out is never more than there are cores, but for
-the first thread of each worker.
+cores, or its device, are free while it holds no row and installs no weights; the trainer's while it has no round and no update to
+compute. The driver is the first to know of each, so nothing is polled or guessed. What is given out is never more than there are
+cores, but for the first thread of each worker.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import is_guest
 from asyncflow.devices import CPU, kind_of
 from asyncflow.loops.evaluation import EVALUATORS
-from asyncflow.run.factories import ON_ONE_MACHINE, device_of, devices_each, num_helpers, workers_with_devices
+from asyncflow.run.factories import device_of, devices_each, workers_with_devices
+from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device, helper_devices
 from asyncflow.telemetry.idle import HELPER_TASK, computing_seconds
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.threads import num_cores
@@ -77,18 +79,20 @@ class FreeCores:
         self, config: Config, signal: Signal, generating: Callable[[], Collection[str]], is_training: Callable[[], bool]
     ) -> None:
         self._signal, self._generating, self._is_training, self._is_stopping = signal, generating, is_training, False
-        self._most_helpers, self._of_helper = num_helpers(config), config.train.least_threads
+        self._config, self._helpers, self._of_helper = config, helper_devices(config), config.train.least_threads
+        self._cores_helpers = self._helpers.count(CPU)
         self._pools, self._cores = pools_of(config), num_cores()
         self._threads = {name: pool.least for name, pool in self._pools.items()}  # of each worker, as dealt
         self._most_given = 0
 
     @property
-    def helpers_now(self) -> int:
-        """Number of helpers that may compute now."""
-        if not self._most_helpers:
-            return 0
+    def helpers_now(self) -> tuple[int, ...]:
+        """Helpers that may compute now, counted from 0: on cores the first ones, on devices those whose device is idle."""
+        if not self._cores_helpers:
+            busy = {generating_device(self._config, name) for name in self._generating()} if self._helpers else set()
+            return tuple(number for number, device in enumerate(self._helpers) if device not in busy)
         free = self._cores - self._of("trainer") - self._of_others - self._pools["rollout"].least * len(self._generating())
-        return max(0, min(self._most_helpers, free // self._of_helper))
+        return tuple(range(max(0, min(self._cores_helpers, free // self._of_helper))))
 
     @property
     def threads_now(self) -> int:
@@ -132,15 +136,15 @@ class FreeCores:
 
     def most_given(self) -> float | None:
         """Most threads that workers were given at a time since the last call / cores; None if nobody asks for any."""
-        if not self._most_helpers and not any(pool.is_dealt for pool in self._pools.values()):
+        if not self._cores_helpers and not any(pool.is_dealt for pool in self._pools.values()):
             return None
         self._look()
         most, self._most_given = self._most_given, 0
         return most / self._cores
 
     @remote
-    async def num_helpers(self, known: int) -> int | None:
-        """Wait until another number of helpers than `known` may compute, and return it. None: the run is stopping."""
+    async def helpers(self, known: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Wait until other helpers than `known` may compute, and return them. None: the run is stopping."""
         await self._signal.until(lambda: self._is_news(self.helpers_now != known), FREE_CORES)
         return None if self._is_stopping else self.helpers_now
 
@@ -164,7 +168,8 @@ class FreeCores:
     @property
     def _of_training(self) -> int:
         """Threads of the trainer and its helpers, while it has something to compute."""
-        return self._of("trainer") + self._of_helper * self.helpers_now if self._is_training() else 0
+        helping = len(self.helpers_now) if self._cores_helpers else 0
+        return self._of("trainer") + self._of_helper * helping if self._is_training() else 0
 
     def _of(self, pool: str) -> int:
         return self._pools[pool].workers * self._threads[pool]
@@ -179,20 +184,20 @@ class FreeCores:
 
 
 async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recorder) -> None:
-    """Let a trainer's helpers compute while there are cores for them, until the run stops. Their passes are spans."""
+    """Let a trainer's helpers compute while there are cores or devices for them, until the run stops. Their passes are spans."""
     loop = asyncio.get_running_loop()
 
     def record(start: float, end: float) -> None:
         loop.call_soon_threadsafe(partial(spans.beside, HELPER_TASK, start, end))
 
-    known: int | None = 0
+    known: tuple[int, ...] | None = ()
     helpers.on_pass = record
     try:
         while known is not None:
-            known = await cores.num_helpers(known)
-            helpers.allow(known or 0)
+            known = await cores.helpers(known)
+            helpers.allow(known or ())
     finally:
-        helpers.allow(0)
+        helpers.allow(())
         helpers.on_pass = lambda start, end: None
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
+from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.run.helper_devices import generating_device
 from asyncflow.types import UserError
 
 
@@ -32,14 +34,13 @@ async def check_devices(config: Config) -> None:
 
 def _wanted(config: Config) -> Iterator[str]:
     """`key=device=count` for every device that is not the CPU: so many processes take one each, if it has no number."""
-    devices = [("rollout.device", config.rollout.device, 1)]
-    if config.eval.num_workers:
-        devices.append(("eval.device", config.evaluators_device, 1))
+    devices = [("rollout.device", generating_device(config, f"rollout/{i}"), 1) for i in range(config.rollout.num_workers)]
+    devices += [("eval.device", generating_device(config, f"{EVALUATORS}/{i}"), 1) for i in range(config.eval.num_workers)]
     if config.reward.model is not None:
         devices.append(("reward.model.device", config.reward.model.device, 1))
     if not launch_of(os.environ):  # else the trainers may be on other machines
         devices.append(("train.device", config.train.device, config.layout.size))
         devices.append(("train.critic.device", config.train.critic.device, 1))
-    for key, device, count in devices:
+    for key, device, count in dict.fromkeys(devices):
         if kind_of(device) != CPU:
             yield f"{key}={device}={count}"

@@ -20,10 +20,10 @@ from asyncflow.run.factories import (
     critic_options,
     make_schedule,
     max_retained,
-    num_helpers,
     train_engine_options,
     weights_need_key,
 )
+from asyncflow.run.helper_devices import helper_devices
 from asyncflow.run_dir import CRITIC_DIR, KEY_FILE
 from asyncflow.types import LoraSpec, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
@@ -60,7 +60,7 @@ def train_engine(run: RunConnection) -> TrainEngine:
     arguments: dict[str, Any] = {
         "model_path": Path(run.job.model),
         "options": replace(
-            train_engine_options(run.config, read_json(Path(run.job.model) / "config.json")), num_helpers=num_helpers(run.config)
+            train_engine_options(run.config, read_json(Path(run.job.model) / "config.json")), helpers=helper_devices(run.config)
         ),
     }
     if chosen.name == OUTSIDE:

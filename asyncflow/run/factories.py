@@ -37,6 +37,7 @@ from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.pool import RewardPool
+from asyncflow.run.helper_devices import ON_ONE_MACHINE, num_helpers
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.settings import Choice
@@ -55,8 +56,6 @@ PASS_TOKENS_CPU: Final = 1024
 """Tokens of a pass on a CPU, for models of more than 128 hidden elements. Not swept: a product gains little above some 900."""
 PASS_TOKENS: Final = 8192
 """Tokens of a pass on an accelerator. Not measured: from some thousand on, matrix products do not wait for memory."""
-ON_ONE_MACHINE: Final = ("local", "inline")
-"""Clusters whose workers are all on the driver's machine."""
 CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")
@@ -125,11 +124,14 @@ def update_plan(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> Update
     """The updates of a step, for the ledger. `fields`: of the model's `config.json`.
 
     A rank trains a group in a round, and more that are there up to the tokens of a pass, or of as many passes as helpers compute
-    beside it; in a pipeline it trains as many as make up the micro-batches that go through it together."""
+    beside it; in a pipeline it trains as many as make up the micro-batches that go through it together. Where passes are one
+    micro-batch each, helpers have some of their own all the same."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
     num_passes = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1 + num_helpers(config)
     groups = -(-num_passes // pieces) if config.layout.pp > 1 else 1
     tokens = tokens_per_pass(config, fields)
+    if tokens is None and kind_of(config.train.device) != CPU and num_helpers(config):
+        tokens = PASS_TOKENS
     return UpdatePlan(
         config.layout.dp,
         groups,
@@ -159,26 +161,6 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
         return PASS_TOKENS
     # In a narrow model what a call costs counts more than its arithmetic.
     return PASS_TOKENS_CPU * max(1, 256 // int(fields["hidden_size"]))
-
-
-def num_helpers(config: Config) -> int:
-    """Threads that may take passes beside the trainer's own. Raises `UserError` where some are asked for that there cannot be."""
-    train, rollout, why = config.train, config.rollout, ""
-    if train.engine.name != "torch" or config.layout.size > 1:
-        why = "only train.engine=torch on one device has them"
-    elif kind_of(train.device) != CPU:
-        why = f"they compute on cores, and train.device={train.device}"
-    elif config.cluster.name not in ON_ONE_MACHINE:
-        why = f"with cluster={config.cluster.name} nobody knows which cores of the trainer's machine are free"
-    elif config.lora is not None and train.old in ("step_start", "previous"):
-        why = f"with model.lora the old policy (train.old={train.old}) is computed by exchanging the adapter that they all read"
-    if train.helpers != "auto":
-        if train.helpers and why:
-            raise UserError(f"train.helpers={train.helpers}: {why}: leave it out, or set it to 0")
-        return train.helpers
-    if why or kind_of(rollout.device) != CPU:
-        return 0
-    return max(0, min(rollout.num_workers * rollout.least_threads, num_cores() - train.least_threads) // train.least_threads)
 
 
 def queue_schema(config: Config) -> Schema:
@@ -222,7 +204,8 @@ def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
     if config.train.tokens_per_micro_batch != "auto" or tokens is None:
         return ""
     width = f"{fields['hidden_size']} hidden elements on {config.train.device}"
-    helped = f", some of them by {num_helpers(config)} more threads on idle cores (train.helpers)" if num_helpers(config) else ""
+    where = "threads on idle cores (train.helpers)" if kind_of(config.train.device) == CPU else "helpers on idle devices of rollout"
+    helped = f", some of them by {num_helpers(config)} more {where}" if num_helpers(config) else ""
     return f"training passes take up to {tokens:,} packed tokens (train.tokens_per_micro_batch=auto, {width}){helped}"
 
 
@@ -394,7 +377,10 @@ def device_of(config: Config, task: str) -> str:
 def check_shares(config: Config) -> None:
     """Check that the tasks that share devices are there, and find such devices. Raises `UserError`."""
     workers = workers_with_devices(config)
+    num_helpers(config)
     for task, other in config.plan.shares.items():
+        if task == "helpers":
+            continue
         said = f"plan.shares.{task}={other}"
         for each in (task, other):
             if not workers.get(each):

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncflow.config import Config, LayoutConfig
+from asyncflow.devices import CPU
 from asyncflow.engines.families import DECODED, Family, head_dim
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
-from asyncflow.run.factories import critic_folder, make_algorithm, max_retained, num_helpers, tasks_before_training, tokens_per_pass
+from asyncflow.run.factories import critic_folder, make_algorithm, max_retained, tasks_before_training, tokens_per_pass
+from asyncflow.run.helper_devices import helper_devices
 from asyncflow.types import LoraSpec, UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -152,10 +154,15 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
         _activations(config, shapes, tokens),
         MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"),
     ]
-    if helpers := num_helpers(config):
+    if helpers := helper_devices(config).count(CPU):
         each = sum_bytes * mine + sum(part.num_bytes for part in of_pass)
         of_pass.append(MemoryUse("helpers", helpers * each, f"{helpers} x gradient sums and what a pass takes (train.helpers)"))
     return parts + of_pass
+
+
+def helper_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
+    """Per device of a helper that is on another one than the trainer: its weights, sums and passes, without an optimiser."""
+    return [part for part in training_parts(config, shapes, prompt_tokens) if part.name != "optimiser state"]
 
 
 def micro_batch_tokens(config: Config, prompt_tokens: int) -> int:
@@ -296,6 +303,8 @@ def parts_by_task(config: Config, shapes: Shapes, prompt_tokens: int, context: i
     """Parts of the memory of each device, by the task that it has. A reward model is left out whose folder is not here."""
     tasks = tasks_before_training(config)
     found = {"train": training_parts(config, shapes, prompt_tokens), "rollout": rollout_parts(config, shapes, context)}
+    if "helpers" in config.plan.shares:
+        found["helpers"] = helper_parts(config, shapes, prompt_tokens)
     if "reference" in tasks:
         found["reference"] = reference_parts(config, shapes, prompt_tokens)
     if VALUES_TASK in tasks:
@@ -346,6 +355,7 @@ def lines(
     titles = {
         "train": f"each of {layout.size} that train (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})",
         "rollout": "each that generates",
+        "helpers": "each helper of the trainer",
         "reference": "each of the reference",
         "critic": "the critic",
         "values": "each of its values",

@@ -43,6 +43,7 @@ from asyncflow.run.engines import (
 )
 from asyncflow.run.episodes import capture_endpoint, environments, episode_player
 from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
+from asyncflow.run.helper_devices import generating_device
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
 from asyncflow.run.resume import CRITIC_FINGERPRINTS
@@ -64,15 +65,18 @@ if TYPE_CHECKING:
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
     """Generates, and scores unless another worker does, until the run stops."""
-    await _generate(name, run_dir, lambda config: config.rollout.device)
+    await _generate(name, run_dir)
 
 
 async def evaluator(name: str, run_dir: Path) -> None:
     """Generates evaluations alone, and scores them, until the run stops."""
-    await _generate(name, run_dir, lambda config: config.evaluators_device, is_evaluator=True)
+    await _generate(name, run_dir, is_evaluator=True)
 
 
-async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *, is_evaluator: bool = False) -> None:
+async def _generate(name: str, run_dir: Path, *, is_evaluator: bool = False) -> None:
+    def device(config: Config) -> str:
+        return generating_device(config, name)
+
     engine: RolloutEngine | None = None
     has: EngineVersion | None = FIRST
     while True:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ import numpy as np
 import pytest
 import torch
 
+from asyncflow.engines.train.model import attention
+from asyncflow.types import LoraSpec
 from tests.conftest import MODEL
 from tests.depth import deep
 from tests.patience import patience
 from tests.stand_in import KIND, TRAFFIC, install
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.parallel.processes import Processes
-from tests.unit.engines.train.training import ModelPath, Sum, policy_gradient, torch_engine, weights_of
+from tests.unit.engines.train.training import ModelPath, Sum, hold_back, policy_gradient, torch_engine, weights_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,6 +114,68 @@ def test_a_micro_step_waits_for_the_device_twice_and_so_does_an_update(of_traini
     _, there = of_training
     assert there["reads"][1:] == [MICRO_STEP_READS] * 3  # the first one is computed twice, to compare
     assert there["update"] == UPDATE_READS
+
+
+def helped(path: Path, device: str, helper: str, **changes: Any) -> dict[str, Any]:
+    """Two steps on a device; of each round a helper on another one computes two passes of three."""
+    kernels = {KIND: attention.kernel_for}
+    attention.kernel_for = lambda place, dtype: kernels[KIND](torch.device(KIND), dtype)  # the CPU's has other bits
+
+    async def steps() -> dict[str, Any]:
+        options = {"device": device, "learning_rate": 1e-2, "check_shared_prompt": False, "accumulate": "exact", **changes}
+        engine = torch_engine(path, helpers=(helper,) * bool(helper), **options)
+        if helper:
+            hold_back(engine, 2)
+        results = []
+        for step in range(2):
+            await engine.begin_step()
+            some = [micro_batch(3 * step + number, lengths=(5, 2)) for number in range(3)]
+            results += await engine.forward_backward(some, Sum(policy_gradient))
+            await engine.optim_step(20)
+        seen: dict[str, Any] = {"hashes": await engine.fingerprint(), "results": results, "places": set()}
+        for passes in () if engine.helpers is None else engine.helpers.passes:
+            models = [passes.policy, *passes.models.frozen]
+            seen["places"] |= {each.device.type for model in models for each in model.parameters.values()}
+        await engine.close()
+        return seen
+
+    try:
+        return asyncio.run(steps())
+    finally:
+        attention.kernel_for = kernels[KIND]
+
+
+OF_MODELS = [
+    {"old": "step_start", "has_reference": True},
+    {"old": "previous", "has_reference": True, "dtype": "bfloat16", "activation_checkpointing": True},
+    {"old": "step_start", "has_reference": True, "offload": True},
+    {"lora": LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj")), "has_reference": True},
+]
+
+
+@pytest.mark.parametrize("changes", OF_MODELS)
+def test_bits_do_not_depend_on_which_device_of_a_kind_has_computed_a_pass(
+    changes: dict[str, Any], own: Processes, model_path: ModelPath
+) -> None:
+    """The stand-in has one device: by another name it is taken for another one, with weights and sums of its own."""
+    path = model_path("qwen2-tiny")
+    (alone,), (found,) = (own.run(partial(helped, **changes), path, KIND, beside) for beside in ("", f"{KIND}:0"))
+    assert found["results"] == alone["results"]
+    assert found["hashes"] == alone["hashes"], [key for key, value in alone["hashes"].items() if found["hashes"][key] != value]
+
+
+@pytest.mark.parametrize(
+    ("device", "helper", "changes"),
+    [(KIND, "cpu", OF_MODELS[0]), (KIND, "cpu", {"accumulate": "fp32"}), ("cpu", f"{KIND}:0", OF_MODELS[3])],
+)
+def test_a_helper_has_all_that_it_computes_with_on_its_own_device(
+    device: str, helper: str, changes: dict[str, Any], own: Processes, model_path: ModelPath
+) -> None:
+    path = model_path("qwen2-tiny")
+    (alone,), (found,) = (own.run(partial(helped, **changes), path, device, beside) for beside in ("", helper))
+    assert found["places"] == {helper.partition(":")[0]}
+    losses = [[result.loss_sum for result in each["results"]] for each in (alone, found)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3, atol=1e-4)  # those of a second update, too
 
 
 def generated(device: str, length: int) -> dict[str, Any]:

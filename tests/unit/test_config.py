@@ -11,14 +11,12 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from asyncflow.config import Config, dump, load, parse, parse_dumped
-from asyncflow.run import factories
 from asyncflow.run.factories import (
     PASS_TOKENS,
     PASS_TOKENS_CPU,
     critic_options,
     make_algorithm,
     num_devices,
-    num_helpers,
     pass_note,
     queue_schema,
     shape_of,
@@ -588,54 +586,6 @@ def test_a_pipelines_round_has_tokens_for_all_its_passes() -> None:
     train = {"tokens_per_micro_batch": 100, "pipeline_micro_batches": 3}
     plan = update_plan(parse({**NEEDED, "train": train, "plan": {"train": {"pp": 2}}}), {})
     assert (plan.groups_per_round, plan.tokens_per_round) == (3, 300)
-
-
-@pytest.mark.parametrize(
-    ("cores", "sections", "expected"),
-    [
-        (1, {}, 0),
-        (2, {}, 1),
-        (64, {}, 1),  # as many as the rollout worker has
-        (8, {"rollout": {"num_workers": 3, "num_threads": 2}}, 6),
-        (6, {"rollout": {"num_workers": 3, "num_threads": 2}, "train": {"num_threads": 2}}, 2),
-        (2, {"train": {"helpers": 0}}, 0),
-        (1, {"train": {"helpers": 3}}, 3),
-        (2, {"rollout": {"num_workers": 0}}, 0),
-        (2, {"rollout": {"device": "cuda"}}, 0),
-        (2, {"train": {"device": "cuda"}}, 0),
-        (2, {"train": {"engine": "outside"}}, 0),
-        (2, {"plan": {"train": {"dp": 2}}}, 0),
-        (2, {"cluster": "ray"}, 0),
-        (2, {"model": {"path": "model", "lora": {"rank": 2}}}, 1),
-        (2, {"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "step_start"}}, 0),
-    ],
-)
-def test_helpers_are_as_many_as_the_rollout_workers_have_cores_for(
-    cores: int, sections: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(factories, "num_cores", lambda: cores)
-    config = parse({**NEEDED, **sections})
-    assert num_helpers(config) == expected
-    fields = {"hidden_size": 576}
-    if (tokens := tokens_per_pass(config, fields)) is not None:
-        assert update_plan(config, fields).tokens_per_round == tokens * (1 + expected)
-        assert ("train.helpers" in pass_note(config, fields)) == bool(expected)
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"plan": {"train": {"tp": 2}}}, "only train.engine=torch on one device has them"),
-        ({"train": {"engine": "deepspeed"}}, "only train.engine=torch"),
-        ({"train": {"device": "cuda:1"}}, "they compute on cores, and train.device=cuda:1"),
-        ({"cluster": "ray"}, "with cluster=ray nobody knows"),
-        ({"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "previous"}}, r"the old policy \(train.old=previous\)"),
-    ],
-)
-def test_helpers_that_cannot_be_are_refused_with_the_reason(sections: dict[str, Any], words: str) -> None:
-    config = parse({**NEEDED, **sections, "train": {**sections.get("train", {}), "helpers": 2}})
-    with pytest.raises(UserError, match=f"train.helpers=2: .*{words}.*: leave it out, or set it to 0"):
-        num_helpers(config)
 
 
 def test_rows_without_advantages_are_left_out_unless_a_process_from_outside_trains() -> None:

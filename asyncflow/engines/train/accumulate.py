@@ -96,7 +96,8 @@ class Accumulator(ABC):
 
     @abstractmethod
     def join(self, other: Any) -> None:
-        """Take over the sums of another accumulator of this kind, of the same step and the same parameters. Raises `RangeError`."""
+        """Take over the sums of another accumulator of this kind, of the same step and the same parameters, from whatever device.
+        Raises `RangeError`."""
 
     def clear(self) -> None:
         """Drop the sums, and what `p.grad` holds."""
@@ -123,7 +124,7 @@ class PlainAccumulator(Accumulator):
         """See `Accumulator.join`."""
         for name, theirs in other._parameters.items():
             if theirs.grad is not None:
-                self.pieces.add(partial(self.add_whole, name, theirs.grad))
+                self.pieces.add(partial(self.add_whole, name, theirs.grad.to(self._parameters[name].device)))
         self.pieces.end()
         other.clear()
 
@@ -244,7 +245,8 @@ class ExactAccumulator(Accumulator):
         for name, bound in other._bounds.items():
             self._bounds[name] = self._bounds.get(name, 0) + bound
             check_bound(name, self._bounds[name])
-        for name, sums in other._sums.items():
+        for name, theirs in other._sums.items():
+            sums = theirs.to(self._parameters[name].device)
             if name in self._sums:
                 self.pieces.add(partial(self._sums[name].add_, sums))
             else:

@@ -1,8 +1,8 @@
-"""Helpers of a trainer: threads that compute beside the compute thread, on cores that nobody else uses.
+"""Helpers of a trainer: threads that compute beside the compute thread, on cores, or devices, that nobody else uses.
 
 consumes: passes of the round that is computed; pieces of a pass that somebody computes, and of the update (pieces.py)
 waits for: these, and the leave to compute (`allow`)
-is unblocked by: the compute thread, with the next round or piece; the driver, when cores become free (run/cores.py)
+is unblocked by: the compute thread, with the next round or piece; the driver, when cores or devices become free (run/cores.py)
 
     passes of a round --+--> compute thread: the engine's own sums --------+
                         +--> helper: sums of its own, same weights --------+--> one sum, before the update
@@ -11,7 +11,7 @@ is unblocked by: the compute thread, with the next round or piece; the driver, w
 A thread that is free takes the next pass; one that finds none takes pieces of the passes that are left. A helper looks at its
 leave before each one: a core is given back within a pass. With exact sums no bit depends on which took what: each helper computes
 with as many threads as the engine itself, a pass leaves no trace of its company, exact sums leave none of their order, and a
-piece is the same product wherever it is computed.
+piece is the same product wherever it is computed. A helper on another device (passes.py) takes passes alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Helpers:
         self.passes = passes
         self.on_pass: Callable[[float, float], None] = lambda start, end: None
         self._turn = threading.Condition()
-        self._allowed = 0
+        self._allowed: frozenset[int] = frozenset()
         self._is_closed = False
         self._left: list[int] = []  # numbers of the passes that nobody has taken, the next one last
         self._taken: set[int] = set()  # helpers that compute a pass
@@ -71,12 +71,12 @@ class Helpers:
     @property
     def allowed(self) -> int:
         """Number of helpers that may compute now."""
-        return self._allowed
+        return len(self._allowed)
 
-    def allow(self, count: int) -> None:
-        """Let so many helpers compute from now on. Called from any thread."""
+    def allow(self, numbers: Iterable[int]) -> None:
+        """Let these helpers compute from now on, counted from 0. Called from any thread."""
         with self._turn:
-            self._allowed = min(count, len(self.passes))
+            self._allowed = frozenset(numbers).intersection(range(len(self.passes)))
             self._turn.notify_all()
 
     def compute(self, count: int, by: Callable[[Passes, int], T], own: Passes) -> list[T]:
@@ -123,7 +123,7 @@ class Helpers:
 
     def _takers(self) -> int:
         """Number of threads that have nothing but pieces to compute."""
-        return 0 if self._left else self._is_waiting + sum(number not in self._taken for number in range(self._allowed))
+        return 0 if self._left else self._is_waiting + len(self._allowed - self._taken)
 
     def _offer(self, of: _SharedPieces, piece: Callable[[], object]) -> bool:
         """Leave a piece to others, if one of them takes it soon."""
@@ -163,7 +163,7 @@ class Helpers:
         last: _SharedPieces | None = None
 
         def has_work() -> bool:
-            return self._is_closed or bool(number < self._allowed and (self._left or self._waiting))
+            return self._is_closed or bool(number in self._allowed and (self._left or self._waiting))
 
         while True:
             with self._turn:

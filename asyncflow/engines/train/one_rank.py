@@ -8,6 +8,7 @@ AdamW <- clip, norm <- sums / normaliser (optim_step) <-------------------------
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -83,11 +84,13 @@ class OneRank(OneModel, PolicyTraining):
         self.policy, self.models, self.remark = first.policy, first.models, first.remark
         super().__init__(self.policy.parameters, options, self.models.old_model, first.sums)
         self.helpers: Helpers | None = None
-        if options.num_helpers:
-            self.helpers = Helpers([Passes(model_path, options, first) for _ in range(options.num_helpers)], options.num_threads)
-            self._sums.pieces = self._optimizer.pieces = self.helpers.pieces()
-            for passes in (first, *self.helpers.passes):
-                passes.share(self.helpers.pieces())
+        if options.helpers:
+            others = [Passes(model_path, replace(options, device=device), first) for device in options.helpers]
+            self.helpers = Helpers(others, options.num_threads)
+            if not any(passes.is_apart for passes in others):  # another device would have to be sent what a piece reads
+                self._sums.pieces = self._optimizer.pieces = self.helpers.pieces()
+                for passes in (first, *others):
+                    passes.share(self.helpers.pieces())
         self.specs = HeldWeights(self.policy.parameters).specs
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
@@ -95,7 +98,10 @@ class OneRank(OneModel, PolicyTraining):
         packed = [self.policy.pack(each.prompt_ids, each.response_ids, each.target_ids) for each in micro_batches]
 
         def compute(passes: Passes, number: int) -> list[MicroBatchResult]:
-            return passes.compute(micro_batches[cut[number]], packed[cut[number]], objective)
+            of_pass = micro_batches[cut[number]]
+            if passes.is_apart:
+                return passes.compute_apart(of_pass, objective)
+            return passes.compute(of_pass, packed[cut[number]], objective)
 
         if self.helpers is None:
             cut = cut_into_passes(packed, self.passes.most_tokens)
@@ -104,6 +110,10 @@ class OneRank(OneModel, PolicyTraining):
             cut = cut_into_passes(packed, self.passes.most_tokens, 1 + self.helpers.allowed)
             results = self.helpers.compute(len(cut), compute, self.passes)
         return [result for of_pass in results for result in of_pass]
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._changed()
 
     def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         return self.policy.response_log_probs(prompt_ids, response_ids, target_ids)
@@ -118,11 +128,22 @@ class OneRank(OneModel, PolicyTraining):
             write_lora(path, self._lora, self._model_path, {name: self.gather(name).numpy() for name in self.specs})
 
     def _update(self, normaliser: int) -> OptimResult:
-        for passes in () if self.helpers is None else self.helpers.passes:
+        for passes in self._of_helpers:
             self._sums.join(passes.sums)
+        self._changed()
         return super()._update(normaliser)
 
     def _clear(self) -> None:
         super()._clear()
-        for passes in () if self.helpers is None else self.helpers.passes:
+        for passes in self._of_helpers:
             passes.sums.clear()
+        self._changed()
+
+    @property
+    def _of_helpers(self) -> Sequence[Passes]:
+        return () if self.helpers is None else self.helpers.passes
+
+    def _changed(self) -> None:
+        """Note that the weights of the policy, or of the old one, may have changed."""
+        for passes in self._of_helpers:
+            passes.is_behind = True

@@ -6,12 +6,13 @@
 
 Gradients of matrices are pieces of a pass, which others may compute (pass_gradients.py, helpers.py). With exact sums each
 micro-batch's is taken by itself, so that no bit depends on the company. A second `Passes` over the same weights computes beside the
-first one, in another thread, with gradients and sums of its own.
+first one, in another thread, with gradients and sums of its own. On another device it has copies of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,12 @@ class Passes:
     def __init__(self, model_path: Path | str, options: TrainEngineOptions, first: Passes | None = None) -> None:
         """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here.
 
-        `first`: compute with its weights, whatever becomes of them, and as it has found to be right on this machine.
+        `first`: compute with its weights, whatever becomes of them, and as it has found to be right on this machine. On another
+        device than that one's, `is_behind` says that the weights there have changed.
         """
+        self.device: str = options.device
+        self.is_behind = True
+        self._apart_from = first if first is not None and first.device != self.device else None
         how, lora = PassOptions.of(options), options.lora
         of_model: dict[str, Any] = {"first": None if first is None else first.policy}
         if lora is not None:
@@ -78,7 +83,7 @@ class Passes:
     def compute(
         self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: Objective
     ) -> list[MicroBatchResult]:
-        """Compute micro-batches together, and add their gradients to the sums: of all that are finite."""
+        """Compute micro-batches together, and add their gradients to the sums: of all that are finite. `packed`: on this device."""
         together = joined(packed)
         shared = next((batch for batch, p in zip(micro_batches, packed, strict=True) if p.layout.has_prompt), None)
         if self._is_to_check and shared is not None:
@@ -101,10 +106,36 @@ class Passes:
             return [self.compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
         return made.results
 
+    def compute_apart(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        """`compute` on another device than that of the weights, with copies of them."""
+        device = self.policy.device
+        with nullcontext() if device.index is None else torch.accelerator.device_index(device.index):
+            if self.is_behind:
+                self._catch_up()
+            packed = [self.policy.pack(each.prompt_ids, each.response_ids, each.target_ids) for each in micro_batches]
+            return self.compute(micro_batches, packed, objective)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether these are on another device than the weights."""
+        return self._apart_from is not None
+
     def share(self, pieces: Pieces) -> None:
         """Leave pieces of a pass to others."""
         if self._gradients is not None:
             self._gradients.pieces = pieces
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Copy what has changed since the last call: the weights of the policy, and of the old one. The reference's never do."""
+        first = self._apart_from
+        assert first is not None, "there is a device to copy from"
+        for own, source in ((self.policy, first.policy), (self.models.old_model, first.models.old_model)):
+            is_same_memory = isinstance(own, CausalModel) and not own.is_copy  # with `offload`
+            if own is not None and source is not None and not is_same_memory:
+                for name, parameter in own.parameters.items():
+                    parameter.copy_(source.parameters[name])
+        self.is_behind = False
 
     def _prepare(self) -> None:
         """Make ready for passes of several micro-batches; with exact sums only if no bit depends on them."""

@@ -310,7 +310,7 @@ def test_helpers_take_passes_while_they_may(allowed: int, seconds: float) -> Non
     async def main() -> None:
         helpers = SleepingPasses(num_helpers=2)
         helpers.on_pass = lambda start, end: seen.append((start, end))
-        helpers.allow(allowed)
+        helpers.allow(range(allowed))
         engine = SleepingTrainEngine(COSTS, passes=helpers)
         results = await engine.forward_backward([micro_batch(100) for _ in range(4)], cast(Any, None))
         assert [result.physical_tokens for result in results] == [100] * 4
@@ -322,8 +322,8 @@ def test_helpers_take_passes_while_they_may(allowed: int, seconds: float) -> Non
 def test_a_helper_gives_its_core_back_within_a_pass() -> None:
     async def main() -> None:
         helpers, loop = SleepingPasses(num_helpers=1), asyncio.get_running_loop()
-        loop.call_later(0.5, helpers.allow, 1)
-        loop.call_later(2.0, helpers.allow, 0)
+        loop.call_later(0.5, helpers.allow, (0,))
+        loop.call_later(2.0, helpers.allow, ())
         engine = SleepingTrainEngine(COSTS, passes=helpers)
         await engine.forward_backward([micro_batch(100) for _ in range(5)], cast(Any, None))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from asyncflow.config import parse
 from asyncflow.control.signal import Signal
 from asyncflow.run import cores as module_of_cores
-from asyncflow.run import factories as module_of_factories
+from asyncflow.run import helper_devices as module_of_helper_devices
 from asyncflow.run.cores import FreeCores, lend, widen, widening
 from asyncflow.telemetry.spans import Recorder, Span
 from tests.patience import patience
@@ -41,11 +42,28 @@ def test_a_worker_that_generates_has_its_cores_for_itself(
 ) -> None:
     busy: set[str] = set()
     cores, _ = cores_of(monkeypatch, count, busy, **sections)
-    found = [cores.helpers_now]
+    found = [len(cores.helpers_now)]
     for worker in ("rollout/0", "rollout/1"):
         busy.add(worker)
-        found.append(cores.helpers_now)
+        found.append(len(cores.helpers_now))
     assert found == expected
+
+
+def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy: set[str] = set()
+    sections = {
+        "train": {"device": "cuda"},
+        "rollout": {"device": "cuda:1", "num_workers": 3},
+        "eval": {"path": "d.jsonl", "num_workers": 1, "device": "cuda:2"},
+        "plan": {"shares": {"helpers": "rollout"}},
+    }
+    cores, _ = cores_of(monkeypatch, 2, busy, **sections)
+    assert cores.helpers_now == (0, 1, 2)
+    busy.add("rollout/0")
+    assert cores.helpers_now == (1, 2)
+    busy.add("evaluator/0")  # on the device of rollout/1
+    assert cores.helpers_now == (2,)
+    assert cores.most_given() is None  # of the machine's cores they take none into account
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,7 @@ def test_a_worker_that_generates_has_its_cores_for_itself(
 def test_who_generates_has_the_cores_that_nobody_else_computes_on(
     count: int, sections: dict[str, Any], expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_of_factories, "num_cores", lambda: count)
+    monkeypatch.setattr(module_of_helper_devices, "num_cores", lambda: count)
     rollout = {"num_threads": "auto", **sections.get("rollout", {})}
     busy: set[str] = set()
     cores, _ = cores_of(monkeypatch, count, busy, **{**sections, "rollout": rollout})
@@ -73,7 +91,7 @@ def test_who_generates_has_the_cores_that_nobody_else_computes_on(
         busy.update(working.split())
         assert cores.threads_now == threads, working
         num_generating, train_threads = len(busy - {"trainer"}), sections.get("train", {}).get("num_threads", 1)
-        used = num_generating * threads + ("trainer" in busy) * train_threads * (1 + cores.helpers_now)
+        used = num_generating * threads + ("trainer" in busy) * train_threads * (1 + len(cores.helpers_now))
         assert used <= max(count, len(busy))
 
 
@@ -105,8 +123,8 @@ async def test_helpers_follow_what_the_workers_do_until_the_run_stops(monkeypatc
             self.allowed, self.changed = list[int](), asyncio.Event()
             self.on_pass: Any = None
 
-        def allow(self, count: int) -> None:
-            self.allowed.append(count)
+        def allow(self, numbers: Sequence[int]) -> None:
+            self.allowed.append(len(numbers))
             self.changed.set()
 
         async def has(self, allowed: list[int]) -> None:
@@ -169,7 +187,7 @@ AUTO: dict[str, Any] = {"rollout": {"num_threads": "auto"}, "train": {"num_threa
 def test_cores_are_dealt_by_what_each_pool_has_computed(
     count: int, sections: dict[str, Any], seconds: dict[str, float], trainer: int, rollout: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_of_factories, "num_cores", lambda: count)
+    monkeypatch.setattr(module_of_helper_devices, "num_cores", lambda: count)
     cores, _ = cores_of(monkeypatch, count, {"trainer", "rollout/0"}, **sections)
     assert cores.threads_of("trainer") == sections["train"]["num_threads"] if sections["train"]["num_threads"] != "auto" else 1
     cores.deal(seconds)

@@ -92,14 +92,17 @@ class CausalModel:
 
         `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`. Models with
         adapters over the same files have the memory of their bases in common.
-        `first`: load nothing, and compute with the weights of that one, whatever becomes of them, in its way. Gradients stay apart.
+        `first`: compute in the way of that one, and if the weights of both are on one device, with that one's, whatever becomes of
+        them: then nothing is loaded. Gradients stay apart.
 
         Raises `UserError` if there is no such model, or it cannot be trained here.
         """
+        place = self._place = weights_device or passes.device
+        shared = first if first is not None and first._place == place else None
+        self.is_copy = first is not None and shared is None
+        """Whether its weights are a copy of the first one's, on another device."""
         # As it was loaded, to make others of the same memory; an adapter's base stays as long as an adapter of it is here.
-        self._loaded: Any = (
-            first._loaded if first else (base_of if lora else load_module)(path, weights_dtype, weights_device or passes.device)
-        )
+        self._loaded: Any = shared._loaded if shared else (base_of if lora else load_module)(path, weights_dtype, place)
         own = {id(w): w if lora else nn.Parameter(w.data, w.requires_grad) for w in self._loaded.parameters()}
         self.module = copy.deepcopy(self._loaded, own).eval()
         self.chunk_tokens = passes.chunk_tokens
@@ -114,9 +117,9 @@ class CausalModel:
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.parameters = self._weights if lora is None else {name: w for name, w in self._weights.items() if w.requires_grad}
-        if first is not None:
+        if shared is not None:
             for name, parameter in self.parameters.items():
-                parameter.data = first.parameters[name].data
+                parameter.data = shared.parameters[name].data
         elif lora is not None:
             fill_lora(self.parameters, lora, seed)
         head_VH = self.module.get_output_embeddings().weight

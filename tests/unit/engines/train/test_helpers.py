@@ -21,7 +21,6 @@ from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.passes import Passes
 from asyncflow.engines.train.pieces import AT_ONCE
-from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec
 from tests.patience import patience
 from tests.unit.engines.train.conftest import micro_batch
@@ -30,6 +29,7 @@ from tests.unit.engines.train.training import (
     ModelPath,
     Sum,
     assert_same,
+    hold_back,
     policy_gradient,
     torch_engine,
     train_options,
@@ -48,7 +48,7 @@ def as_passes(each: object) -> Passes:
 @contextmanager
 def helpers(allowed: int = 0) -> Iterator[Helpers]:
     made = Helpers([as_passes(each) for each in OTHERS], num_threads=1)
-    made.allow(allowed)
+    made.allow(range(allowed))
     yield made
     made.close()
 
@@ -57,9 +57,9 @@ async def trained(path: Path, passes_of_helpers: int, **changes: Any) -> tuple[A
     """Two updates: hashes of weights and optimiser, weights, and results. Of each round the helpers compute `passes_of_helpers`
     passes at least: the compute thread waits for them."""
     options = {"accumulate": "exact", "learning_rate": 1e-3, "tokens_per_pass": 40, "check_shared_prompt": False}
-    engine = torch_engine(path, **{**options, "num_helpers": min(2, passes_of_helpers), **changes})
+    engine = torch_engine(path, **{**options, "helpers": ("cpu",) * min(2, passes_of_helpers), **changes})
     if passes_of_helpers:
-        _hold_back(engine, passes_of_helpers)
+        hold_back(engine, passes_of_helpers)
     results = []
     for _ in range(2):
         await engine.begin_step()
@@ -69,30 +69,6 @@ async def trained(path: Path, passes_of_helpers: int, **changes: Any) -> tuple[A
     found, weights = await engine.fingerprint(), await weights_of(engine)
     await engine.close()
     return found, weights, results
-
-
-def _hold_back(engine: TorchEngine, passes_of_helpers: int) -> None:
-    """Let the compute thread take a second pass of each round only when the helpers have computed so many."""
-    made = engine.helpers
-    assert made is not None
-    made.allow(2)
-    computed = threading.Semaphore(0)
-    made.on_pass = lambda start, end: computed.release()
-    compute, next_of_own = made.compute, made._next
-
-    def held_back(*arguments: Any) -> Any:
-        still = [*range(passes_of_helpers)]
-
-        def held() -> int | None:
-            while still:
-                assert computed.acquire(timeout=patience(60))
-                still.pop()
-            return next_of_own()
-
-        made._next = held  # type: ignore[method-assign]
-        return compute(*arguments)
-
-    made.compute = held_back  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -126,10 +102,10 @@ async def test_what_helpers_have_added_is_gone_when_a_step_is_discarded(model_pa
     norms = []
     for has_discarded in (False, True):
         engine = torch_engine(
-            model_path("qwen2-tiny"), accumulate="exact", num_helpers=1, tokens_per_pass=30, check_shared_prompt=False
+            model_path("qwen2-tiny"), accumulate="exact", helpers=("cpu",), tokens_per_pass=30, check_shared_prompt=False
         )
         if has_discarded:
-            _hold_back(engine, 1)
+            hold_back(engine, 1)
             await engine.forward_backward(batches(), Sum(policy_gradient))
             await engine.discard()
         await engine.forward_backward([micro_batch(9)], Sum(policy_gradient))
@@ -139,7 +115,7 @@ async def test_what_helpers_have_added_is_gone_when_a_step_is_discarded(model_pa
 
 
 async def test_helpers_read_the_weights_that_an_update_has_made(model_path: ModelPath) -> None:
-    engine = torch_engine(model_path("qwen2-tiny"), num_helpers=1, learning_rate=1e-2)
+    engine = torch_engine(model_path("qwen2-tiny"), helpers=("cpu",), learning_rate=1e-2)
     before = await weights_of(engine)
     await engine.forward_backward([micro_batch(0)], Sum(policy_gradient))
     await engine.optim_step(8)
@@ -189,11 +165,11 @@ async def test_helpers_take_pieces_of_the_only_pass_and_of_the_update_with_the_s
             path,
             **{"learning_rate": 1e-2, "tokens_per_pass": 200, "check_shared_prompt": False, "max_grad_norm": 0.1, **changes},
             accumulate=accumulate,
-            num_helpers=count,
+            helpers=("cpu",) * count,
         )
         takers: list[str] = []
         if (made := engine.helpers) is not None:
-            made.allow(2)
+            made.allow(range(2))
             takers = _leave_all_pieces_to_helpers(made, monkeypatch)
         for number in range(2):
             await engine.begin_step()
@@ -225,10 +201,10 @@ async def test_helpers_take_rows_of_a_forward_pass_with_the_same_bits(
             tokens_per_pass=400,
             check_shared_prompt=False,
             accumulate=accumulate,
-            num_helpers=count,
+            helpers=("cpu",) * count,
         )
         if (made := engine.helpers) is not None:
-            made.allow(count)
+            made.allow(range(count))
 
         def noted(to: PassGradients, *arguments: Any, count: int = count) -> torch.Tensor:
             shapes.add((count, len(to.pieces.parts(len(arguments[0]), arguments[0].numel()))))
@@ -257,7 +233,7 @@ def test_rows_are_cut_where_vectors_begin_and_only_for_who_takes_them() -> None:
     with helpers() as made:
         pieces = made.pieces()
         assert pieces.parts(1000, 1 << 40) == [slice(0, 1000)]
-        made.allow(2)
+        made.allow(range(2))
         assert pieces.parts(1000, 1 << 40) == [slice(0, 336), slice(336, 672), slice(672, 1000)]
         assert pieces.parts(1000, module_of_helpers.LEAST_WORK * 2) == [slice(0, 512), slice(512, 1000)]
         assert pieces.parts(1000, module_of_helpers.LEAST_WORK) == [slice(0, 1000)]
@@ -373,7 +349,7 @@ def test_a_helper_whose_leave_ends_takes_no_other_piece() -> None:
         pieces.add(first)
         assert has_begun.wait(patience(60))
         pieces.add(other)  # waits for the helper
-        made.allow(0)
+        made.allow(())
         pieces.add(other)
         may_end.set()
         with made._turn:
@@ -473,13 +449,13 @@ def test_a_helper_whose_leave_ends_takes_no_other_pass() -> None:
                 assert may_end.wait(patience(60))
             elif number == 0:
                 assert has_begun.wait(patience(60))
-                made.allow(0)
+                made.allow(())
                 may_end.set()
             return passes
 
         found = made.compute(6, by, as_passes(OWN))
         assert found.count(OTHERS[0]) == 1 and found.count(OWN) == 5
-        made.allow(5)
+        made.allow(range(5))
         assert made.allowed == len(OTHERS)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.run.factories import train_engine_options
 from asyncflow.types import LossSums, Objective, TokenBatch
+from tests.patience import patience
 
 ModelPath = Callable[[str], Path]
 MakeMicroBatch = Callable[..., MicroBatch]
@@ -142,3 +144,27 @@ def moved_less(left: dict[str, Tensor], right: dict[str, Tensor], before: Any, s
         # Adam divides by the gradient's own size: where that is rounding error alone, the direction is too (the key biases)
         if not name.endswith("k_proj.bias"):
             assert (left[name] - right[name]).norm() < share * (right[name] - before[name]).norm(), name
+
+
+def hold_back(engine: TorchEngine, passes_of_helpers: int) -> None:
+    """Let the compute thread take a second pass of each round only when the helpers have computed so many."""
+    made = engine.helpers
+    assert made is not None
+    made.allow(range(2))
+    computed = threading.Semaphore(0)
+    made.on_pass = lambda start, end: computed.release()
+    compute, next_of_own = made.compute, made._next
+
+    def held_back(*arguments: Any) -> Any:
+        still = [*range(passes_of_helpers)]
+
+        def held() -> int | None:
+            while still:
+                assert computed.acquire(timeout=patience(60))
+                still.pop()
+            return next_of_own()
+
+        made._next = held  # type: ignore[method-assign]
+        return compute(*arguments)
+
+    made.compute = held_back  # type: ignore[method-assign]

@@ -1,0 +1,131 @@
+"""Helpers of a trainer, and the devices that they and the generating workers compute on, by the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncflow.config import parse
+from asyncflow.run import helper_devices as helper_devices_module
+from asyncflow.run.factories import check_shares, pass_note, tokens_per_pass, update_plan
+from asyncflow.run.helper_devices import generating_device, helper_devices, num_helpers
+from asyncflow.types import UserError
+
+NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("cores", "sections", "expected"),
+    [
+        (1, {}, 0),
+        (2, {}, 1),
+        (64, {}, 1),  # as many as the rollout worker has
+        (8, {"rollout": {"num_workers": 3, "num_threads": 2}}, 6),
+        (6, {"rollout": {"num_workers": 3, "num_threads": 2}, "train": {"num_threads": 2}}, 2),
+        (2, {"train": {"helpers": 0}}, 0),
+        (1, {"train": {"helpers": 3}}, 3),
+        (2, {"rollout": {"num_workers": 0}}, 0),
+        (2, {"rollout": {"device": "cuda"}}, 0),
+        (2, {"train": {"device": "cuda"}}, 0),
+        (2, {"train": {"engine": "outside"}}, 0),
+        (2, {"plan": {"train": {"dp": 2}}}, 0),
+        (2, {"cluster": "ray"}, 0),
+        (2, {"model": {"path": "model", "lora": {"rank": 2}}}, 1),
+        (2, {"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "step_start"}}, 0),
+    ],
+)
+def test_helpers_are_as_many_as_the_rollout_workers_have_cores_for(
+    cores: int, sections: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helper_devices_module, "num_cores", lambda: cores)
+    config = parse({**NEEDED, **sections})
+    assert num_helpers(config) == expected
+    fields = {"hidden_size": 576}
+    if (tokens := tokens_per_pass(config, fields)) is not None:
+        assert update_plan(config, fields).tokens_per_round == tokens * (1 + expected)
+        assert ("train.helpers" in pass_note(config, fields)) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"plan": {"train": {"tp": 2}}}, "only train.engine=torch on one device has them"),
+        ({"train": {"engine": "deepspeed"}}, "only train.engine=torch"),
+        ({"train": {"device": "cuda:1"}}, "train.device=cuda:1, and no other device is theirs .* plan.shares.helpers=rollout"),
+        ({"cluster": "ray"}, "with cluster=ray nobody knows"),
+        ({"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "previous"}}, r"the old policy \(train.old=previous\)"),
+    ],
+)
+def test_helpers_that_cannot_be_are_refused_with_the_reason(sections: dict[str, Any], words: str) -> None:
+    config = parse({**NEEDED, **sections, "train": {**sections.get("train", {}), "helpers": 2}})
+    with pytest.raises(UserError, match=f"train.helpers=2: .*{words}.*: leave it out, or set it to 0"):
+        num_helpers(config)
+
+
+GPUS: dict[str, Any] = {"train": {"device": "cuda"}, "rollout": {"device": "cuda:1", "num_workers": 3}}
+SHARED = {"shares": {"helpers": "rollout"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"plan": SHARED}, ("cuda:1", "cuda:2", "cuda:3")),
+        ({"plan": SHARED, "train": {"device": "cuda", "helpers": 2}}, ("cuda:1", "cuda:2")),
+        ({"plan": SHARED, "train": {"device": "cuda", "helpers": 0}}, ()),
+        ({"plan": SHARED, "train": {"device": "cuda:4"}}, ("cuda:1", "cuda:2", "cuda:3")),
+        ({}, ()),  # by themselves they are on no device
+    ],
+)
+def test_helpers_are_on_the_devices_that_the_plan_gives_them(sections: dict[str, Any], expected: tuple[str, ...]) -> None:
+    train, fields = sections.get("train", GPUS["train"]), {"hidden_size": 576}
+    exact, fp32 = (
+        parse({**NEEDED, **GPUS, **sections, "train": {**train, "accumulate": accumulate}}) for accumulate in ("exact", "fp32")
+    )
+    assert helper_devices(exact) == helper_devices(fp32) == expected
+    check_shares(exact)
+    assert tokens_per_pass(exact, fields) is None  # a pass is one micro-batch; a round has some for each helper all the same
+    assert (update_plan(exact, fields).tokens_per_round is not None) == bool(expected)
+    assert ("helpers on idle devices" in pass_note(fp32, fields)) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"rollout": {"device": "cuda"}},
+            "rollout.device=cuda does not say which devices generate: cuda:1 would",
+        ),
+        ({"rollout": {"device": "npu:1"}}, "rollout.device=npu:1 is of another kind than train.device=cuda"),
+        (
+            {"train": {"device": "cuda:2"}, "rollout": {"device": "cuda:1", "num_workers": 2}},
+            "train.device=cuda:2 is one of the devices",
+        ),
+        ({"rollout": {"device": "cuda:1", "engine": "vllm"}}, "rollout.engine=vllm takes all memory of its devices"),
+        ({"cluster": "ray"}, "with cluster=ray nobody knows which cores or devices"),
+    ],
+)
+def test_helpers_that_cannot_be_on_devices_are_refused_with_the_reason(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"plan.shares.helpers=rollout: .*{words}.*: leave it out$"):
+        check_shares(parse({**NEEDED, **GPUS, "plan": SHARED, **sections}))
+
+
+@pytest.mark.parametrize("shares", [{"helpers": "train"}, {"reference": "rollout"}])
+def test_devices_of_rollout_are_for_helpers_alone(shares: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="helpers of the trainer compute on devices of rollout, and nobody else does"):
+        parse({**NEEDED, "plan": {"shares": shares}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "name", "expected"),
+    [
+        ({"rollout": {"device": "cuda:1"}}, "rollout/2", "cuda:3"),
+        ({"rollout": {"device": "cuda"}}, "rollout/2", "cuda"),
+        ({}, "rollout/2", "cpu"),
+        ({"rollout": {"device": "cuda:1", "num_workers": 2}}, "evaluator/1", "cuda:4"),  # behind the rollout workers
+        ({"rollout": {"device": "cuda:1"}, "eval": {"device": "cuda:0"}}, "evaluator/1", "cuda:1"),
+        ({"rollout": {"device": "cuda:1", "engine": "vllm"}}, "rollout/0", "cuda:1"),
+    ],
+)
+def test_each_worker_that_generates_has_a_device_of_its_own(sections: dict[str, Any], name: str, expected: str) -> None:
+    assert generating_device(parse({**NEEDED, **sections}), name) == expected
