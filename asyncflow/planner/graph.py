@@ -10,7 +10,7 @@ the pool's workers, needs less, if costs are straight lines, as `cost.py` makes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from asyncflow.engines.costs import Costs
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.run.factories import make_schedule, tasks_before_training, tokens_per_pass, update_plan
+from asyncflow.run.helper_devices import num_on_devices
 from asyncflow.types import Array
 
 BYTES_OF_TOKEN = 13
@@ -101,7 +102,7 @@ def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
     schedule = make_schedule(config)
     tasks = [rollout(config, costs, drawn, in_flight=schedule.installs_in_flight)]
     tasks += [before_training(config, costs, drawn, name) for name in between(config)]
-    tasks.append(train(config, costs, drawn))
+    tasks.append(helped(train(config, costs, drawn), num_on_devices(config)))
     aside = [storage(config, costs, drawn)]
     aside += [critic(config, costs, drawn)] if VALUES_TASK in tasks_before_training(config) else []
     aside += on_shared_devices(config, {task.name: task.busy for task in [*tasks, *aside]})
@@ -145,7 +146,9 @@ def on_shared_devices(config: Config, busy: Mapping[str, float]) -> list[Task]:
     known = {name: seconds for name, seconds in busy.items() if name != "reward" or not config.reward.parts}
     found = []
     for other in dict.fromkeys(config.plan.shares.values()):
-        guests = [task for task, host in config.plan.shares.items() if host == other]
+        guests = [task for task, host in config.plan.shares.items() if host == other and task != "helpers"]
+        if not guests:
+            continue
         own = [known.get(task, 0.0) * min(1.0, pools[task] / pools[other]) for task in guests]
         found.append(Task(f"{' and '.join([other, *guests])} on the same devices", known.get(other, 0.0) + sum(own), 0.0, 0.0, 0.0))
     return found
@@ -210,6 +213,12 @@ def train(config: Config, costs: Costs, drawn: Drawn) -> Task:
     whole = float((of_group.sum(1) / layout.dp + rounds * meetings + extra[:, 0]).mean())
     last = float((of_group.min(1) + extra[:, 0]).mean()) + meetings
     return Task("train", whole + costs.optim_step_seconds, whole, last, last, rest=rest)
+
+
+def helped(training: Task, num_helpers: int) -> Task:
+    """Training some of whose passes helpers take, on devices of rollout: at best all of them compute all the time."""
+    each = {name: getattr(training, name) / (1 + num_helpers) for name in ("busy", "span", "last", "rest")}
+    return replace(training, **each) if num_helpers else training
 
 
 def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Task:

@@ -16,10 +16,12 @@ from asyncflow.engines.families import check_layout
 from asyncflow.planner import cost
 from asyncflow.planner.cost import Figure, Model, Moments
 from asyncflow.run.factories import tasks_before_training
+from asyncflow.run.helper_devices import num_on_devices, with_helpers
 from asyncflow.run.memory import (
     GIB,
     MemoryUse,
     critic_parts,
+    helper_parts,
     reference_parts,
     reward_model_parts,
     rollout_parts,
@@ -36,7 +38,7 @@ class Half:
 
     `times`: numbers of which none may be larger in a better half of the same devices and workers. `beside_gib`: of each device of a
     task that is not cut over devices (`reference`, `critic`, `values`, `reward`), by its name; its passes are as long as the
-    trainer's.
+    trainer's. `helper_gib`: of each device of rollout, if the trainer has helpers there.
     """
 
     config: Config
@@ -46,6 +48,7 @@ class Half:
     figures: tuple[Figure, ...]
     times: tuple[float, ...]
     beside_gib: Mapping[str, float] = field(default_factory=dict)
+    helper_gib: float = 0.0
 
 
 def training_halves(config: Config, model: Model, fields: Mapping[str, Any], most: int) -> Iterator[Half]:
@@ -70,6 +73,8 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
                         "plan": config.plan.model_copy(update={"train": cut}), "train": train.model_copy(update=chosen)
                     }
                 )  # fmt: skip
+                helped = with_helpers(tried)
+                tried = helped if "helpers" in config.plan.shares else tried
                 memory = sum(part.num_bytes for part in training_parts(tried, model.shapes, longest)) / GIB
                 figures = tuple(cost.training(tried, model))
                 fixed, token, gathers, reference, update = (figure.seconds for figure in figures)
@@ -78,7 +83,11 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
                 whole = count * (fixed + token * model.lengths.prompt) + group * token * moments.mean
                 gib, others = beside(number, checkpoints)
                 times = (whole, gathers / in_round, update, reference, in_round, *(figure.seconds for figure in others))
-                yield Half(tried, layout.size, layout.dp, memory, (*figures, *others), times, gib)
+                for each in (tried, helped) if helped is not tried and num_on_devices(helped) else (tried,):
+                    num = num_on_devices(each)
+                    beside_rollout = sum(part.num_bytes for part in helper_parts(each, model.shapes, longest)) / GIB if num else 0.0
+                    kind = (0, beside_rollout) if num else (1, 0.0)  # neither with helpers nor without beats the other
+                    yield Half(each, layout.size, layout.dp, memory, (*figures, *others), (*times, *kind), gib, beside_rollout)
 
 
 def _beside_gib(config: Config, model: Model, longest: int) -> dict[str, float]:

@@ -20,6 +20,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.engines.costs import Costs
 from asyncflow.loops.samples import SELECT_TASK
 from asyncflow.run.factories import make_schedule, tasks_before_training
+from asyncflow.run.helper_devices import num_on_devices
 
 ROWS: Final = 256
 """Rows of a simulated step, at least, unless the run's has fewer."""
@@ -65,7 +66,7 @@ def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None =
         return 1  # candidates are chosen among all
     parts, rows = math.gcd(dp, workers, config.train.prompts_per_step), config.train.prompts_per_step * config.rollout.group_size
     if config.plan.shares:  # each part has as many workers on a device as the whole
-        sharing = {*config.plan.shares, *config.plan.shares.values()} - {"train"}
+        sharing = {*config.plan.shares, *config.plan.shares.values()} - {"train", "helpers", "rollout"}
         parts = math.gcd(parts, *(workers_of(config, task) for task in sharing))
     part = 1
     while parts % (2 * part) == 0 and rows // (2 * part) >= ROWS:
@@ -108,8 +109,11 @@ def config_of_part(config: Config, part: int) -> Config:
     tree["queue"]["num_units"] = of_part.queue.num_units
     tree["reward"]["num_workers"] = of_part.reward.num_workers
     tree["reward"]["deadline_seconds"] *= Sizes.of(config, part).slow_rewards
-    tree["rollout"] |= {"engine": {"name": "slots"}, "num_workers": of_part.rollout.num_workers, "device": "cpu"}
-    tree["train"] |= {"prompts_per_step": of_part.train.prompts_per_step, "device": "cpu", "engine": {"name": "torch"}}
+    devices = (config.train.device, config.rollout.device) if num_on_devices(config) else ("cpu", "cpu")
+    if not num_on_devices(config):
+        tree["plan"]["shares"].pop("helpers", None)
+    tree["rollout"] |= {"engine": {"name": "slots"}, "num_workers": of_part.rollout.num_workers, "device": devices[1]}
+    tree["train"] |= {"prompts_per_step": of_part.train.prompts_per_step, "device": devices[0], "engine": {"name": "torch"}}
     tree["train"]["critic"]["device"] = "cpu"
     if tree["reward"]["model"] is not None:
         tree["reward"]["model"]["device"] = "cpu"

@@ -31,6 +31,7 @@ from asyncflow.planner.graph import (
     before_training,
     between,
     critic,
+    helped,
     on_shared_devices,
     rollout,
     storage,
@@ -46,6 +47,8 @@ from asyncflow.types import UserError
 
 TIE: Final = 0.01
 """Plans whose steps differ by less than this share are not told apart."""
+LEAST_GAIN: Final = 0.05
+"""Share of a step that helpers on devices of rollout may gain, at least, to be worth their memory there."""
 MOST_PROCESSES: Final = 16
 """Reward processes beside a worker, at most, where the hardware says nothing of its hosts' cores. An assumption."""
 MOST_UNITS: Final = 64
@@ -236,18 +239,24 @@ class Space:
         remaining = sum(len(by_devices[halves.training[i].devices][1]) for i in kept)
         for name, count in {"enumerated": enumerated, "too large": enumerated - fit, "beaten": fit - remaining}.items():
             counts[name] += len(halves.choices) * count
+        is_asked = "helpers" in self.config.plan.shares
         for i in kept:
             half, busy = halves.training[i], dict[int, float]()
             rest = left - half.devices
             for j, other in enumerate(by_devices[half.devices][1]):
+                if half.helper_gib and other.memory_gib + half.helper_gib > halves.usable:
+                    continue
                 part = part_of(self.config, half.workers, other.workers, halves.tasks)
                 if part not in busy:
                     busy[part] = max(self.busy(i, part).values(), default=0.0)
-                training, devices = halves.train_task(i, part), half.devices + other.devices + self._others
+                alone, devices = halves.train_task(i, part), half.devices + other.devices + self._others
+                training = helped(alone, other.workers if half.helper_gib else 0)
                 for k, ((_, schedule), _) in enumerate(halves.choices):
                     generating = halves.rollout_task(rest, j, part, schedule.installs_in_flight)
-                    path = generating.span + (training.last if schedule.is_streamed else training.span)
-                    at_least = max(generating.busy, training.busy, busy[part], path / (1 + schedule.max_staleness))
+                    at_least = _at_least(schedule, generating, training, busy[part])
+                    may_gain = is_asked or at_least < (1 - LEAST_GAIN) * _at_least(schedule, generating, alone, busy[part])
+                    if training is not alone and not may_gain:
+                        continue
                     place = (-part, devices, self.number, i, j, k)  # of equal bounds that first which is simulated sooner
                     yield Pair(at_least, place, i, rest, j, k, part)
 
@@ -257,7 +266,9 @@ class Space:
         halves, model = self._halves, self._halves.model
         half, other = halves.training[pair.train], halves.generating(pair.devices)[1][pair.generate]
         ((chosen, schedule), sync), part = halves.choices[pair.choice], pair.part
-        plan = self.config.plan.model_copy(update={"train": half.config.plan.train})
+        own = {str(task): str(host) for task, host in self.config.plan.shares.items() if task != "helpers"}
+        shares = own | ({"helpers": "rollout"} if half.helper_gib else {})
+        plan = self.config.plan.model_copy(update={"train": half.config.plan.train, "shares": shares})
         whole = self.config.model_copy(
             update={
                 "plan": plan, "train": half.config.train, "rollout": other.config.rollout, "schedule": chosen, "weight_sync": sync
@@ -266,7 +277,7 @@ class Space:
         figures = (*half.figures, *other.figures, *cost.weights(whole, model))
         costs = cost.joined(model, figures).costs
         first = halves.rollout_task(pair.devices, pair.generate, part, schedule.installs_in_flight)
-        last = halves.train_task(pair.train, part)
+        last = helped(halves.train_task(pair.train, part), other.workers if half.helper_gib else 0)
 
         def bounded(config: Config) -> tuple[Bound, dict[str, float]]:
             of_part, slowed = divided(config, part), costs_of_part(costs, config, part)
@@ -278,7 +289,7 @@ class Space:
             graph = Graph(passed, weights(costs), schedule.max_staleness, schedule.is_streamed, tuple(aside))
             return bound(graph), {"processes": tasks[0].busy, "units": units.busy}
 
-        memory = {group[0]: halves.gib(half, group) for group in self._groups} | {"rollout": other.memory_gib}
+        memory = {group[0]: halves.gib(half, group) for group in self._groups} | {"rollout": other.memory_gib + half.helper_gib}
         sizes: dict[str, list[tuple[int, ...]]] = {"processes": _processes(whole, halves.num), "units": _units(whole)}
         at = dict.fromkeys(sizes, 0)
         config, (found, busy) = whole, bounded(whole)
@@ -297,6 +308,12 @@ class Space:
                     break
             else:
                 return
+
+
+def _at_least(schedule: Schedule, generating: Task, training: Task, others: float) -> float:
+    """Seconds that no step is under: of the busiest pool, `others` among them, and of the rows' way through both halves."""
+    path = generating.span + (training.last if schedule.is_streamed else training.span)
+    return max(generating.busy, training.busy, others, path / (1 + schedule.max_staleness))
 
 
 def pools_of(config: Config, num: int) -> list[Config]:

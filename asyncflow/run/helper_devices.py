@@ -60,6 +60,21 @@ def helper_devices(config: Config) -> tuple[str, ...]:
     return (CPU,) * max(0, min(of_rollout, num_cores() - train.least_threads) // train.least_threads)
 
 
+def with_helpers(config: Config) -> Config:
+    """Configuration whose trainer has helpers on all devices that generate, if the devices and the layout allow that; else the same
+    one, without any there."""
+    shares = {task: other for task, other in config.plan.shares.items() if task != "helpers"}
+    asked = config.model_copy(update={"plan": config.plan.model_copy(update={"shares": {**shares, "helpers": "rollout"}})})
+    if kind_of(config.train.device) != CPU and config.train.helpers != 0 and not (_why_none(asked) or _why_not_on_devices(asked)):
+        return asked
+    return config.model_copy(update={"plan": config.plan.model_copy(update={"shares": shares})})
+
+
+def num_on_devices(config: Config) -> int:
+    """Number of the helpers that are on devices of rollout."""
+    return len(helper_devices(config)) if "helpers" in config.plan.shares and kind_of(config.train.device) != CPU else 0
+
+
 def num_helpers(config: Config) -> int:
     """Number of helpers. Raises `UserError` as `helper_devices`."""
     return len(helper_devices(config))

@@ -91,7 +91,9 @@ def test_cheap_bounds_are_under_the_whole_ones() -> None:
     config, model, fields = small(
         "train.reference=task", "algorithm={name: ppo, kl_coefficient: 0.01}", "train.prompts_per_step=64"
     )
-    large = replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 400.0}))
+    large = replace(
+        model, hardware=model.hardware.model_copy(update={"memory_gib": 400.0}), measured={"train_token_seconds": 0.001}
+    )
     space = Space(Halves(config, large, fields, 12), config, 0, Counter())
     for pair in space.pairs():
         assert space.least() * 0.999999 <= pair.seconds
@@ -218,3 +220,29 @@ def test_a_part_of_a_machine_with_shared_devices_takes_about_as_long_as_all_of_i
         assert not done.violations
         seconds.append(done.rows[1]["perf/step_seconds"])
     assert seconds[0] == pytest.approx(seconds[1], rel=0.15)
+
+
+LOCAL = (
+    "cluster=local", "train.device=cuda", "rollout.device=cuda:1", "rollout.engine=slots", "train.accumulate=exact",
+    "train.prompts_per_step=16",
+)  # fmt: skip
+
+
+def test_helpers_are_on_devices_of_rollout_where_they_gain_and_memory_allows_both() -> None:
+    config, model, fields = small(*LOCAL)
+    alone = config.model_copy(update={"train": config.train.model_copy(update={"helpers": 0})})
+    large = replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 400.0}))
+    assert not searched(config, large, fields, 3).plans[0].config.plan.shares  # generation takes the time: they would gain nothing
+    slow = replace(large, measured={"train_token_seconds": 0.002})
+    best, without = (searched(each, slow, fields, 2).plans[0] for each in (config, alone))
+    assert settings(best)["plan"]["shares"] == {"helpers": "rollout"} and not without.config.plan.shares
+    assert best.bound.seconds <= best.step_seconds < 0.8 * without.step_seconds
+    assert best.memory_gib["rollout"] > without.memory_gib["rollout"] + 70  # 7.6 billion weights, and their sums
+    offloaded = config.model_copy(update={"train": config.train.model_copy(update={"offload_optimizer": True})})
+    for gib, has_helpers in {
+        150.0: True,
+        125.0: False,
+    }.items():  # a helper takes 117 of them, as the trainer does, and the engine 18
+        usable = model.hardware.model_copy(update={"memory_gib": gib / model.hardware.usable_memory})
+        every = candidates(offloaded, replace(slow, hardware=usable), fields, 2)
+        assert every and any(each.config.plan.shares for each in every) == has_helpers
