@@ -306,7 +306,7 @@ class RolloutConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of weights, keys and values while generating."""
     device: Device = "cpu"
-    """Where it computes: `cpu`, `cuda`, `cuda:1`."""
+    """Where it computes: `cpu`, `cuda`, `cuda:1`. A number is that of the first worker's: each has the next one."""
     num_threads: PositiveInt | Literal["auto"] = 1
     """Computing threads of each worker (CPU). `auto`: one, and more while cores of this machine are free; their number shows in the
     bits, so that none are promised."""
@@ -393,7 +393,7 @@ class TrainConfig(Section):
     helpers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Threads that take training passes beside the trainer's own while cores are free, each with `num_threads` (CPU). By default as
     many as fit on the rollout workers' cores, which are free while these have nothing to generate. No bit of exact sums depends on
-    them."""
+    them. On accelerators: one on each device of rollout with `plan.shares.helpers`, else none."""
     skip_zero_advantages: bool | Literal["auto"] = "auto"
     """Do not compute micro-batches whose advantages are all 0, as those of a group whose rewards are all equal: they count in the
     normaliser, and their gradient is 0. By default where the loss has no gradient there."""
@@ -549,7 +549,7 @@ class EvalConfig(Section):
     """Workers that do nothing else, with engines as `rollout` has them: training goes on meanwhile as if nothing were evaluated. 0:
     the rollout workers evaluate, behind training's rows."""
     device: Device | None = None
-    """Device of each of them. None: `rollout.device`."""
+    """Device of the first of them. None: `rollout.device`, those after the rollout workers'."""
 
     @model_validator(mode="after")
     def _possible(self) -> EvalConfig:

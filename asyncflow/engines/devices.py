@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from asyncflow.devices import CUDA, KINDS, NPU, ONE_OF_KINDS, kind_of
+from asyncflow.devices import CPU, CUDA, KINDS, NPU, ONE_OF_KINDS, kind_of
 from asyncflow.types import UserError
 
 
@@ -23,6 +23,9 @@ def check_device(device: str, key: str) -> None:
         raise UserError(f"{key} is {device!r}, but PyTorch sees no GPU here: set it to cpu.")
     if kind == NPU and importlib.util.find_spec("torch_npu") is None:
         raise UserError(f"{key} is {device!r}, and torch_npu, which drives NPUs, is not installed: set it to cpu.")
+    number = torch.device(device).index
+    if kind != CPU and number is not None and number >= (count := torch.get_device_module(kind).device_count()):
+        raise UserError(f"{key} is {device!r}, and PyTorch sees {count} of them here: they are numbered from 0.")
 
 
 def own_device(device: str, local_rank: int, key: str) -> torch.device:

@@ -70,6 +70,11 @@ def test_a_device_that_is_not_there_is_refused_by_its_key(monkeypatch: pytest.Mo
         check_device("tpu", "train.device")
     with pytest.raises(UserError, match=r"train\.device is 'cuda:1', but PyTorch sees no GPU here: set it to cpu"):
         check_device("cuda:1", "train.device")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device("cuda:1", "rollout.device")
+    with pytest.raises(UserError, match=r"rollout\.device is 'cuda:2', and PyTorch sees 2 of them here: they are numbered from 0"):
+        check_device("cuda:2", "rollout.device")
 
 
 @pytest.mark.parametrize(
