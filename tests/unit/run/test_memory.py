@@ -244,3 +244,18 @@ def test_memory_of_tasks_that_share_devices_is_added_up_and_refused_where_it_doe
     assert shown[-1].endswith("train and reference and critic on one device (plan.shares)")
     with pytest.raises(UserError, match=r"train and reference and critic need .* GiB of a device together"):
         lines(config, shapes, **lengths, device_bytes=together * 0.999)
+
+
+def test_memory_of_a_helper_is_added_up_with_that_of_the_device_that_generates() -> None:
+    tree = {
+        "model": {"path": str(MODEL)}, "data": {"path": "generated:arithmetic"}, "train": {"device": "cuda"},
+        "rollout": {"device": "cuda:1"}, "plan": {"shares": {"helpers": "rollout"}},
+    }  # fmt: skip
+    config, shapes = parse(tree), Shapes.of(json.loads((MODEL / "config.json").read_text()))
+    parts = parts_by_task(config, shapes, 20, 276)
+    size = {task: sum(part.num_bytes for part in each) for task, each in parts.items()}
+    of_optimizer = next(part.num_bytes for part in parts["train"] if part.name == "optimiser state")
+    assert size["helpers"] == size["train"] - of_optimizer > 0
+    assert shared_sums(config, parts) == {"rollout": pytest.approx(size["rollout"] + size["helpers"])}
+    with pytest.raises(UserError, match=r"rollout and helpers need .* leave helpers out there"):
+        lines(config, shapes, prompt_tokens=20, context=276, max_staleness=0, device_bytes=size["helpers"])
