@@ -89,7 +89,8 @@ class FreeCores:
     def helpers_now(self) -> tuple[int, ...]:
         """Helpers that may compute now, counted from 0: on cores the first ones, on devices those whose device is idle."""
         if not self._cores_helpers:
-            busy = {generating_device(self._config, name) for name in self._generating()} if self._helpers else set()
+            here = [name for name in self._generating() if not is_guest(name)] if self._helpers else []
+            busy = {generating_device(self._config, name) for name in here}
             return tuple(number for number, device in enumerate(self._helpers) if device not in busy)
         free = self._cores - self._of("trainer") - self._of_others - self._pools["rollout"].least * len(self._generating())
         return tuple(range(max(0, min(self._cores_helpers, free // self._of_helper))))

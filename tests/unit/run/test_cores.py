@@ -61,6 +61,8 @@ def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(mo
     assert cores.helpers_now == (0, 1, 2)
     busy.add("rollout/0")
     assert cores.helpers_now == (1, 2)
+    busy.add("rollout/outside-0")  # a client computes elsewhere
+    assert cores.helpers_now == (1, 2)
     busy.add("evaluator/0")  # on the device of rollout/1
     assert cores.helpers_now == (2,)
     assert cores.most_given() is None  # of the machine's cores they take none into account
