@@ -71,4 +71,6 @@ class Display(Listener):
 def sentence(group: BaseExceptionGroup) -> str:
     """Sentence that tells a user of the first error of a group."""
     error = first_error(group)
-    return f"{error.filename or 'a file'}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename2 or error.filename or 'a file'}: {error.strerror}"  # of a copy: where it was to go

@@ -106,7 +106,9 @@ MODES: Final[dict[str, Mode]] = {
         is_served=True,
         has_own_prompts=True,
     ),
-    "bounded, vLLM": Mode(over_vllm(REAL_VLLM, 1), is_deterministic=False, needs=REAL_VLLM),
+    "bounded, vLLM": Mode(
+        {**over_vllm(REAL_VLLM, 1), "run": {"stall_timeout_seconds": 200}}, is_deterministic=False, needs=REAL_VLLM
+    ),
 }
 
 
