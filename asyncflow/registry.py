@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncflow.options import checked_options
 from asyncflow.types import RunError, UserError
-from asyncflow.user_file import CannotImport, is_of_user, named, traces_of, words_of
+from asyncflow.user_file import CannotImport, is_of_user, is_shortage, named, traces_of, words_of
 
 
 def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
@@ -31,11 +31,13 @@ def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
 
 
 def load(kind: str, target: str) -> Any:
-    """Import what `module:Name` or `file.py:Name` names. Raises `UserError` saying what is missing, or what the file raised."""
+    """Import what `module:Name` or `file.py:Name` names. Raises `UserError` saying what is missing, or what the file raised;
+    `RunError` where the machine was short of memory or of file handles."""
     try:
         return named(target)
     except CannotImport as error:
-        raise UserError(f"{kind} {target!r} cannot be imported: {error}") from error
+        kind_of_error = RunError if is_shortage(error.__cause__) else UserError
+        raise kind_of_error(f"{kind} {target!r} cannot be imported: {error}") from error
 
 
 def build(

@@ -26,7 +26,8 @@ from pydantic import (
     model_validator,
 )
 
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
+from asyncflow.user_file import is_shortage
 
 
 class Section(BaseModel):
@@ -112,11 +113,12 @@ for _kind in (_Yaml12Loader, _Dumper):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the sections of a YAML file without checking them. Raises `UserError`."""
+    """Read the sections of a YAML file without checking them. Raises `UserError`; `RunError` where file handles are short."""
     try:
         tree = from_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"the config {path} cannot be read: {error.strerror}") from error
+        kind = RunError if is_shortage(error) else UserError
+        raise kind(f"the config {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):

@@ -3,6 +3,7 @@ processes must start quickly and need only this."""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import sys
@@ -93,3 +94,17 @@ def words_of(error: BaseException) -> str:
         text = "(its text cannot be shown)"
     place, text = place_of(error), " ".join(text.split())
     return f"{type(error).__name__}: {text[:MAX_TEXT]}{f' ({place})' if place else ''}".encode(errors="replace").decode()
+
+
+_SHORT: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_WORDS_OF_SHORT: Final = ("failed to map segment", "annot allocate memory", "oo many open files")
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether the machine was short of memory or of file handles just then: no mistake of the user's, and it may pass.
+
+    Of a library that could not be mapped there are only words.
+    """
+    if isinstance(error, ImportError):
+        return any(words in str(error) for words in _WORDS_OF_SHORT)
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT)

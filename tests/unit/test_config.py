@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from pathlib import Path
@@ -28,7 +29,7 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.prepare import check_choices
 from asyncflow.settings import Choice, apply_override
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
 
 NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
@@ -348,6 +349,17 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | 
     with pytest.raises(UserError, match=sentence) as caught:
         load(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_shortage_of_file_handles_is_no_mistake_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that reads the configuration is started again."""
+
+    def short(path: Path, encoding: str) -> str:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_text", short)
+    with pytest.raises(RunError, match="cannot be read: Too many open files"):
+        load(tmp_path / "config.yaml")
 
 
 def test_what_is_dumped_loads_as_the_same(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.registry import build, load, resolve
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
 
 KNOWN = {"counter": "collections:Counter", "absent": "no_such_package.module:Name", "fraction": "fractions:Fraction"}
 
@@ -119,3 +119,19 @@ def test_a_users_file_may_import_its_neighbour(user_file: Path, monkeypatch: pyt
     (user_file.parent / "other.py").write_text("from beside_mine import LIMIT\n")
     assert load("thing", f"{user_file.parent / 'other.py'}:LIMIT") == 7
     assert sys.path[-1] == str(user_file.parent)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise MemoryError",
+        "raise OSError(24, 'Too many open files', 'snapshot.py')",
+        "raise ImportError('libtorch.so: failed to map segment from shared object')",
+        "raise ImportError('libtorch.so: cannot open shared object file: Too many open files')",
+    ],
+)
+def test_a_shortage_is_no_mistake_of_the_users(tmp_path: Path, source: str) -> None:
+    """A worker that meets one is started again; one that finds a mistake of the user's is not."""
+    (path := tmp_path / "short.py").write_text(source)
+    with pytest.raises(RunError, match=r"worker .* cannot be imported: "):
+        load("worker", f"{path}:main")
