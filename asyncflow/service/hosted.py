@@ -148,14 +148,16 @@ class HostedRun:
         if self._run is not None:
             self._run.job.interrupt()  # who waits for a step has the turn, and is told
         async with self._turn:
-            if self._workers is not None:
-                await self._workers.close()
-                self._workers = None
-            if self._run is not None:
-                await self._run.stop()
-                if self._run.job.journal is not None:
-                    self._run.job.journal.close()
-            self.over.set()
+            try:
+                if self._workers is not None:
+                    await self._workers.close()
+                    self._workers = None
+                if self._run is not None:
+                    await self._run.stop()
+                    if self._run.job.journal is not None:
+                        self._run.job.journal.close()
+            finally:  # on a full disk nothing can be written any more: the server ends all the same
+                self.over.set()
 
     # -- prompts ------------------------------------------------------------------------------------------------------------
 
