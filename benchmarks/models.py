@@ -26,13 +26,17 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from figures import Figure, finish, parser
+from lora import TARGETS
 from stability import Learnt, picture, read
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "smollm2.yaml"
 FEW = 5  # steps at each end
 MINUTES = 15
-KINDS = {"whole": [], "adapter": ["model.lora={rank: 16, alpha: 32}", "train.learning_rate=2e-4"]}
+KINDS = {
+    "whole": [],
+    "adapter": [f"model.lora={{rank: 16, alpha: 32, targets: [{', '.join(TARGETS)}]}}", "train.learning_rate=2e-4"],
+}
 
 
 @dataclass(frozen=True)
