@@ -48,7 +48,9 @@ class Sitting:
         seconds = [found for each in rounds for found in each.recoveries]
         self.recovery = _deciles([after for _, after in seconds])
         self.recovery_of_kills = _deciles([after for name, after in seconds if name.startswith("kill")])
-        self.violations = [f"seed {each.seed} ({each.mode}): {why}" for each in rounds for why in each.violations]
+        self.violations = [
+            f"seed {each.seed} ({each.mode}): {why}".replace(f"{ROOT}/", "") for each in rounds for why in each.violations
+        ]
 
 
 def _deciles(seconds: Sequence[float]) -> tuple[int, float, float]:

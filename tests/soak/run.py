@@ -150,7 +150,7 @@ def soak(seed: int, expected: dict[str, str]) -> Round:
             check_disk(name, run_dir, done)
             done.checking += time.monotonic() - gone
             if attempt.status == 2 and not said.read_text().rstrip().endswith(AWAY):
-                done.violations.append(f"an attempt was refused: {said.read_text()[-400:]}")
+                done.violations.append(f"an attempt was refused: {said.read_text().rstrip().splitlines()[-1]}")
             if attempt.status == 0:
                 break
         else:
