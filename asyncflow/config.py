@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import psutil
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from asyncflow.devices import CUDA, ONE_OF_KINDS, PATTERN
+from asyncflow.devices import CUDA, ONE_OF_KINDS, PATTERN, RANGE_PATTERN, devices_of
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, pop_name, read_yaml, to_yaml
 from asyncflow.types import MAX_CANDIDATES, Layout, LoraSpec, Old, UserError
 
@@ -24,6 +24,13 @@ from asyncflow.types import MAX_CANDIDATES, Layout, LoraSpec, Old, UserError
 def _device(text: str) -> str:
     if not re.match(PATTERN, text):
         raise ValueError(f"there is no device {text!r}: take {ONE_OF_KINDS}, perhaps with a number, as in {CUDA}:1")
+    return text
+
+
+def _devices(text: str) -> str:
+    if not re.match(RANGE_PATTERN, text) or not devices_of(text):
+        numbered = f"perhaps with a number, as in {CUDA}:1, or with several, {CUDA}:1-3"
+        raise ValueError(f"there is no device {text!r}: take {ONE_OF_KINDS}, {numbered}")
     return text
 
 
@@ -49,6 +56,7 @@ def _part_name(text: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_device)]
+Devices = Annotated[str, AfterValidator(_devices)]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
 
 
@@ -305,8 +313,8 @@ class RolloutConfig(Section):
     """Tokens of a response at most; one that is cut off there has not finished."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of weights, keys and values while generating."""
-    device: Device = "cpu"
-    """Where it computes: `cpu`, `cuda`, `cuda:1`. A number is that of the first worker's: each has the next one."""
+    device: Devices = "cpu"
+    """Where it computes: `cpu`, `cuda`, `cuda:1`. `cuda:1-3`: each worker on one of these, in turn."""
     num_threads: PositiveInt | Literal["auto"] = 1
     """Computing threads of each worker (CPU). `auto`: one, and more while cores of this machine are free; their number shows in the
     bits, so that none are promised."""
@@ -548,8 +556,8 @@ class EvalConfig(Section):
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Workers that do nothing else, with engines as `rollout` has them: training goes on meanwhile as if nothing were evaluated. 0:
     the rollout workers evaluate, behind training's rows."""
-    device: Device | None = None
-    """Device of the first of them. None: `rollout.device`, those after the rollout workers'."""
+    device: Devices | None = None
+    """Device of each of them, as `rollout.device`. None: that."""
 
     @model_validator(mode="after")
     def _possible(self) -> EvalConfig:

@@ -217,6 +217,9 @@ class _Module(_DummyBackendModule):
     def set_device(self, device: Any) -> None:
         pass
 
+    def device(self, device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def synchronize(self, device: Any = None) -> None:
         TRAFFIC.read("synchronize")
 

@@ -337,7 +337,7 @@ class SleepingPasses:
 
     def allow(self, numbers: Iterable[int]) -> None:
         """See `Helpers.allow`."""
-        self._allowed = frozenset(numbers)
+        self._allowed = frozenset(numbers).intersection(range(self._num_helpers))
         self._changed.set()
 
     def cut(self, micro_batches: Sequence[MicroBatch]) -> list[int]:

@@ -74,7 +74,8 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
                     }
                 )  # fmt: skip
                 helped = with_helpers(tried)
-                tried = helped if "helpers" in config.plan.shares else tried
+                ways = [helped] if "helpers" in config.plan.shares else [tried, helped] if num_on_devices(helped) else [tried]
+                tried = ways[0]
                 memory = sum(part.num_bytes for part in training_parts(tried, model.shapes, longest)) / GIB
                 figures = tuple(cost.training(tried, model))
                 fixed, token, gathers, reference, update = (figure.seconds for figure in figures)
@@ -83,7 +84,7 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
                 whole = count * (fixed + token * model.lengths.prompt) + group * token * moments.mean
                 gib, others = beside(number, checkpoints)
                 times = (whole, gathers / in_round, update, reference, in_round, *(figure.seconds for figure in others))
-                for each in (tried, helped) if helped is not tried and num_on_devices(helped) else (tried,):
+                for each in ways:
                     num = num_on_devices(each)
                     beside_rollout = sum(part.num_bytes for part in helper_parts(each, model.shapes, longest)) / GIB if num else 0.0
                     kind = (0, beside_rollout) if num else (1, 0.0)  # neither with helpers nor without beats the other

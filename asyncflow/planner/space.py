@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from asyncflow.config import Config
 from asyncflow.control.schedule import Schedule
-from asyncflow.devices import CPU, kind_of
+from asyncflow.devices import CPU, devices_of, kind_of
 from asyncflow.engines.costs import Costs
 from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound, bound
@@ -41,6 +41,7 @@ from asyncflow.planner.graph import (
 from asyncflow.planner.halves import Half, grouped, powers, rollout_halves, training_halves, unbeaten
 from asyncflow.planner.part import costs_of_part, divided, part_of, steps_of, workers_of
 from asyncflow.run.factories import device_of, devices_each, num_devices, schedule_of, tasks_before_training
+from asyncflow.run.helper_devices import num_on_devices
 from asyncflow.run.memory import GIB
 from asyncflow.settings import Choice
 from asyncflow.types import UserError
@@ -159,7 +160,11 @@ class Halves:
         """Halves that generate on up to `num` devices: all; those of them that fit and that none beats; how many fit."""
         every = list(rollout_halves(self.config, self.model, num))
         fitting = [half for half in every if half.memory_gib <= self.usable]
-        return every, [half for same in grouped(fitting) for half in unbeaten(same)], len(fitting)
+        kept = [half for same in grouped(fitting) for half in unbeaten(same)]
+        if least := min((half.helper_gib for half in self.training if half.helper_gib), default=0.0):
+            beside = [half for half in fitting if half.memory_gib + least <= self.usable]  # with fewer slots
+            kept += [half for same in grouped(beside) for half in unbeaten(same) if half not in kept]
+        return every, kept, len(fitting)
 
     def _drawn(self, part: int) -> Drawn:
         smaller = self.config.train.model_copy(update={"prompts_per_step": self.config.train.prompts_per_step // part})
@@ -239,26 +244,46 @@ class Space:
         remaining = sum(len(by_devices[halves.training[i].devices][1]) for i in kept)
         for name, count in {"enumerated": enumerated, "too large": enumerated - fit, "beaten": fit - remaining}.items():
             counts[name] += len(halves.choices) * count
-        is_asked = "helpers" in self.config.plan.shares
+        is_asked, num_pairs = "helpers" in self.config.plan.shares, 0
         for i in kept:
             half, busy = halves.training[i], dict[int, float]()
             rest = left - half.devices
             for j, other in enumerate(by_devices[half.devices][1]):
-                if half.helper_gib and other.memory_gib + half.helper_gib > halves.usable:
+                if half.helper_gib and not self._have_room(half, other):
+                    counts["too large"] += len(halves.choices)
                     continue
                 part = part_of(self.config, half.workers, other.workers, halves.tasks)
                 if part not in busy:
                     busy[part] = max(self.busy(i, part).values(), default=0.0)
                 alone, devices = halves.train_task(i, part), half.devices + other.devices + self._others
-                training = helped(alone, other.workers if half.helper_gib else 0)
+                training = helped(alone, num_on_devices(self._joined(half, other)))
                 for k, ((_, schedule), _) in enumerate(halves.choices):
                     generating = halves.rollout_task(rest, j, part, schedule.installs_in_flight)
                     at_least = _at_least(schedule, generating, training, busy[part])
                     may_gain = is_asked or at_least < (1 - LEAST_GAIN) * _at_least(schedule, generating, alone, busy[part])
                     if training is not alone and not may_gain:
+                        counts["beaten"] += 1
                         continue
+                    num_pairs += 1
                     place = (-part, devices, self.number, i, j, k)  # of equal bounds that first which is simulated sooner
                     yield Pair(at_least, place, i, rest, j, k, part)
+        if not num_pairs:
+            raise UserError(
+                f"plan.shares.helpers=rollout: no device of rollout.device={self.config.rollout.device}, with {halves.usable:.1f} "
+                f"GiB, has room for an engine and a helper: leave it out"
+            )
+
+    def _have_room(self, half: Half, other: Half) -> bool:
+        """Whether helpers have room beside the engines, each of which has a device of those that the configuration names."""
+        named = len(devices_of(self.config.rollout.device))
+        return other.memory_gib + half.helper_gib <= self._halves.usable and other.workers <= named
+
+    def _joined(self, half: Half, other: Half) -> Config:
+        """Configuration with both halves, and helpers where the one that trains has them."""
+        own = {str(task): str(host) for task, host in self.config.plan.shares.items() if task != "helpers"}
+        shares = own | ({"helpers": "rollout"} if half.helper_gib else {})
+        plan = self.config.plan.model_copy(update={"train": half.config.plan.train, "shares": shares})
+        return self.config.model_copy(update={"plan": plan, "train": half.config.train, "rollout": other.config.rollout})
 
     def candidates(self, pair: Pair) -> Iterator[Candidate]:
         """Plans of a pair: with the reward processes and storage units of the configuration, and with more, as long as these bind,
@@ -266,18 +291,11 @@ class Space:
         halves, model = self._halves, self._halves.model
         half, other = halves.training[pair.train], halves.generating(pair.devices)[1][pair.generate]
         ((chosen, schedule), sync), part = halves.choices[pair.choice], pair.part
-        own = {str(task): str(host) for task, host in self.config.plan.shares.items() if task != "helpers"}
-        shares = own | ({"helpers": "rollout"} if half.helper_gib else {})
-        plan = self.config.plan.model_copy(update={"train": half.config.plan.train, "shares": shares})
-        whole = self.config.model_copy(
-            update={
-                "plan": plan, "train": half.config.train, "rollout": other.config.rollout, "schedule": chosen, "weight_sync": sync
-            }
-        )  # fmt: skip
+        whole = self._joined(half, other).model_copy(update={"schedule": chosen, "weight_sync": sync})
         figures = (*half.figures, *other.figures, *cost.weights(whole, model))
         costs = cost.joined(model, figures).costs
         first = halves.rollout_task(pair.devices, pair.generate, part, schedule.installs_in_flight)
-        last = helped(halves.train_task(pair.train, part), other.workers if half.helper_gib else 0)
+        last = helped(halves.train_task(pair.train, part), num_on_devices(whole))
 
         def bounded(config: Config) -> tuple[Bound, dict[str, float]]:
             of_part, slowed = divided(config, part), costs_of_part(costs, config, part)

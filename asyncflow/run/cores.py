@@ -30,7 +30,7 @@ from asyncflow.control.worker_pool import is_guest
 from asyncflow.devices import CPU, kind_of
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.run.factories import device_of, devices_each, workers_with_devices
-from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device, helper_devices
+from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device, helper_devices, num_on_cores
 from asyncflow.telemetry.idle import HELPER_TASK, computing_seconds
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.threads import num_cores
@@ -80,7 +80,7 @@ class FreeCores:
     ) -> None:
         self._signal, self._generating, self._is_training, self._is_stopping = signal, generating, is_training, False
         self._config, self._helpers, self._of_helper = config, helper_devices(config), config.train.least_threads
-        self._cores_helpers = self._helpers.count(CPU)
+        self._cores_helpers = num_on_cores(config)
         self._pools, self._cores = pools_of(config), num_cores()
         self._threads = {name: pool.least for name, pool in self._pools.items()}  # of each worker, as dealt
         self._most_given = 0

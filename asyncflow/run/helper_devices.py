@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from asyncflow.config import Config
-from asyncflow.devices import CPU, kind_of
+from asyncflow.devices import CPU, devices_of, kind_of
 from asyncflow.engines.rollout import ROLLOUT_ENGINE_DEVICES
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.threads import num_cores
@@ -20,16 +20,10 @@ ON_ONE_MACHINE: Final = ("local", "inline")
 
 
 def generating_device(config: Config, name: str) -> str:
-    """Device of a rollout worker or an evaluator, by its name. A number in the configuration is that of the first one's: each has
-    the next one, and evaluators without a device of their own follow the rollout workers."""
+    """Device of a rollout worker or an evaluator, by its name: of several (`cuda:1-3`) its own, in turn."""
     pool, _, number = name.partition("/")
-    device, before = config.rollout.device, 0
-    if pool == EVALUATORS:
-        device, before = config.evaluators_device, config.rollout.num_workers if config.eval.device is None else 0
-    kind, _, first = device.partition(":")
-    if not first or config.rollout.engine.name in ROLLOUT_ENGINE_DEVICES:  # its own options say which
-        return device
-    return f"{kind}:{int(first) + before + int(number)}"
+    devices = devices_of(config.evaluators_device if pool == EVALUATORS else config.rollout.device)
+    return devices[int(number) % len(devices)]
 
 
 def helper_devices(config: Config) -> tuple[str, ...]:
@@ -39,30 +33,32 @@ def helper_devices(config: Config) -> tuple[str, ...]:
     """
     train, is_asked = config.train, config.train.helpers not in ("auto", 0)
     on_cores, shares = kind_of(train.device) == CPU, "helpers" in config.plan.shares
-    if train.helpers == 0:
-        return ()
     why = _why_none(config)
     if not why and not on_cores and (shares or is_asked):
         why = _why_not_on_devices(config)
+    if on_cores and shares:
+        why = "they compute on cores, by train.helpers alone"
+    if train.helpers == 0 and shares:
+        why = why or "train.helpers=0 says that there are none"
     if why and (is_asked or shares):
-        key = f"train.helpers={train.helpers}" if is_asked else "plan.shares.helpers=rollout"
-        raise UserError(f"{key}: {why}: leave it out{', or set it to 0' * is_asked}")
-    if why or (not on_cores and not shares):
+        key = "plan.shares.helpers=rollout" if shares else f"train.helpers={train.helpers}"
+        raise UserError(f"{key}: {why}: leave it out{', or set it to 0' * (not shares)}")
+    if why or train.helpers == 0 or (not on_cores and not shares):
         return ()
     if not on_cores:
-        devices = [generating_device(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
-        return tuple(devices if train.helpers == "auto" else devices[: train.helpers])
+        of_workers = [generating_device(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
+        return tuple(dict.fromkeys(of_workers))[: None if train.helpers == "auto" else train.helpers]
     if train.helpers != "auto":
-        return (CPU,) * train.helpers
+        return (train.device,) * train.helpers
     if kind_of(config.rollout.device) != CPU:
         return ()
     of_rollout = config.rollout.num_workers * config.rollout.least_threads
-    return (CPU,) * max(0, min(of_rollout, num_cores() - train.least_threads) // train.least_threads)
+    return (train.device,) * max(0, min(of_rollout, num_cores() - train.least_threads) // train.least_threads)
 
 
 def with_helpers(config: Config) -> Config:
-    """Configuration whose trainer has helpers on all devices that generate, if the devices and the layout allow that; else the same
-    one, without any there."""
+    """Configuration whose trainer has helpers on the devices that generate, if these and the layout allow that; else the same one,
+    without any there."""
     shares = {task: other for task, other in config.plan.shares.items() if task != "helpers"}
     asked = config.model_copy(update={"plan": config.plan.model_copy(update={"shares": {**shares, "helpers": "rollout"}})})
     if kind_of(config.train.device) != CPU and config.train.helpers != 0 and not (_why_none(asked) or _why_not_on_devices(asked)):
@@ -72,7 +68,12 @@ def with_helpers(config: Config) -> Config:
 
 def num_on_devices(config: Config) -> int:
     """Number of the helpers that are on devices of rollout."""
-    return len(helper_devices(config)) if "helpers" in config.plan.shares and kind_of(config.train.device) != CPU else 0
+    return len(helper_devices(config)) if "helpers" in config.plan.shares else 0
+
+
+def num_on_cores(config: Config) -> int:
+    """Number of the helpers that are on cores of the trainer's machine."""
+    return num_helpers(config) - num_on_devices(config)
 
 
 def num_helpers(config: Config) -> int:
@@ -102,8 +103,8 @@ def _why_not_on_devices(config: Config) -> str:
     if kind_of(rollout.device) != kind_of(train.device):
         return f"rollout.device={rollout.device} is of another kind than train.device={train.device}"
     if ":" not in rollout.device:
-        return f"rollout.device={rollout.device} does not say which devices generate: {rollout.device}:1 would, of the first worker"
+        return f"rollout.device={rollout.device} does not say which devices generate: {rollout.device}:1-3 would, for three workers"
     own = train.device if ":" in train.device else f"{train.device}:0"
-    if own in [generating_device(config, f"rollout/{i}") for i in range(rollout.num_workers)]:
+    if own in devices_of(rollout.device):
         return f"train.device={train.device} is one of the devices that generate"
     return ""

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncflow.config import Config, LayoutConfig
-from asyncflow.devices import CPU
 from asyncflow.engines.families import DECODED, Family, head_dim
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.run.factories import critic_folder, make_algorithm, max_retained, tasks_before_training, tokens_per_pass
-from asyncflow.run.helper_devices import helper_devices
+from asyncflow.run.helper_devices import num_on_cores, num_on_devices
 from asyncflow.types import LoraSpec, UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -154,7 +153,7 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
         _activations(config, shapes, tokens),
         MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"),
     ]
-    if helpers := helper_devices(config).count(CPU):
+    if helpers := num_on_cores(config):
         each = sum_bytes * mine + sum(part.num_bytes for part in of_pass)
         of_pass.append(MemoryUse("helpers", helpers * each, f"{helpers} x gradient sums and what a pass takes (train.helpers)"))
     return parts + of_pass
@@ -246,7 +245,8 @@ def critic_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[Mem
     """Per device of a critic, which is trained on one and has no frozen models. `shapes`: of its own model, whose output layer it
     has not unless that is the embedding. `prompt_tokens`: of the longest prompt."""
     train = config.train.model_copy(update={"old": "current", "reference": "task", "helpers": 0})
-    model, plan = config.model.model_copy(update={"lora": None}), config.plan.model_copy(update={"train": LayoutConfig()})
+    model = config.model.model_copy(update={"lora": None})
+    plan = config.plan.model_copy(update={"train": LayoutConfig(), "shares": {}})
     alone = config.model_copy(update={"train": train, "model": model, "plan": plan})
     return [part for part in training_parts(alone, replace(shapes, is_tied=True), prompt_tokens) if part.name != "logits"]
 
@@ -303,7 +303,7 @@ def parts_by_task(config: Config, shapes: Shapes, prompt_tokens: int, context: i
     """Parts of the memory of each device, by the task that it has. A reward model is left out whose folder is not here."""
     tasks = tasks_before_training(config)
     found = {"train": training_parts(config, shapes, prompt_tokens), "rollout": rollout_parts(config, shapes, context)}
-    if "helpers" in config.plan.shares:
+    if num_on_devices(config):
         found["helpers"] = helper_parts(config, shapes, prompt_tokens)
     if "reference" in tasks:
         found["reference"] = reference_parts(config, shapes, prompt_tokens)

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.config import Config, load
+from asyncflow.devices import devices_of
 from asyncflow.engines.base import MicroBatch, RolloutEngine, SampleKey, Sampling
 from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.run.engines import critic_engine, reference_engine, rollout_engine, tensors_of
@@ -57,7 +58,7 @@ async def profile_tasks(name: str, run_dir: Path) -> None:
     config = load(run_dir / CONFIG_FILE)
     request = msgspec.json.decode((run_dir / REQUEST_FILE).read_bytes(), type=ProfileRequest)
     log, model = SpanLog(spans_of(run_dir, name)), Path(request.model)
-    spans = Recorder(name, time.monotonic, log.append, config.rollout.device)
+    spans = Recorder(name, time.monotonic, log.append, devices_of(config.rollout.device)[0])
     spans.enter("between")
     weights = await asyncio.to_thread(tensors_of, model)
     await time_weights(config, run_dir, Path(request.weights_dir) / "whole", weights, request.repeats, spans.busy)
@@ -71,7 +72,7 @@ async def profile_tasks(name: str, run_dir: Path) -> None:
 async def _time_rollout(config: Config, model: Path, weights: Mapping[str, Tensor], spans: Recorder, repeats: int) -> None:
     """Generate with one slot, with some and with all of them, with short and with long prompts; then install the weights."""
     context, slots = max(PROMPTS) + RESPONSE_TOKENS, config.rollout.num_slots
-    engine = await asyncio.to_thread(rollout_engine, config, model, context, config.rollout.device)
+    engine = await asyncio.to_thread(rollout_engine, config, model, context, devices_of(config.rollout.device)[0])
     for number, (active, length) in enumerate(itertools.product(sorted({1, -(-slots // 4), slots}), PROMPTS)):
         for repeat in range(repeats + 1):
             await _generate(engine, _tokens(model, length), active, SampleKey(number, repeat))

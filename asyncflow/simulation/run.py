@@ -29,7 +29,6 @@ from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import CheckpointConfig, Config, parse
-from asyncflow.devices import CPU
 from asyncflow.engines.cores import Cores, TurnsOnDevices
 from asyncflow.engines.costs import Costs
 from asyncflow.engines.sleeping import (
@@ -61,7 +60,7 @@ from asyncflow.run.factories import (
     tokens_per_pass,
     workers_with_devices,
 )
-from asyncflow.run.helper_devices import helper_devices, num_helpers
+from asyncflow.run.helper_devices import num_helpers, num_on_cores
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, roll_out, score_groups, train_steps
@@ -204,7 +203,7 @@ def _variant(
     tree = config.model_dump(mode="json")
     tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
-    if CPU in helper_devices(config) and (costs is None or costs.contention is None):
+    if num_on_cores(config) and (costs is None or costs.contention is None):
         tree["train"] |= {"helpers": 0}  # on cores they cost the others something, or would be free
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}

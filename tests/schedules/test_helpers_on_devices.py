@@ -30,7 +30,7 @@ def config_of(mode: str, *, has_helpers: bool) -> Config:
             "model": {"path": "none"},
             "data": {"path": "generated:arithmetic"},
             "schedule": MODES[mode],
-            "rollout": {"num_workers": 2, "device": "cuda:1", "num_slots": 32, "group_size": 2, "max_new_tokens": 200},
+            "rollout": {"num_workers": 2, "device": "cuda:1-2", "num_slots": 32, "group_size": 2, "max_new_tokens": 200},
             "train": {"prompts_per_step": 12, "device": "cuda", "accumulate": "exact"},
             "plan": {"shares": {"helpers": "rollout"} if has_helpers else {}},
             "telemetry": {"samples_per_step": 0},

@@ -115,6 +115,10 @@ class OneRank(OneModel, PolicyTraining):
         super().begin_step()
         self._changed()
 
+    def load_state(self, folder: Path) -> None:
+        super().load_state(folder)
+        self._changed()
+
     def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         return self.policy.response_log_probs(prompt_ids, response_ids, target_ids)
 

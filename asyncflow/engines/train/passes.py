@@ -109,7 +109,7 @@ class Passes:
     def compute_apart(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """`compute` on another device than that of the weights, with copies of them."""
         device = self.policy.device
-        with nullcontext() if device.index is None else torch.accelerator.device_index(device.index):
+        with nullcontext() if device.index is None else torch.get_device_module(device.type).device(device.index):
             if self.is_behind:
                 self._catch_up()
             packed = [self.policy.pack(each.prompt_ids, each.response_ids, each.target_ids) for each in micro_batches]

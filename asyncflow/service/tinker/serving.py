@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 from safetensors import safe_open
 
 from asyncflow.config import MOST_CHARACTERS, Config, parse
+from asyncflow.devices import devices_of
 from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.lora import read_lora
 from asyncflow.engines.lora_files import holds_adapter, spec_in
@@ -145,7 +146,7 @@ async def sessions_of(
             num_slots=config.rollout.num_slots,
             max_context=base.max_context,
             dtype=config.rollout.dtype,
-            device=config.rollout.device,
+            device=devices_of(config.rollout.device)[0],
             num_threads=config.rollout.least_threads,
             adapter_room=AdapterRoom(number=bounds.adapters, rank=bounds.rank),
         )

@@ -223,7 +223,7 @@ def test_a_part_of_a_machine_with_shared_devices_takes_about_as_long_as_all_of_i
 
 
 LOCAL = (
-    "cluster=local", "train.device=cuda", "rollout.device=cuda:1", "rollout.engine=slots", "train.accumulate=exact",
+    "cluster=local", "train.device=cuda", "rollout.device=cuda:1-2", "rollout.engine=slots", "train.accumulate=exact",
     "train.prompts_per_step=16",
 )  # fmt: skip
 
@@ -246,3 +246,7 @@ def test_helpers_are_on_devices_of_rollout_where_they_gain_and_memory_allows_bot
         usable = model.hardware.model_copy(update={"memory_gib": gib / model.hardware.usable_memory})
         every = candidates(offloaded, replace(slow, hardware=usable), fields, 2)
         assert every and any(each.config.plan.shares for each in every) == has_helpers
+    asked = offloaded.model_copy(update={"plan": offloaded.plan.model_copy(update={"shares": {"helpers": "rollout"}})})
+    with pytest.raises(UserError, match=r"no device of rollout.device=cuda:1-2, with 125.0 GiB, has room"):
+        candidates(asked, replace(slow, hardware=usable), fields, 2)
+    assert not any(each.config.plan.shares for each in candidates(config, slow, fields, 5) if each.config.rollout.num_workers > 2)

@@ -53,7 +53,7 @@ def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(mo
     busy: set[str] = set()
     sections = {
         "train": {"device": "cuda"},
-        "rollout": {"device": "cuda:1", "num_workers": 3},
+        "rollout": {"device": "cuda:1-3", "num_workers": 3},
         "eval": {"path": "d.jsonl", "num_workers": 1, "device": "cuda:2"},
         "plan": {"shares": {"helpers": "rollout"}},
     }

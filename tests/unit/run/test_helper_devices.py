@@ -63,7 +63,7 @@ def test_helpers_that_cannot_be_are_refused_with_the_reason(sections: dict[str, 
         num_helpers(config)
 
 
-GPUS: dict[str, Any] = {"train": {"device": "cuda"}, "rollout": {"device": "cuda:1", "num_workers": 3}}
+GPUS: dict[str, Any] = {"train": {"device": "cuda"}, "rollout": {"device": "cuda:1-3", "num_workers": 3}}
 SHARED = {"shares": {"helpers": "rollout"}}
 
 
@@ -72,7 +72,8 @@ SHARED = {"shares": {"helpers": "rollout"}}
     [
         ({"plan": SHARED}, ("cuda:1", "cuda:2", "cuda:3")),
         ({"plan": SHARED, "train": {"device": "cuda", "helpers": 2}}, ("cuda:1", "cuda:2")),
-        ({"plan": SHARED, "train": {"device": "cuda", "helpers": 0}}, ()),
+        ({"plan": SHARED, "rollout": {"device": "cuda:1-2", "num_workers": 5}}, ("cuda:1", "cuda:2")),
+        ({"train": {"device": "cuda", "helpers": 0}}, ()),
         ({"plan": SHARED, "train": {"device": "cuda:4"}}, ("cuda:1", "cuda:2", "cuda:3")),
         ({}, ()),  # by themselves they are on no device
     ],
@@ -94,15 +95,17 @@ def test_helpers_are_on_the_devices_that_the_plan_gives_them(sections: dict[str,
     [
         (
             {"rollout": {"device": "cuda"}},
-            "rollout.device=cuda does not say which devices generate: cuda:1 would",
+            "rollout.device=cuda does not say which devices generate: cuda:1-3 would",
         ),
         ({"rollout": {"device": "npu:1"}}, "rollout.device=npu:1 is of another kind than train.device=cuda"),
         (
-            {"train": {"device": "cuda:2"}, "rollout": {"device": "cuda:1", "num_workers": 2}},
+            {"train": {"device": "cuda:2"}, "rollout": {"device": "cuda:1-2"}},
             "train.device=cuda:2 is one of the devices",
         ),
         ({"rollout": {"device": "cuda:1", "engine": "vllm"}}, "rollout.engine=vllm takes all memory of its devices"),
         ({"cluster": "ray"}, "with cluster=ray nobody knows which cores or devices"),
+        ({"train": {"device": "cuda", "helpers": 0}}, "train.helpers=0 says that there are none"),
+        ({"train": {"device": "cpu"}}, "they compute on cores, by train.helpers alone"),
     ],
 )
 def test_helpers_that_cannot_be_on_devices_are_refused_with_the_reason(sections: dict[str, Any], words: str) -> None:
@@ -119,13 +122,20 @@ def test_devices_of_rollout_are_for_helpers_alone(shares: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("sections", "name", "expected"),
     [
-        ({"rollout": {"device": "cuda:1"}}, "rollout/2", "cuda:3"),
+        ({"rollout": {"device": "cuda:1-3"}}, "rollout/2", "cuda:3"),
+        ({"rollout": {"device": "cuda:1-3"}}, "rollout/4", "cuda:2"),  # one that has joined
+        ({"rollout": {"device": "cuda:1"}}, "rollout/2", "cuda:1"),
         ({"rollout": {"device": "cuda"}}, "rollout/2", "cuda"),
         ({}, "rollout/2", "cpu"),
-        ({"rollout": {"device": "cuda:1", "num_workers": 2}}, "evaluator/1", "cuda:4"),  # behind the rollout workers
-        ({"rollout": {"device": "cuda:1"}, "eval": {"device": "cuda:0"}}, "evaluator/1", "cuda:1"),
-        ({"rollout": {"device": "cuda:1", "engine": "vllm"}}, "rollout/0", "cuda:1"),
+        ({"rollout": {"device": "cuda:1-3"}}, "evaluator/1", "cuda:2"),
+        ({"rollout": {"device": "cuda:1"}, "eval": {"device": "cuda:4-5"}}, "evaluator/1", "cuda:5"),
     ],
 )
-def test_each_worker_that_generates_has_a_device_of_its_own(sections: dict[str, Any], name: str, expected: str) -> None:
+def test_each_worker_that_generates_has_the_next_one_of_several_devices(sections: dict[str, Any], name: str, expected: str) -> None:
     assert generating_device(parse({**NEEDED, **sections}), name) == expected
+
+
+@pytest.mark.parametrize("device", ["cuda:3-1", "cuda:1-", "cuda-3", "gpu:1-3"])
+def test_a_range_of_devices_that_is_none_is_refused(device: str) -> None:
+    with pytest.raises(UserError, match=r"there is no device .* or with several, cuda:1-3"):
+        parse({**NEEDED, "rollout": {"device": device}})
