@@ -26,7 +26,7 @@ def remove_cut_off(folder: Path) -> list[Path]:
     """Remove the data files of single processes that are not whole. Returns them."""
     removed = [path for path in sorted(folder.glob(".coverage.*")) if not is_whole(path)]
     for path in removed:
-        path.unlink()
+        path.unlink(missing_ok=True)  # of a process that ends only now
     return removed
 
 
