@@ -56,8 +56,9 @@ def _part_name(text: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_device)]
-Devices = Annotated[str, AfterValidator(_devices)]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
+Devices = Annotated[str, AfterValidator(_devices)]
+"""Where the engines of several workers compute: as `Device`, or on several devices in turn (`cuda:1-3`)."""
 
 
 Finite = Annotated[float, Field(gt=0, lt=math.inf)]

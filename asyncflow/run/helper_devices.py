@@ -34,10 +34,10 @@ def helper_devices(config: Config) -> tuple[str, ...]:
     train, is_asked = config.train, config.train.helpers not in ("auto", 0)
     on_cores, shares = kind_of(train.device) == CPU, "helpers" in config.plan.shares
     why = _why_none(config)
-    if not why and not on_cores and (shares or is_asked):
-        why = _why_not_on_devices(config)
+    if not on_cores and (shares or is_asked):
+        why = why or _why_not_on_devices(config)
     if on_cores and shares:
-        why = "they compute on cores, by train.helpers alone"
+        why = why or "they compute on cores, by train.helpers alone"
     if train.helpers == 0 and shares:
         why = why or "train.helpers=0 says that there are none"
     if why and (is_asked or shares):

@@ -269,6 +269,7 @@ def routes(hosted: HostedRun, keys: KeyRing) -> APIRouter:
     """The routes of this run, and of the service's keys."""
     router = APIRouter(prefix="/v1")
     _add_run(router, hosted)
+    _add_state(router, hosted)
     _add_generators(router, hosted)
     _add_trainers(router, hosted)
     _add_keys(router, keys)
@@ -334,6 +335,19 @@ def _add_run(router: APIRouter, hosted: HostedRun) -> None:
         """Let rollout workers join or leave."""
         return Confirmation(message=await hosted.scale_rollout(body.num_workers, body.grace_seconds))
 
+    @router.post("/checkpoint", tags=["run"])
+    async def checkpoint() -> PolicyVersion:
+        """Have a checkpoint written with the next step that is committed, and answer at once with its version."""
+        return PolicyVersion(version=hosted.checkpoint())
+
+    @router.post("/stop", tags=["run"], dependencies=[needs("admin")])
+    async def stop() -> Confirmation:
+        """Stop the run: its model, trace and report are written before the answer."""
+        await hosted.stop()
+        return Confirmation(message=f"the run in {hosted.config.run_dir} has stopped")
+
+
+def _add_state(router: APIRouter, hosted: HostedRun) -> None:
     @router.get("/status", tags=["run"])
     async def status() -> RunStatus:
         """State of the run, its workers and its queue."""
@@ -368,17 +382,6 @@ def _add_run(router: APIRouter, hosted: HostedRun) -> None:
         if name not in found:
             raise Denied(404, "the model has no such file")
         return FileResponse(found[name], media_type="application/octet-stream")
-
-    @router.post("/checkpoint", tags=["run"])
-    async def checkpoint() -> PolicyVersion:
-        """Have a checkpoint written with the next step that is committed, and answer at once with its version."""
-        return PolicyVersion(version=hosted.checkpoint())
-
-    @router.post("/stop", tags=["run"], dependencies=[needs("admin")])
-    async def stop() -> Confirmation:
-        """Stop the run: its model, trace and report are written before the answer."""
-        await hosted.stop()
-        return Confirmation(message=f"the run in {hosted.config.run_dir} has stopped")
 
 
 def _add_generators(router: APIRouter, hosted: HostedRun) -> None:

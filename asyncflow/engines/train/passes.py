@@ -131,8 +131,7 @@ class Passes:
         first = self._apart_from
         assert first is not None, "there is a device to copy from"
         for own, source in ((self.policy, first.policy), (self.models.old_model, first.models.old_model)):
-            is_same_memory = isinstance(own, CausalModel) and not own.is_copy  # with `offload`
-            if own is not None and source is not None and not is_same_memory:
+            if own is not None and source is not None and own.is_copy:  # with `offload` an old one's memory is the same
                 for name, parameter in own.parameters.items():
                     parameter.copy_(source.parameters[name])
         self.is_behind = False

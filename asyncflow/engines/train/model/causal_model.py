@@ -212,6 +212,7 @@ class SharedBaseModel(SharedBase):
 
     def __init__(self, policy: CausalModel, *, has_adapter: bool) -> None:
         assert policy.lora is not None, "the policy has an adapter"
+        self.is_copy = policy.is_copy
         super().__init__(policy.parameters, policy.lora, has_adapter=has_adapter)
         self._policy = policy
 
