@@ -38,6 +38,7 @@ from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import OWN_TRACKER, Tracker, make_trackers
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
+from asyncflow.types import RunError
 from asyncflow.waits import METRICS
 
 
@@ -110,6 +111,7 @@ class RunRecord:
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
         self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
         self._first = self._num_finished = self._ledger.committed
+        self._unwritten = ""  # why metrics could not be written
         self._finished = Signal()
         self._before = before
         self._observed = Observed(
@@ -169,8 +171,10 @@ class RunRecord:
         )
 
     async def finished(self, version: int) -> None:
-        """Wait until the metrics of so many steps are written."""
-        await self._finished.until(lambda: self._num_finished >= version, METRICS, version=version)
+        """Wait until the metrics of so many steps are written. Raises `RunError` once those of a step could not be."""
+        await self._finished.until(lambda: bool(self._unwritten) or self._num_finished >= version, METRICS, version=version)
+        if self._num_finished < version:
+            raise RunError(self._unwritten)
 
     def close(self) -> None:
         """Close the files."""
@@ -309,41 +313,53 @@ class RunRecord:
         return next((why for why in whys if why), "")
 
     async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
-        """The step's row of metrics, once every worker has told what it did until the commit."""
-        async with self._finishing:
-            await self.hub.settle(times.committed)
-            window = self.hub.log.window(times.started, times.committed, step)
-            spans = attributed(window, begins=step == self._first)
-            began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
-            devices = self._num_devices(times.started, times.committed)
-            row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
-            if (of_critic := self._critic_metrics.pop(step, None)) is not None:
-                row |= of_critic.critic_row()
-            own = self.hub.own_metrics
-            row |= means(own.pop(step, {}))
-            for before in [each for each in own if each < step]:  # of rows that came too late for it
-                del own[before]
-            row |= run_metrics(*await self._context.client.status())
-            row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
-            if (newest := self._context.versions.newest) is not None:
-                row["weights/version_bytes"] = newest.num_bytes
-            if (attested := self._context.versions.share_attested) is not None:
-                row["weights/attested"] = attested
-            seconds = self._cores.seconds(spans, times.started, times.committed)
-            if (cores := shared_cores(self._config)) is not None and row["perf/step_seconds"]:
-                row["perf/cores_busy"] = sum(seconds.values()) / (row["perf/step_seconds"] * cores)
-            if (most := self._cores.most_given()) is not None:
-                row["perf/threads"] = most
-            self._cores.deal(seconds)
-            if self._before.resumed_at:
-                row["run/num_resumes"] = len(self._before.resumed_at)
-            self._checks.look_at_metrics(row)
-            self.hub.log.flush()
-            for name, tracker in list(self._trackers.items()):
-                self._log_to(name, tracker, step, row)
-            self._num_finished = step + 1
+        """The step's row of metrics, after those of the steps before. Where one could not be written, no later one is."""
+        try:
+            async with self._finishing:
+                if self._unwritten:
+                    return
+                row = await self._write_row(step, metrics, times)
+                self._num_finished = step + 1
+                self._observer.step(step, row)
+        except BaseException as error:  # a checkpoint may wait for the row
+            self._unwritten = self._unwritten or f"the metrics of step {step + 1} could not be written: {str(error) or repr(error)}"
+            raise
+        finally:
             self._finished.notify()
-            self._observer.step(step, row)
+
+    async def _write_row(self, step: int, metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
+        """The step's row of metrics, once every worker has told what it did until the commit."""
+        await self.hub.settle(times.committed)
+        window = self.hub.log.window(times.started, times.committed, step)
+        spans = attributed(window, begins=step == self._first)
+        began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
+        devices = self._num_devices(times.started, times.committed)
+        row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
+        if (of_critic := self._critic_metrics.pop(step, None)) is not None:
+            row |= of_critic.critic_row()
+        own = self.hub.own_metrics
+        row |= means(own.pop(step, {}))
+        for before in [each for each in own if each < step]:  # of rows that came too late for it
+            del own[before]
+        row |= run_metrics(*await self._context.client.status())
+        row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
+        if (newest := self._context.versions.newest) is not None:
+            row["weights/version_bytes"] = newest.num_bytes
+        if (attested := self._context.versions.share_attested) is not None:
+            row["weights/attested"] = attested
+        seconds = self._cores.seconds(spans, times.started, times.committed)
+        if (cores := shared_cores(self._config)) is not None and row["perf/step_seconds"]:
+            row["perf/cores_busy"] = sum(seconds.values()) / (row["perf/step_seconds"] * cores)
+        if (most := self._cores.most_given()) is not None:
+            row["perf/threads"] = most
+        self._cores.deal(seconds)
+        if self._before.resumed_at:
+            row["run/num_resumes"] = len(self._before.resumed_at)
+        self._checks.look_at_metrics(row)
+        self.hub.log.flush()
+        for name, tracker in list(self._trackers.items()):
+            self._log_to(name, tracker, step, row)
+        return row
 
     def _log_to(self, name: str, tracker: Tracker, step: int, row: Mapping[str, float]) -> None:
         """Give the row to a tracker. One that fails gets nothing more, and the run goes on, but for the run's own file."""

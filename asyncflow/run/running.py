@@ -54,10 +54,11 @@ class Running:
         interrupted = asyncio.ensure_future(self._interrupted.wait())
         over = self._over()
         try:
-            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self._driver.background.failure, *self._loops}
+            failure = self._driver.background.failure
+            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, failure, *self._loops}
             while not reached.done() and not interrupted.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                for task in sorted(done, key=lambda each: each is not failure):  # first: a worker's death may follow from it
                     task.result()
                 if over in done and not reached.done():
                     raise RunError("every worker has ended, but the run has not")

@@ -199,8 +199,8 @@ class CheckpointCoordinator:
             await self._record.finished(version)
             for trouble in [] if why else await asyncio.to_thread(self._places[place].commit, version):
                 self._log(trouble)
-        except OSError as error:
-            why = _why(error)
+        except (OSError, RunError) as error:
+            why = _why(error) if isinstance(error, OSError) else str(error)
         if why:
             await self._give_up(version, place, why)
         self._settle(version, place, held_seconds)

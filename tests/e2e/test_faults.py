@@ -338,12 +338,13 @@ def test_a_run_that_stands_still_says_who_waits_for_what(small: Small, tmp_path:
     assert str(stalled.value).endswith("is others' after queue.lease_seconds (120): take less than 3")
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for next to nothing."""
+@pytest.fixture(params=["16k", "64k"])
+def tiny_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for next to nothing: it is full before the first step is written down, or after it."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, check=False)
+    options = ["-t", "tmpfs", "-o", f"size={request.param}"]
+    mount = subprocess.run(["mount", *options, "tmpfs", str(disk)], capture_output=True, check=False)
     if mount.returncode:
         pytest.skip("mounting a small file system takes root")
     yield disk

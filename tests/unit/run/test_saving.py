@@ -23,6 +23,7 @@ from asyncflow.run.memory_pace import MemoryPace
 from asyncflow.run.record import RecordState
 from asyncflow.run.saving import CheckpointCoordinator, checkpoints_in, checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR
+from asyncflow.types import RunError
 from asyncflow.weight_sync.base import Manifest
 from tests.patience import patience
 
@@ -331,5 +332,26 @@ def test_files_that_are_all_there_become_a_checkpoint_although_their_trainer_has
         told.set()
         await settling
         assert checkpoints_in(memory).versions() == [1]
+
+    asyncio.run(main())
+
+
+def test_a_step_without_its_metrics_is_in_no_checkpoint_and_nobody_waits_for_them(made: Made, said: list[str]) -> None:
+    """A full disk, for example. The trainer dies of it, too, and the attempt that follows waits for the checkpoint (`settle`)."""
+
+    async def main() -> None:
+        saves = made()
+
+        async def finished(version: int) -> None:
+            raise RunError("the metrics of step 1 could not be written: No space left on device")
+
+        cast(Any, saves._record).finished = finished
+        await saves.begin(1)
+        await saves.critic_written(1, "")
+        await asyncio.wait_for(saves.written(1), patience(10))
+        await asyncio.wait_for(saves.settle(), patience(10))
+        (sentence,) = said
+        assert "there is none before it" in sentence and sentence.endswith("No space left on device")
+        assert not saves._checkpoints.versions()
 
     asyncio.run(main())
