@@ -66,13 +66,14 @@ async def _join(
             model = await client.model(Path(folder) / "model")
             worker = await client.join_generators(num_slots)
             name, own = chosen.pop("name"), {"model_path": model, "num_slots": num_slots, "max_context": worker.facts.max_context}
-            alive = asyncio.create_task(_stay_alive(worker))  # an engine may take minutes to start
+            vitals = Vitals(worker)
+            alive = asyncio.create_task(vitals.run())  # an engine may take minutes to start
             given = {**own, **options}
             engine: RolloutEngine = await asyncio.to_thread(build, "rollout engine", name, chosen, ROLLOUT_ENGINES, given)
             print(f"generating for the run at {address} as {worker.name}", flush=True)
             try:
                 attests = options["dtype"] == worker.facts.dtype  # sums are of one dtype
-                await JoinedGenerator(worker, engine, model, attests=attests).run(stopped)
+                await JoinedGenerator(vitals, engine, model, attests=attests).run(stopped)
             finally:
                 alive.cancel()
                 await engine.close()
@@ -80,18 +81,40 @@ async def _join(
                     await worker.leave()
 
 
-async def _stay_alive(worker: AsyncGeneratorWorker) -> None:
-    while True:
-        await worker.alive()
-        await asyncio.sleep(POLL_SECONDS)
+class Vitals:
+    """Signs of life of a generator, and what they are answered."""
+
+    def __init__(self, worker: AsyncGeneratorWorker) -> None:
+        self.worker = worker
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Give signs of life until the run is over. Whoever makes another request is told what is wrong."""
+        while not self._is_over:
+            try:
+                await self.worker.alive()
+            except RunError:
+                await self.goes_on()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def goes_on(self) -> bool:
+        """Whether there is something wrong where a request has failed: the run goes on, or will, as of a service that was started
+        again, or the service is out of reach. A run that is over takes no more of anybody, and says so before its service ends."""
+        if not self._is_over:
+            try:
+                status = await self.worker.client.status()
+            except RunError:
+                return True
+            self._is_over = bool(status["has_begun"] and not status["is_live"])
+        return not self._is_over
 
 
 class JoinedGenerator:
     """A generator of a served run over an engine of this process."""
 
-    def __init__(self, worker: AsyncGeneratorWorker, engine: RolloutEngine, model: Path, *, attests: bool = True) -> None:
+    def __init__(self, vitals: Vitals, engine: RolloutEngine, model: Path, *, attests: bool = True) -> None:
         """`model`: folder of the model that the run started from. `attests`: whether it says what it generates with."""
-        self._worker, self._engine, self._model = worker, engine, model
+        self._vitals, self._worker, self._engine, self._model = vitals, vitals.worker, engine, model
         self._weights = model.with_name("weights.safetensors")
         self._attests = attests and bool(getattr(engine, "attest", None))
         self._free = engine.num_slots
@@ -113,7 +136,7 @@ class JoinedGenerator:
                     if work.install is not None:
                         await self._install(work.install)
                 except RunError:
-                    if await self._goes_on():
+                    if await self._vitals.goes_on():
                         raise
                     return
                 for prompt in work.prompts:
@@ -170,14 +193,6 @@ class JoinedGenerator:
             try:
                 await self._worker.put_experience_data([given])
             except RunError:
-                if await self._goes_on():
+                if await self._vitals.goes_on():
                     raise
                 return
-
-    async def _goes_on(self) -> bool:
-        """Whether the run goes on, or will, as of a service that was started again; one that is over takes no more of anybody."""
-        try:
-            status = await self._worker.client.status()
-        except RunError:
-            return False
-        return bool(status["is_live"] or not status["has_begun"])

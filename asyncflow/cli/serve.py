@@ -113,6 +113,7 @@ async def _serve(
         status = await until_told(hosted.over)
     finally:
         await hosted.stop()
+        await hosted.farewell()
         await server.stop()
         audit.close()
     if hosted.failure:

@@ -11,7 +11,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from asyncflow.config import Config
 from asyncflow.engines.train import OUTSIDE
@@ -21,12 +21,14 @@ from asyncflow.model_folder import read_json
 from asyncflow.run.job import Listener
 from asyncflow.run.status import Status
 from asyncflow.run.stepwise import StepwiseRun
-from asyncflow.service.workers import OutsideWorkers, TrainerSession
+from asyncflow.service.workers import GeneratorSession, OutsideWorkers, TrainerSession
 from asyncflow.settings import Choice
 from asyncflow.types import Array, Batch, RunError, UserError, first_error
 
 Place = Literal["own", "outside"]
 """Where an engine is: started by the run, or provided by clients."""
+FAREWELL_SECONDS: Final = 5.0
+"""Seconds in which a client that generates makes another request: `asyncflow join` makes one every 2 s."""
 
 
 class HostedRun:
@@ -52,6 +54,7 @@ class HostedRun:
         self.failure, self._is_stopping = "", False
         self._watching: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._untold: dict[str, float] = {}  # clients that generated, and do not know yet that the run is over: their last request
         self._turn = asyncio.Lock()  # of what changes the run as a whole
         self._uploading = asyncio.Lock()
 
@@ -150,6 +153,7 @@ class HostedRun:
         async with self._turn:
             try:
                 if self._workers is not None:
+                    self._untold = self._workers.last_requests
                     await self._workers.close()
                     self._workers = None
                 if self._run is not None:
@@ -159,11 +163,30 @@ class HostedRun:
             finally:  # on a full disk nothing can be written any more: the server ends all the same
                 self.over.set()
 
+    async def farewell(self) -> None:
+        """Wait until clients that generated know that the run is over, as the answer to their next request says. One that makes no
+        request any more is not waited for."""
+        now = asyncio.get_running_loop().time
+        while any(now() < last + FAREWELL_SECONDS for last in self._untold.values()):
+            await asyncio.sleep(0.02)
+
+    def is_told(self, name: str) -> None:
+        """A client that generated knows that the run is over."""
+        self._untold.pop(name, None)
+
     # -- prompts ------------------------------------------------------------------------------------------------------------
 
     async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows before those of the data set; see `Trainer.put_prompts_data`."""
         await self.run.put_prompts_data(rows)
+
+    # -- generating from outside --------------------------------------------------------------------------------------------
+
+    def generator(self, name: str) -> GeneratorSession:
+        """Session of a client that generates, which makes a request. Raises `RunError` where it has none, or the run is over."""
+        if self._workers is None:
+            self.is_told(name)
+        return self.workers.generator(name)
 
     # -- training from outside ----------------------------------------------------------------------------------------------
 

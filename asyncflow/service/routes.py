@@ -403,8 +403,10 @@ def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/generators/{worker}/prompts", tags=["generators"])
     async def get_prompts_data(worker: Name, body: WantPrompts) -> PromptsAnswer:
         """Lease prompts under the version that the worker serves. Waits for some; asking is a sign of life."""
-        session = hosted.workers.generator(f"rollout/{worker}")
+        session = hosted.generator(f"rollout/{worker}")
         work = await session.engine.take(body.prompts, body.timeout_seconds)
+        if work.is_over:
+            hosted.is_told(session.name)
         bits = hosted.run.driver.shape.group_bits
         return PromptsAnswer(
             version=work.version,
@@ -429,14 +431,14 @@ def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/generators/{worker}/experience", tags=["generators"])
     async def put_experience_data(worker: Name, body: PutExperience) -> Outcomes:
         """Put responses. Answers when each is scored and stored, or is known not to count."""
-        engine = hosted.workers.generator(f"rollout/{worker}").engine
+        engine = hosted.generator(f"rollout/{worker}").engine
         outcomes = await engine.put([(one.row, _generated(one, engine.version)) for one in body.responses])
         return Outcomes(outcomes=[outcome if outcome != STORED else "stored" for outcome in outcomes])
 
     @router.get("/generators/{worker}/weights/{version}", tags=["generators"], response_class=StreamingResponse)
     async def weights(worker: Name, version: Annotated[int, Field(ge=0, lt=1 << 31)]) -> StreamingResponse:
         """The version that the worker is to install: a safetensors file. `X-Hash` is its xxh3_128."""
-        files = hosted.workers.generator(f"rollout/{worker}").files
+        files = hosted.generator(f"rollout/{worker}").files
         path, manifest = files.file(version), files.manifest
         assert manifest is not None
         headers = {"X-Hash": manifest.hash, "Content-Length": str(manifest.num_bytes)}
@@ -447,13 +449,13 @@ def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
         """The worker generates under this version from now on."""
         told = body.attested
         attested = None if told is None else Attestation([(part.names, part.found) for part in told.parts], told.base)
-        hosted.workers.generator(f"rollout/{worker}").engine.installed(body.version, attested)
+        hosted.generator(f"rollout/{worker}").engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 
     @router.post("/generators/{worker}/alive", tags=["generators"])
     async def alive(worker: Name) -> PolicyVersion:
         """A sign of life, for a client that asks for nothing else for a while. Answers with the version that the worker serves."""
-        return PolicyVersion(version=hosted.workers.generator(f"rollout/{worker}").engine.version)
+        return PolicyVersion(version=hosted.generator(f"rollout/{worker}").engine.version)
 
     @router.delete("/generators/{worker}", tags=["generators"])
     async def leave(worker: Name) -> Confirmation:

@@ -262,6 +262,22 @@ def test_a_process_that_joins_generates_until_it_is_told_to_leave_or_the_run_is_
 
 
 @pytest.mark.deep
+def test_a_process_that_joins_ends_with_an_error_when_its_service_is_killed(
+    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """And stays away: a script that starts it again is to know that the run is not over."""
+    served = Served(background, tmp_path, small(rollout={"num_workers": 0}))
+    with served.client() as client:
+        client.init_engines()
+        joined = background("join", served.url, "--key-file", served.key_file)
+        assert client.step() is not None
+    served.command.kill()
+    assert joined.wait(patience(120)) == 1
+    (line,) = joined.communicate()[1].strip().splitlines()
+    assert line.startswith(f"asyncflow: the service at {served.url} ")
+
+
+@pytest.mark.deep
 def test_a_process_that_joins_makes_what_the_runs_own_worker_would_have_made(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -1,15 +1,19 @@
-"""A hosted run that cannot write its end."""
+"""The end of a hosted run: one that cannot be written, and clients that are to know of it."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from asyncflow.service import hosted as hosted_module
 from asyncflow.service.hosted import HostedRun
+from asyncflow.types import RunError
+from tests.patience import patience
 
 
 async def test_a_server_whose_run_cannot_be_stopped_in_order_ends_all_the_same(tmp_path: Path) -> None:
@@ -25,3 +29,28 @@ async def test_a_server_whose_run_cannot_be_stopped_in_order_ends_all_the_same(t
     with pytest.raises(OSError, match="No space left"):
         await hosted.stop()
     assert hosted.over.is_set()
+
+
+async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the answer to their next request. One that makes no more requests is not waited for."""
+    monkeypatch.setattr(hosted_module, "FAREWELL_SECONDS", patience(60))
+    now, config = asyncio.get_running_loop().time(), cast(Any, None)
+
+    async def close() -> None:
+        hosted.is_told("rollout/outside-1")  # it waits for prompts just then
+
+    async def stop() -> None: ...
+
+    hosted = HostedRun(config, tmp_path / "journal")
+    hosted._run = cast(Any, SimpleNamespace(stop=stop, job=SimpleNamespace(interrupt=lambda: None, journal=None)))
+    last = {"rollout/outside-0": now, "rollout/outside-1": now, "rollout/outside-2": now - patience(61)}
+    hosted._workers = cast(Any, SimpleNamespace(last_requests=last, close=close))
+    await hosted.stop()
+    going = asyncio.ensure_future(hosted.farewell())
+    await asyncio.sleep(0.1)
+    assert not going.done()
+    with pytest.raises(RunError, match="not under way"):
+        hosted.generator("rollout/outside-0")
+    await asyncio.wait_for(going, patience(10))
