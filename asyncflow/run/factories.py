@@ -146,8 +146,8 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     `config.json`.
 
     By itself is each where `train.responses_per_micro_batch` has made them small, in a pipeline (whose stages are to be busy with
-    many), by other engines than the built-in one, and with exact sums over ranks (which are sums of whole passes) or on an
-    accelerator (whose library may compute a row otherwise in a longer pass); unless a number says otherwise.
+    many), by other engines than the built-in one, and with exact sums where tensor parallelism cuts matrices (a row is a sum over
+    ranks then) or on an accelerator (whose library may compute a row otherwise in a longer pass); unless a number says otherwise.
     """
     train, layout = config.train, config.layout
     if train.tokens_per_micro_batch != "auto":
@@ -155,7 +155,7 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     is_chosen, is_on_cpu = train.responses_per_micro_batch is not None, kind_of(train.device) == CPU
     if "hidden_size" not in fields or is_chosen or layout.pp > 1 or train.engine.name != "torch":
         return None
-    if train.accumulate == "exact" and (layout.size > 1 or not is_on_cpu):
+    if train.accumulate == "exact" and (layout.tp > 1 or not is_on_cpu):
         return None
     if not is_on_cpu:
         return PASS_TOKENS

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, pairwise
@@ -237,8 +237,20 @@ class ExactAccumulator(Accumulator):
 
     def end_pass(self) -> None:
         """Check that what was added since the last call is within the range. Raises `RangeError`."""
+        for name, peak in self.peaks():
+            # In whole steps of the grid, so that the bound too is exact: whether a step is refused does not depend on the order.
+            self._bounds[name] = self._bounds.get(name, 0) + math.ceil(peak / GRADIENT_GRID.spacing)
+            check_range(name, peak, self._bounds[name])
+
+    def peaks(self) -> list[tuple[str, float]]:
+        """Largest magnitude of each addend since the last call, with the parameter's name. One that is not finite is left out: its
+        sum is not either, so the step will be skipped."""
         extremes, self._extremes = self._extremes, []
-        self._check_range(extremes)
+        scalars = list(chain.from_iterable(of_addend for _, of_addend in extremes))
+        # One transfer for all: each .item() on its own would wait for the device.
+        magnitudes = iter(torch.stack(scalars).abs().tolist() if scalars else [])
+        peaks = [(name, list(islice(magnitudes, len(of_addend)))) for name, of_addend in extremes]
+        return [(name, max(values, default=0.0)) for name, values in peaks if all(map(math.isfinite, values))]
 
     def join(self, other: ExactAccumulator) -> None:
         """See `Accumulator.join`. The sums, and whether they are refused, are as if all had been added here."""
@@ -281,20 +293,6 @@ class ExactAccumulator(Accumulator):
         self._bounds.clear()
         self._extremes.clear()
         super().clear()
-
-    def _check_range(self, extremes: Iterable[tuple[str, Sequence[Tensor]]]) -> None:
-        grid = GRADIENT_GRID
-        scalars = list(chain.from_iterable(of_addend for _, of_addend in extremes))
-        # One transfer for all: each .item() on its own would wait for the device.
-        magnitudes = iter(torch.stack(scalars).abs().tolist() if scalars else [])
-        for name, of_addend in extremes:
-            values = list(islice(magnitudes, len(of_addend)))
-            if not all(map(math.isfinite, values)):  # its sum is not finite either, so the step will be skipped
-                continue
-            peak = max(values, default=0.0)
-            # In whole steps of the grid, so that the bound too is exact: whether a step is refused does not depend on the order.
-            self._bounds[name] = self._bounds.get(name, 0) + math.ceil(peak / grid.spacing)
-            check_range(name, peak, self._bounds[name])
 
 
 def check_range(name: str, peak: float, bound: int) -> None:

@@ -18,17 +18,19 @@ same.
 That products keep rows apart is a matter of the machine's library: `probe` computes a micro-batch alone and among others, and
 compares the bits.
 
-Left out: modules with weights that are none of linear layer, embedding and RMS norm; models that are sharded over ranks.
+Left out: modules with weights that are none of linear layer, embedding and RMS norm; weights that are cut by tensor parallelism.
+There a row is a sum over ranks, in an order that may depend on its place in the sequence.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ from torch.autograd.function import once_differentiable
 
 from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulator
 from asyncflow.engines.train.model.causal_model import CausalModel
-from asyncflow.engines.train.model.log_probs import token_local_loss, token_local_losses
+from asyncflow.engines.train.model.log_probs import HeadSums, token_local_losses
 from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import LossSums, Ragged
@@ -47,29 +49,55 @@ Sums = ExactAccumulator | PlainAccumulator
 # P packed tokens, O outputs, I inputs, H hidden elements, V tokens of the vocabulary, U of them, C rows of logits.
 
 
+class Trained(Protocol):
+    """Model, or a stage of one."""
+
+    device: torch.device
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that are trained, by name."""
+
+    @property
+    def module(self) -> Any:
+        """Transformers' model, which has the parameters."""
+
+
+@dataclass(slots=True, eq=False)
+class PassState:
+    """What is known of one pass. `places`: of its micro-batches. `tokens_U`: of each, each token once, ascending, and `held_UH`, by
+    micro-batch, rows of the head's gradient that the embedding's are added to: where these two are one matrix."""
+
+    places: Sequence[slice]
+    tokens_U: Sequence[Tensor]
+    muted: set[int] = field(default_factory=set)
+    held_UH: dict[int, Tensor] = field(default_factory=dict)
+
+
 class PassGradients:
     """Gradients of a model's weights in passes of several micro-batches, on their way to its sums. Implements `HeadSums`."""
 
     pieces: Pieces = AT_ONCE
     """Pieces by which the gradients of matrices are computed: nothing in a pass waits for them."""
 
-    def __init__(self, model: CausalModel, sums: Sums) -> None:
-        """Change the model's modules so that they compute as before, except in a pass (`of`). See `why_not` first."""
+    def __init__(self, model: Trained, sums: Sums, *, gives_zeros: bool = False) -> None:
+        """Change the model's modules so that they compute as before, except in a pass (`within`). See `why_not` first.
+
+        `gives_zeros`: autograd gets zeros for a gradient of each weight, for the sake of who waits for one.
+        """
         self._sums = sums
-        self._places: list[slice] = []  # of each micro-batch in the pass; none: no pass is under way
-        self._muted: set[int] = set()
-        self._tokens_U: list[Tensor] = []  # of each micro-batch, each one once, ascending
-        self._held_UH: dict[int, Tensor] = {}  # by micro-batch: rows of the head's gradient that the embedding's are added to
+        self._state: PassState | None = None  # of the pass that is under way
+        self._weight_in_graph: Callable[[Tensor], Tensor] = (lambda weight: weight) if gives_zeros else Tensor.detach
         # What depends on it has a gradient, though no weight has.
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         self._turns = {name: threading.Lock() for name in model.parameters}
-        head = model.module.get_output_embeddings().weight
+        head = getattr(model.module.get_output_embeddings(), "weight", None)  # a stage of a pipeline may have none
         self._head_name = names.get(id(head))
         self._holds = (
             isinstance(sums, ExactAccumulator)
             and self._head_name is not None
-            and model.module.get_input_embeddings().weight is head
+            and getattr(model.module.get_input_embeddings(), "weight", None) is head
         )
         for module in model.module.modules():
             own = {key: names.get(id(parameter)) for key, parameter in module.named_parameters(recurse=False)}
@@ -77,11 +105,9 @@ class PassGradients:
                 module.forward = partial(_form_of(module), self, module, own, module.forward)
 
     @staticmethod
-    def why_not(model: CausalModel) -> str:
+    def why_not(model: Trained) -> str:
         """Reason why a model's gradients cannot be taken so; "" if they can."""
-        if model.way != "packed":
-            return "its micro-batches are no packed sequences"
-        if model.module.get_output_embeddings().bias is not None:
+        if getattr(model.module.get_output_embeddings(), "bias", None) is not None:
             return "its output layer has a bias"
         trained = {id(parameter) for parameter in model.parameters.values()}
         for name, module in model.module.named_modules():
@@ -89,29 +115,42 @@ class PassGradients:
                 return f"it has weights in {name}, a {type(module).__name__}"
         return ""
 
+    def begin(self, packed: Packed) -> PassState:
+        """State of a pass that begins."""
+        tokens_U = [torch.unique(packed.tokens_P[place]) for place in packed.places] if self._holds else []
+        return PassState(packed.places, tokens_U)
+
+    @contextmanager
+    def within(self, state: PassState) -> Iterator[None]:
+        """Context of a pass, or of a part of one: gradients of weights go to the sums."""
+        self._state = state
+        try:
+            yield
+        finally:
+            self._state = None
+
     @contextmanager
     def of(self, packed: Packed) -> Iterator[None]:
-        """Context of a pass, forward and backward: gradients of weights go to the sums. Raises `RangeError` at its end."""
-        self._places = packed.places
-        self._tokens_U = [torch.unique(packed.tokens_P[place]) for place in self._places] if self._holds else []
-        try:
+        """Context of a whole pass, forward and backward. Raises `RangeError` at its end."""
+        with self.within(self.begin(packed)):
             try:
                 yield
             finally:
                 self.pieces.end()
             self._sums.end_pass()
-        finally:
-            self._places, self._tokens_U = [], []
-            self._muted.clear()
-            self._held_UH.clear()
 
     def mute(self, number: int) -> None:
         """See `HeadSums`."""
-        self._muted.add(number)
+        self._now.muted.add(number)
 
     def is_muted(self, number: int) -> bool:
         """See `HeadSums`."""
-        return number in self._muted
+        return number in self._now.muted
+
+    @property
+    def _now(self) -> PassState:
+        assert self._state is not None, "a pass is under way"
+        return self._state
 
     def add_head(self, grad_CV: Tensor, hidden_CH: Tensor, parts: Sequence[tuple[int, slice]]) -> None:
         """See `HeadSums`. Where the embedding is the same matrix, rows that it has a gradient for are held back until that is
@@ -122,7 +161,7 @@ class PassGradients:
         if self._holds:
             change = partial(self._hold, [number for number, _ in parts])
             for number, _ in parts:
-                self._held_UH[number] = hidden_CH.new_empty(len(self._tokens_U[number]), hidden_CH.shape[1])
+                self._now.held_UH[number] = hidden_CH.new_empty(len(self._now.tokens_U[number]), hidden_CH.shape[1])
         self._add_products(self._head_name, grad_CV, hidden_CH, [rows for _, rows in parts], change)
 
     def add_head_whole(self, number: int, gradient_VH: Tensor) -> None:
@@ -130,19 +169,19 @@ class PassGradients:
         if self._head_name is None:
             return
         if self._holds:
-            self._held_UH[number] = gradient_VH.new_empty(len(self._tokens_U[number]), gradient_VH.shape[1])
+            self._now.held_UH[number] = gradient_VH.new_empty(len(self._now.tokens_U[number]), gradient_VH.shape[1])
             self._hold([number], 0, 0, gradient_VH)
         self._sums.add_whole(self._head_name, gradient_VH)
 
     def _hold(self, numbers: Sequence[int], part: int, begin: int, block_BH: Tensor) -> None:
         """Hold back the rows of the micro-batch's own tokens: move them out of a block of the head's gradient."""
         number = numbers[part]
-        tokens_U = self._tokens_U[number]
+        tokens_U = self._now.tokens_U[number]
         edges = torch.tensor([begin, begin + len(block_BH)], device=tokens_U.device)
         first, end = torch.searchsorted(tokens_U, edges).tolist()
         if first < end:
             rows = tokens_U[first:end] - begin
-            self._held_UH[number][first:end] = block_BH[rows]
+            self._now.held_UH[number][first:end] = block_BH[rows]
             block_BH[rows] = 0.0
 
     def product(self, rows_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -173,28 +212,28 @@ class PassGradients:
 
     def linear(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Forward of a linear layer."""
-        if not self._places:
+        if self._state is None:
             return plain(x)
-        bias = None if module.bias is None else module.bias.detach()
+        bias = None if module.bias is None else self._weight_in_graph(module.bias)
         apply: Any = _Linear.apply  # torch has no types for it
-        made: Tensor = apply(x, module.weight.detach(), bias, self._anchor, self, names)
+        made: Tensor = apply(x, self._weight_in_graph(module.weight), bias, self._anchor, self, names)
         return made
 
     def embedding(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """Forward of an embedding."""
-        if not self._places:
+        if self._state is None:
             return plain(tokens)
         apply: Any = _Embedding.apply
-        made: Tensor = apply(tokens, module.weight.detach(), self._anchor, self, names["weight"], module.padding_idx)
+        made: Tensor = apply(tokens, self._weight_in_graph(module.weight), self._anchor, self, names["weight"], module.padding_idx)
         return made
 
     def norm(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Forward of an RMS norm: the module's own, with a weight for each row, whose gradient is not summed over rows yet."""
-        if not self._places:
+        if self._state is None:
             return plain(x)
         weight = module._parameters["weight"]
         apply: Any = _Repeated.apply
-        module._parameters["weight"] = apply(weight.detach(), self._anchor, x.shape, self, names["weight"])
+        module._parameters["weight"] = apply(self._weight_in_graph(weight), self._anchor, x.shape, self, names["weight"])
         try:
             return plain(x)
         finally:
@@ -221,7 +260,7 @@ class PassGradients:
                 skipped = -1
             rows_UH = torch.ops.aten.embedding_dense_backward(grad_PH[place], inverse, len(tokens_U), skipped, False)
             if self._holds:
-                rows_UH = rows_UH + self._held_UH.pop(number)
+                rows_UH = rows_UH + self._now.held_UH.pop(number)
             self._sums.add_rows(name, tokens_U, rows_UH)
 
     def _add_products(self, name: str, *arguments: Any) -> None:
@@ -233,7 +272,7 @@ class PassGradients:
 
     def _added(self) -> list[tuple[int, slice]]:
         """Micro-batches that are not muted: number, and place in the pass."""
-        return [(number, place) for number, place in enumerate(self._places) if number not in self._muted]
+        return [(number, place) for number, place in enumerate(self._now.places) if number not in self._now.muted]
 
 
 def _form_of(module: nn.Module) -> Any:
@@ -244,6 +283,11 @@ def _form_of(module: nn.Module) -> Any:
     if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
         return PassGradients.embedding
     return PassGradients.norm if type(module).__name__.endswith("RMSNorm") and own == {"weight": 1} else None
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    """Zeros of a weight's shape, which take no memory."""
+    return weight.new_zeros(()).expand_as(weight)
 
 
 class _Linear(torch.autograd.Function):
@@ -257,17 +301,19 @@ class _Linear(torch.autograd.Function):
         to: PassGradients,
         names: dict[str, str | None],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
+        ctx.save_for_backward(x, weight_OI, bias_O)
         ctx.to, ctx.names = to, names
         return to.product(x.reshape(-1, x.shape[-1]), weight_OI, bias_O).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        x, weight_OI = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        x, weight_OI, bias_O = ctx.saved_tensors
         grad_PO = grad.reshape(-1, grad.shape[-1])
         ctx.to.add_linear(ctx.names, grad_PO, x.reshape(-1, x.shape[-1]))
-        return (grad_PO @ weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None, None, None, None, None, None
+        of_x = (grad_PO @ weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
+        of_weight = _zeros(weight_OI) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, _zeros(bias_O) if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -275,29 +321,85 @@ class _Embedding(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, weight_VH: Tensor, anchor: Tensor, to: PassGradients, name: str, padding: int | None
     ) -> Tensor:
-        ctx.save_for_backward(tokens)
+        ctx.save_for_backward(tokens, weight_VH)
         ctx.to, ctx.name, ctx.padding = to, name, padding
         return nn.functional.embedding(tokens, weight_VH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_1PH: Tensor) -> tuple[None, None, None, None, None, None]:
-        (tokens,) = ctx.saved_tensors
+    def backward(ctx: Any, grad_1PH: Tensor) -> tuple[None, Tensor | None, None, None, None, None]:
+        tokens, weight_VH = ctx.saved_tensors
         ctx.to.add_embedding(ctx.name, tokens.flatten(), grad_1PH.reshape(-1, grad_1PH.shape[-1]), ctx.padding)
-        return None, None, None, None, None, None
+        return None, _zeros(weight_VH) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, anchor: Tensor, shape: torch.Size, to: PassGradients, name: str) -> Tensor:
+        ctx.save_for_backward(weight)
         ctx.to, ctx.name = to, name
         return weight.expand(shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (weight,) = ctx.saved_tensors
         ctx.to.add_norm(ctx.name, grad)
-        return None, None, None, None, None
+        return _zeros(weight) if ctx.needs_input_grad[0] else None, None, None, None, None
+
+
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad, _zeros(weight)
+
+
+def with_zeros_for(weight: Tensor, total: Tensor) -> Tensor:
+    """Same loss, of which autograd gets zeros for a gradient of the weight, too."""
+    apply: Any = _Used.apply
+    made: Tensor = apply(total, weight)
+    return made
+
+
+OTHER_BITS = "on this machine a micro-batch among others has other bits than alone"
+
+
+def one_by_one(why: str) -> str:
+    """Remark of an engine that makes no passes of several micro-batches."""
+    return f"micro-batches are computed one by one, since train.accumulate=exact promises bits: {why}"
+
+
+class ProbePass:
+    """Passes of the probe: a micro-batch `alone`, and `together` with others that are muted, with the opposite loss."""
+
+    def __init__(self, pack: Callable[[np.ndarray, Ragged], Packed], vocabulary: int) -> None:
+        def packed(first: int, prompt_tokens: int, lengths: Sequence[int]) -> Packed:
+            tokens = np.arange(first, first + prompt_tokens + sum(lengths)) * 7919 % vocabulary
+            return pack(tokens[:prompt_tokens], Ragged(tokens[prompt_tokens:], np.cumsum([0, *lengths])))
+
+        self.alone = packed(1, 7, (9, 4, 2))
+        self.together = joined([packed(50, 3, (5,)), self.alone, packed(90, 13, (21, 3, 17, 8))])
+
+    def loss(self, packed: Packed, hidden_TH: Tensor, head_VH: Tensor, head_sums: HeadSums | None, **options: Any) -> Tensor:
+        """Loss of one of the two passes."""
+        sign = -1.0 if packed is self.together else 1.0
+
+        def of_tokens(_number: int, _part: slice, log_probs_C: Tensor, _entropy_C: Tensor) -> LossSums:
+            weights_C = torch.arange(len(log_probs_C), device=log_probs_C.device) % 3 - 0.5
+            return LossSums(sign * (weights_C * log_probs_C).sum(), {})
+
+        if head_sums is not None:
+            head_sums.mute(0)
+            head_sums.mute(2)
+        of_all = {"counts": packed.token_counts, "head_sums": head_sums, **options}
+        return token_local_losses(hidden_TH, head_VH, packed.targets_T, of_tokens, **of_all)[0]
 
 
 def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients) -> bool:
@@ -305,39 +407,14 @@ def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients) 
 
     The sums are empty before and after.
     """
-    vocabulary = model.module.get_input_embeddings().weight.shape[0]
-
-    def packed(first: int, prompt_tokens: int, lengths: Sequence[int]) -> Packed:
-        tokens = np.arange(first, first + prompt_tokens + sum(lengths)) * 7919 % vocabulary
-        return model.pack(tokens[:prompt_tokens], Ragged(tokens[prompt_tokens:], np.cumsum([0, *lengths])))
-
-    def loss(sign: float, log_probs_C: Tensor) -> LossSums:
-        weights_C = torch.arange(len(log_probs_C), device=log_probs_C.device) % 3 - 0.5
-        return LossSums(sign * (weights_C * log_probs_C).sum(), {})
-
-    alone = packed(1, 7, (9, 4, 2))
-    together = joined([packed(50, 3, (5,)), alone, packed(90, 13, (21, 3, 17, 8))])
+    passes = ProbePass(model.pack, model.module.get_input_embeddings().weight.shape[0])
     options: dict[str, Any] = {"chunk_tokens": model.chunk_tokens, "softcap": model.softcap}
     try:
-        total, _, _ = token_local_loss(
-            *model.hidden(alone), alone.targets_T, lambda part, log_probs_C, _: loss(1.0, log_probs_C), **options
-        )
-        torch.autograd.backward(total)
+        torch.autograd.backward(passes.loss(passes.alone, *model.hidden(passes.alone), None, **options))
         sums.add()
-        with gradients.of(together):
-            gradients.mute(0)
-            gradients.mute(2)
-            hidden_TH, head_VH = model.hidden(together)
-            total, _, _ = token_local_losses(
-                hidden_TH,
-                head_VH.detach(),
-                together.targets_T,
-                lambda number, part, log_probs_C, _: loss(-1.0, log_probs_C),
-                counts=together.token_counts,
-                head_sums=gradients,
-                **options,
-            )
-            torch.autograd.backward(total)
+        with gradients.of(passes.together):
+            hidden_TH, head_VH = model.hidden(passes.together)
+            torch.autograd.backward(passes.loss(passes.together, hidden_TH, head_VH.detach(), gradients, **options))
         return sums.is_zero()
     finally:
         sums.clear()

@@ -28,7 +28,7 @@ from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.model.tri_model import TriModel
-from asyncflow.engines.train.pass_gradients import PassGradients
+from asyncflow.engines.train.pass_gradients import OTHER_BITS, PassGradients, one_by_one
 from asyncflow.engines.train.pass_gradients import probe as probe_passes
 from asyncflow.engines.train.pieces import Pieces
 from asyncflow.types import Objective
@@ -146,9 +146,7 @@ class Passes:
         if not (why := PassGradients.why_not(self.policy)):
             gradients = self._gradients = PassGradients(self.policy, self.sums)
             if exact and not probe_passes(self.policy, exact, gradients):
-                why = "on this machine a micro-batch among others has other bits than alone"
+                why = OTHER_BITS
         if why and exact:
             self.most_tokens = self._gradients = None
-            self.remark = f"{self.remark}\n" * bool(self.remark) + (
-                f"micro-batches are computed one by one, since train.accumulate=exact promises bits: {why}"
-            )
+            self.remark = f"{self.remark}\n" * bool(self.remark) + one_by_one(why)

@@ -38,7 +38,7 @@ class TorchEngine(LeaderEngine):
 
             training = ManyRanks(model_path, options)
         super().__init__(training, options)
-        self.remark = training.remark if isinstance(training, OneRank) else ""
+        self.remark = training.remark
 
     @property
     def helpers(self) -> Helpers | None:

@@ -9,6 +9,9 @@ bit what one process computes, however groups are shared out (accumulate.py says
 reduced back to float32, micro-batch by micro-batch; so the exact sums are taken where it calls for a reduce-scatter, which is its
 own extension point (`set_custom_reduce_scatter`).
 
+With passes of several micro-batches each one's gradient is rounded by itself (pass_gradients.py): FSDP2 gathers and reduces once a
+pass, and what goes to the exact sums are the pass's own (`PassSums`).
+
 A micro-batch is *muted* where a rank has none while others do, or its loss is not finite: it goes through every module like the
 others, so that nobody waits, and counts as zeros.
 """
@@ -32,6 +35,7 @@ from asyncflow.engines.train.accumulate import (
     GRADIENT_GRID,
     LARGEST_CHUNK,
     Accumulator,
+    ExactAccumulator,
     check_range,
     divided,
     make_accumulator,
@@ -105,8 +109,17 @@ class Sums(ABC):
         self._parameters, self._parts = parameters, parts
 
     @abstractmethod
-    def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
-        """Begin the backward pass of a micro-batch, on all ranks. `is_aside`: not for the sums, `take` follows and not `add`."""
+    def of_passes(self) -> ExactAccumulator:
+        """Sums that gradients of passes of several micro-batches go to."""
+
+    @abstractmethod
+    def is_zero(self) -> bool:
+        """Whether this rank's part of every sum is 0. For exact sums."""
+
+    @abstractmethod
+    def before_backward(self, *, is_muted: bool, is_aside: bool = False, is_split: bool = False) -> None:
+        """Begin the backward pass of a micro-batch, on all ranks. `is_aside`: not for the sums, `take` follows and not `add`.
+        `is_split`: its gradients go to `of_passes`, and FSDP2 has zeros."""
 
     @abstractmethod
     def add(self) -> None:
@@ -160,7 +173,14 @@ class HandedSums(Sums):
         for unit in units:
             _reduce_by(unit, _Reduction(self._mute))
 
-    def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
+    def of_passes(self) -> ExactAccumulator:
+        assert isinstance(self._accumulator, ExactAccumulator), "the others take passes as they are"
+        return self._accumulator
+
+    def is_zero(self) -> bool:
+        return self.of_passes().is_zero()
+
+    def before_backward(self, *, is_muted: bool, is_aside: bool = False, is_split: bool = False) -> None:
         self._is_muted = is_muted
 
     def add(self) -> None:
@@ -192,14 +212,24 @@ class ExactSums(Sums):
         super().__init__(parameters, parts)
         self._ranks = ranks
         self._units = [_ExactUnit(unit, ranks.layout.dp) for unit in units]
+        self._of_pass = PassSums({name: shape for unit in units for name, shape in unit.shapes.items()}, ranks.device)
 
-    def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
+    def of_passes(self) -> ExactAccumulator:
+        return self._of_pass
+
+    def is_zero(self) -> bool:
+        return not any(unit.sums_E is not None and bool(unit.sums_E.any()) for unit in self._units)
+
+    def before_backward(self, *, is_muted: bool, is_aside: bool = False, is_split: bool = False) -> None:
         for unit in self._units:
-            unit.is_muted, unit.is_aside = is_muted, is_aside
+            unit.is_muted, unit.is_aside, unit.of_pass = is_muted, is_aside, self._of_pass if is_split else None
 
     def add(self) -> None:
         """See `Sums.add`: they were added where they were reduced. What FSDP2 has made of them is let go."""
         self.take()
+        peaks = self._of_pass.peaks()
+        for unit in self._units:
+            unit.count([(name, peak) for name, peak in peaks if name in unit.places])
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         self._check_range()
@@ -217,6 +247,7 @@ class ExactSums(Sums):
     def clear(self) -> None:
         for unit in self._units:
             unit.clear()
+        self._of_pass.clear()
         for part in self._parts.values():
             part.grad = None
         self.take()
@@ -233,10 +264,33 @@ class ExactSums(Sums):
             check_range(name, peak, bound)
 
 
+class PassSums(ExactAccumulator):
+    """Exact sums of one pass's micro-batches on this rank, of whole parameters. They are taken unit by unit, as soon as they are
+    complete, and added up over ranks; whether they are within the range is seen there."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], device: torch.device) -> None:
+        super().__init__({})
+        self._shapes, self._device = shapes, device
+
+    def take(self, name: str) -> Tensor | None:
+        """A parameter's sum, float64, which is let go; None if nothing was added to it."""
+        return self._sums.pop(name, None)
+
+    def end_pass(self) -> None:
+        """Do nothing: see `peaks`."""
+
+    def _sum(self, name: str) -> Tensor:
+        if name not in self._sums:
+            self._sums[name] = torch.zeros(*self._shapes[name], dtype=torch.float64, device=self._device)
+        return self._sums[name]
+
+
 class _ExactUnit:
     """A unit's sums. `peaks` and `steps`, by parameter, float64: the largest finite magnitude that this rank had in a micro-batch,
     and the sum over micro-batches of the largest in each, in steps of the grid.
-    `is_muted`, `is_aside`: see `Sums.before_backward`."""
+    `is_muted`, `is_aside`: see `Sums.before_backward`. `of_pass`: sums that are added, in place of what FSDP2 has."""
+
+    of_pass: PassSums | None = None
 
     def __init__(self, unit: Unit, num_ranks: int) -> None:
         self.places = unit.parts(num_ranks)
@@ -257,6 +311,9 @@ class _ExactUnit:
         if self.is_muted or self.is_aside:
             return
         addend_RE = addend.view(self._num_ranks, -1)
+        if self.of_pass is not None:
+            self._fill(addend_RE, self.of_pass)
+            return
         extremes = [torch.stack(torch.aminmax(addend_RE[:, place])).abs().max() for place in self.places.values()]
         peaks = torch.stack(extremes)
         # What is not finite makes a sum that is not, which skips the step.
@@ -265,6 +322,24 @@ class _ExactUnit:
         self.steps += (peaks / GRADIENT_GRID.spacing).ceil_()
         for addend_C in torch.split(addend, CHUNK_ELEMENTS if addend.is_cpu else LARGEST_CHUNK):
             GRADIENT_GRID.round_(addend_C)
+
+    def _fill(self, addend_RE: Tensor, sums: PassSums) -> None:
+        addend_RE.zero_()
+        for name, place in self.places.items():
+            if (whole := sums.take(name)) is not None:
+                part_RX, flat = addend_RE[:, place], whole.flatten()
+                num_full, num_left = divmod(len(flat), part_RX.shape[1])
+                part_RX[:num_full] = flat[: len(flat) - num_left].view(num_full, -1)
+                if num_left:  # what fills up the last ranks' parts stays 0
+                    part_RX[num_full, :num_left] = flat[-num_left:]
+
+    def count(self, peaks: Sequence[tuple[str, float]]) -> None:
+        """Count the largest magnitudes of micro-batches' gradients, by parameter, that `of_pass` has added up."""
+        numbers = {name: number for number, name in enumerate(self.places)}
+        for name, peak in peaks:
+            number = numbers[name]
+            self.peaks[number] = max(peak, float(self.peaks[number]))
+            self.steps[number] += float(math.ceil(peak / GRADIENT_GRID.spacing))  # which may be more than an int64 takes
 
     def _add(self, sum_E: Tensor) -> None:
         if self.is_aside:

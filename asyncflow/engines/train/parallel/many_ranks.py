@@ -16,6 +16,7 @@ turn. What a rank alone finds out later (a loss that is not finite) changes valu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from asyncflow.engines.train.model.packing import (
     Packed,
     cut_into_passes,
     filled_alike,
+    filled_up,
     joined,
     pack_inert,
     pack_thrifty,
@@ -48,6 +50,7 @@ from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.sharded_model import ShardedModel, SharedBaseShards
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
+from asyncflow.engines.train.pass_gradients import OTHER_BITS, PassGradients, ProbePass, one_by_one, with_zeros_for
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
@@ -75,13 +78,14 @@ class ManyRanks(PolicyTraining):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`: one round.
 
-        Of a pass of several micro-batches, one of which is not finite, none is added, and all are reported as not finite.
+        Of a pass of several micro-batches, one of which is not finite, none is added with plain sums, and all are reported as not
+        finite.
         """
         each_packed = [
             pack_thrifty(batch.prompt_ids, batch.response_ids, self.ranks.device, batch.target_ids) for batch in micro_batches
         ]
         passes = cut_into_passes(each_packed, self._tokens_per_pass)
-        packed = [joined(each_packed[of_pass]) for of_pass in passes]
+        packed = [filled_up(joined(each_packed[of_pass]), INERT_TOKENS) for of_pass in passes]
         asks_old = max((self.models.asks_old_model(batch) for batch in micro_batches), default=False)  # asks all: it may raise
         asks_reference = any(batch.ref_logprobs is None for batch in micro_batches) and self.models.reference is not None
         checks = self._is_to_check and any(p.layout.has_prompt for p in packed)
@@ -105,19 +109,26 @@ class ManyRanks(PolicyTraining):
             old_T, ref_T = (frozen[i] if frozen else None for frozen in (olds, refs))
             known = micro_step.given_all_frozen(self.models, packed[i], micro_batches[passes[i]], old_T, ref_T)
             hidden_TH = self._policy.predicting(packed[i], hidden_PH)
-            made = micro_step.losses(known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens, shard=shard)
+            of_head: dict[str, Any] = {"chunk_tokens": self._chunk_tokens, "shard": shard, "head_sums": self._gradients}
+            if self._gradients is not None:
+                made = micro_step.losses(known, objective, hidden_TH, head_VH.detach(), **of_head)
+                results.extend(made.results)
+                return with_zeros_for(head_VH, made.total)
+            made = micro_step.losses(known, objective, hidden_TH, head_VH, **of_head)
             results.extend(replace(result, is_finite=made.is_finite) for result in made.results)
             # Stages before this one cannot know of it: in a pipeline, what is not finite stays so in all sums, and skips the step.
             if not made.is_finite and self.ranks.layout.pp == 1:
                 muted.add(i)
             return made.total
 
+        states = {} if self._gradients is None else {i: self._gradients.begin(packed[i]) for i in range(len(passes))}
         self._pipeline.forward_backward(
             self._policy,
             packed,
             loss,
-            before_backward=lambda i: self._sums.before_backward(is_muted=i in muted),
+            before_backward=lambda i: self._sums.before_backward(is_muted=i in muted, is_split=i in states),
             after_backward=lambda i: self._sums.add(),
+            within=lambda i: self._gradients.within(states[i]) if self._gradients and i in states else nullcontext(),
         )
         told = self._pipeline.results_from_last(results)
         self._num_added += sum(result.is_finite for result in told)
@@ -141,7 +152,7 @@ class ManyRanks(PolicyTraining):
 
     def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
-        packed = pack_thrifty(prompt_ids, response_ids, self.ranks.device, target_ids)
+        packed = filled_up(pack_thrifty(prompt_ids, response_ids, self.ranks.device, target_ids), INERT_TOKENS)
         made = self._log_probs(self._policy, [packed])
         log_probs_T = self._pipeline.log_probs_from_last(made[0] if made else None, len(response_ids.values))
         return Ragged(log_probs_T.numpy(), response_ids.offsets)
@@ -211,6 +222,10 @@ class ManyRanks(PolicyTraining):
             timeout_seconds=EXCHANGE_SECONDS,
         )
         self._sums = make_sums(options.accumulate, policy.parameters, policy.parts, policy.units, self.ranks)
+        self.remark = ""
+        self._gradients: PassGradients | None = None
+        if is_exact and options.layout.tp == 1:
+            self._prepare_passes()
         self._optimizer = Optimizer(policy.parts, options)
         self._counted = {
             name: part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
@@ -222,6 +237,52 @@ class ManyRanks(PolicyTraining):
         self.specs: Mapping[str, TensorSpec] = dict(sorted(policy.specs.items()))
         stages = self.ranks.largest([stage.index if name in own else -1 for name in self.specs], of="pp")
         self._stage_of = {name: int(index) for name, index in zip(self.specs, stages, strict=True)}
+
+    def _prepare_passes(self) -> None:
+        """Have each micro-batch's gradients taken by themselves, so that no exact sum depends on what else is in a pass (others,
+        fill tokens): on all ranks, or on none."""
+        why, gradients = PassGradients.why_not(self._policy), None
+        (has_other,) = self.ranks.largest([bool(why)])
+        if not has_other:
+            gradients = PassGradients(self._policy, self._sums.of_passes(), gives_zeros=self.ranks.layout.dp > 1)
+            if not self._probe(gradients):
+                why = OTHER_BITS
+        if not why and not has_other:
+            self._gradients = gradients
+        elif self._tokens_per_pass is not None:
+            self._tokens_per_pass = None
+            self.remark = one_by_one(why or "another stage has weights of another kind")
+
+    def _probe(self, gradients: PassGradients) -> bool:
+        """See `pass_gradients.probe`: whether it is so on all ranks."""
+        policy, device = self._policy, self.ranks.device
+        probes = ProbePass(partial(pack_thrifty, device=device), policy.module.config.vocab_size)
+
+        def compute(packed: Packed, of_pass: PassGradients | None) -> None:
+            state = None if of_pass is None else of_pass.begin(packed)
+
+            def loss(_: int, hidden_PH: Tensor) -> Tensor:
+                head_VH, shard = policy.head()
+                weight_VH = head_VH if of_pass is None else head_VH.detach()
+                options: dict[str, Any] = {"chunk_tokens": self._chunk_tokens, "shard": shard}
+                total = probes.loss(packed, policy.predicting(packed, hidden_PH), weight_VH, of_pass, **options)
+                return total if of_pass is None else with_zeros_for(head_VH, total)
+
+            self._pipeline.forward_backward(
+                policy,
+                [packed],
+                loss,
+                before_backward=lambda _: self._sums.before_backward(is_muted=False, is_split=of_pass is not None),
+                after_backward=lambda _: self._sums.add(),
+                within=lambda _: nullcontext() if of_pass is None or state is None else of_pass.within(state),
+            )
+
+        try:
+            compute(probes.alone, None)
+            compute(probes.together, gradients)
+            return not self.ranks.largest([not self._sums.is_zero()])[0]
+        finally:
+            self._sums.clear()
 
     def _check_sharing(self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed]) -> None:
         self._is_to_check = False

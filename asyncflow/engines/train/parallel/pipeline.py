@@ -17,7 +17,7 @@ Left out: receiving beside a computation, and several stages in one process (int
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -94,12 +94,14 @@ class Pipeline:
         loss: Callable[[int, Tensor], Tensor],
         before_backward: Callable[[int], None] = lambda i: None,
         after_backward: Callable[[int], None] = lambda i: None,
+        within: Callable[[int], AbstractContextManager[None]] = lambda i: nullcontext(),
     ) -> None:
         """Add the gradients of the micro-batches' losses to `p.grad`, one after the other.
 
         `loss`, on the last stage alone, is given a micro-batch's number and hidden states [P, H], and returns a scalar that carries
         a gradient to them. One that is not finite makes gradients that are not, on all stages. `before_backward` and
-        `after_backward` are called on each stage around a micro-batch's backward pass, which come in their order.
+        `after_backward` are called on each stage around a micro-batch's backward pass, which come in their order. `within` makes
+        the context that a micro-batch's forward pass and loss are computed in, and its backward pass.
         """
         stage = self.stage
         alive: dict[int, tuple[Tensor | None, Tensor]] = {}  # a micro-batch's hidden states before the stage, and what it makes
@@ -109,12 +111,14 @@ class Pipeline:
             if this.kind == "forward":
                 if arrived_PH is not None:
                     arrived_PH.requires_grad_()
-                hidden_PH = model.stage_forward(packed[i], arrived_PH)
-                alive[i] = arrived_PH, (loss(i, hidden_PH) if stage.is_last else hidden_PH)
+                with within(i):
+                    hidden_PH = model.stage_forward(packed[i], arrived_PH)
+                    alive[i] = arrived_PH, (loss(i, hidden_PH) if stage.is_last else hidden_PH)
                 return hidden_PH.detach()
             before_backward(i)
             before_PH, made = alive.pop(i)
-            torch.autograd.backward(made, arrived_PH)
+            with within(i):
+                torch.autograd.backward(made, arrived_PH)
             return None if before_PH is None else before_PH.grad
 
         def after(this: StagePass) -> None:

@@ -103,6 +103,11 @@ class ShardedModel:
             for name, part in self.parts.items():
                 local_part(part).copy_(first[name][part_at(begins[name], part.shape)])
 
+    @property
+    def module(self) -> Any:
+        """Transformers' model: what this rank has of it."""
+        return self._root.module
+
     def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
         """See `StageModel.stage_forward`."""
         root: Any = self._root

@@ -14,15 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.train.model.packing import INERT_TOKENS, pack_thrifty
 from asyncflow.engines.train.one_rank import OneRank
-from asyncflow.types import Array, Layout
+from asyncflow.types import Array, Layout, LoraSpec
 from tests import depth
 from tests.depth import in_gate
 from tests.unit.engines.train.parallel import training_ranks as on_ranks
 from tests.unit.engines.train.parallel.processes import Processes, RankFailed
-from tests.unit.engines.train.training import ModelPath, moved_less, train_options
+from tests.unit.engines.train.training import ModelPath, moved_less, train_options, untied
 
 OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.05}
 OPTIONS |= {"log_prob_chunk_tokens": 16}
+LORA = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +232,73 @@ def test_passes_of_several_micro_batches_compute_the_same(ranks: Processes, mode
         assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
 
 
-def test_of_a_pass_of_several_micro_batches_gradients_are_scattered_once(ranks: Processes, model_path: ModelPath) -> None:
+@pytest.mark.parametrize("is_token_local", in_gate(True, of=[True, False]))
+@pytest.mark.parametrize(
+    ("layout", "family", "more"),
+    [
+        (Layout(dp=2), "qwen2-tiny", {"old": "previous", "has_reference": True}),
+        pytest.param(Layout(dp=3), "llama-tiny", {"activation_checkpointing": True}, marks=depth.deep),
+        pytest.param(Layout(dp=2), "untied", {"dtype": "bfloat16", "activation_checkpointing": True}, marks=depth.deep),
+        pytest.param(Layout(dp=2), "qwen3-tiny", {"lora": LORA, "has_reference": True}, marks=depth.deep),
+        pytest.param(Layout(pp=2), "untied", {}, marks=depth.deep),
+        pytest.param(Layout(pp=2), "qwen3-tiny", {}, marks=depth.deep),
+        (Layout(dp=2, pp=2), "qwen3-tiny", {"activation_checkpointing": True}),
+    ],
+    ids=lambda value: f"{value.dp}x{value.pp}" if isinstance(value, Layout) else None,
+)
+def test_with_exact_sums_no_bit_depends_on_who_is_in_the_pass(
+    ranks: Processes, model_path: ModelPath, tmp_path: Path, layout: Layout, family: str, more: dict[str, Any], is_token_local: bool
+) -> None:
+    """Also where it shares it with some in one order, with others in another, and with fill tokens; clipped, 3 steps, with ranks
+    that have none."""
+    path = untied(model_path("qwen2-tiny"), tmp_path / "untied") if family == "untied" else model_path(family)
+    options, objective = {**OPTIONS, "accumulate": "exact", **more}, on_ranks.Clipped(is_token_local=is_token_local)
+    steps = on_ranks.make_steps(layout.dp, num_steps=3, staleness=int(more.get("old") == "previous"))
+    turned = [[[group[::-1] for group in turn] for turn in turns] for turns in steps]
+    together = [[[[batch for turn in turns for batch in turn[group]] for group in range(layout.dp)]] for turns in turned]
+    found = []
+    for number, (each, tokens, most_fill) in enumerate(
+        [(steps, None, 0.0), (steps, None, 1.0), (steps, 110, 1.0), (turned, 1000, 0.0), (together, 1000, 0.0)]
+    ):
+        own = {**options, "tokens_per_pass": tokens, "pipeline_fill": most_fill}
+        first, *_ = ranks.run(on_ranks.train, path, each, layout, own, objective, size=layout.size)
+        assert all(update.grad_norm > 2 * OPTIONS["max_grad_norm"] for update in first.updates) and not first.remark, number
+        results = sorted(first.results, key=lambda result: result.loss_sum)
+        found.append((first.fingerprint, results, [replace(update, fill_tokens=0) for update in first.updates]))
+    assert not [number for number, one in enumerate(found) if one != found[0]]
+    if layout.pp == 1:
+        alone = on_ranks.train_alone(path, steps, options | {"activation_checkpointing": False}, objective)
+        assert alone.fingerprint == found[0][0]
+
+
+def test_with_exact_sums_a_micro_batch_that_is_not_finite_adds_nothing_and_the_others_of_its_pass_do(
+    ranks: Processes, model_path: ModelPath
+) -> None:
+    good, bad = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2, 4)], on_ranks.make_batch(3, (6, 2), 20)
+    objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
+    options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000}
+    turns = [[[good[0], bad, good[1]], [good[2]]]]
+    one, other = ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), turns, Layout(dp=2), options, objective, size=2)
+    assert [result.is_finite for result in one.results] == [True, False, True] and other.results[0].is_finite
+    alone = on_ranks.gradients_alone(model_path("qwen2-tiny"), [[good]], {**OPTIONS, "accumulate": "exact"})
+    assert one.norm == alone.norm and all(np.array_equal(alone.sums[name], one.sums[name]) for name in alone.sums)
+
+
+def test_where_the_company_shows_in_the_bits_of_one_rank_none_makes_passes_of_several(
+    ranks: Processes, model_path: ModelPath
+) -> None:
+    options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000}
+    found = ranks.run(on_ranks.remark_where_rows_differ, model_path("qwen2-tiny"), Layout(dp=2), options, 1, size=2)
+    assert [most for _, most in found] == [None] * 2
+    assert all(remark.startswith("micro-batches are computed one by one") for remark, _ in found)
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+def test_of_a_pass_of_several_micro_batches_gradients_are_scattered_once(
+    ranks: Processes, model_path: ModelPath, accumulate: str
+) -> None:
     turn = [[on_ranks.make_batch(seed, (5, 3), 20) for seed in range(4)] for _ in range(2)]
-    options = {**OPTIONS, "check_shared_prompt": False}
+    options = {**OPTIONS, "check_shared_prompt": False, "accumulate": accumulate}
     counts = [
         ranks.run(on_ranks.scattered, model_path("qwen2-tiny"), [turn], Layout(dp=2), {**options, "tokens_per_pass": most}, size=2)
         for most in (None, 1000)
