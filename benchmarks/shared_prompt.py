@@ -44,7 +44,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
-from asyncflow.engines.train.model.log_probs import token_local_loss
+from asyncflow.engines.train.model.log_probs import token_local_losses
 from asyncflow.engines.train.model.packing import Packed, pack, token_ratio
 from asyncflow.types import LossSums, Ragged
 
@@ -94,14 +94,14 @@ def forward(model: Qwen2ForCausalLM, packed: Packed) -> Tensor:
     hidden_PH = model.model(
         input_ids=packed.tokens_P[None], position_ids=packed.positions_P[None], use_cache=False, layout=packed.layout
     ).last_hidden_state[0]
-    loss, _, _ = token_local_loss(
+    return token_local_losses(
         packed.predicting(hidden_PH),
         model.lm_head.weight,
         packed.targets_T,
-        lambda _, log_probs_C, __: LossSums(loss=-log_probs_C.sum(), metrics={}),
+        lambda _number, _part, log_probs_C, _entropy_C: LossSums(loss=-log_probs_C.sum(), metrics={}),
+        counts=packed.token_counts,
         chunk_tokens=1024,
-    )
-    return loss
+    )[0]
 
 
 def compare_speed(model: Qwen2ForCausalLM, shared: Packed, rows: Packed, repeats: int) -> tuple[float, float]:

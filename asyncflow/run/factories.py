@@ -56,6 +56,8 @@ PASS_TOKENS_CPU: Final = 1024
 """Tokens of a pass on a CPU, for models of more than 128 hidden elements. Not swept: a product gains little above some 900."""
 PASS_TOKENS: Final = 8192
 """Tokens of a pass on an accelerator. Not measured: from some thousand on, matrix products do not wait for memory."""
+PASS_ENGINES: Final = ("torch", "deepspeed", "megatron")
+"""Train engines that make passes of several micro-batches."""
 CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")
@@ -146,14 +148,15 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     `config.json`.
 
     By itself is each where `train.responses_per_micro_batch` has made them small, in a pipeline (whose stages are to be busy with
-    many), by other engines than the built-in one, and with exact sums where tensor parallelism cuts matrices (a row is a sum over
-    ranks then) or on an accelerator (whose library may compute a row otherwise in a longer pass); unless a number says otherwise.
+    many), by an engine of the user's own or outside, and with exact sums where tensor parallelism cuts matrices (a row is a sum
+    over ranks then) or on an accelerator (whose library may compute a row otherwise in a longer pass); unless a number says
+    otherwise.
     """
     train, layout = config.train, config.layout
     if train.tokens_per_micro_batch != "auto":
         return train.tokens_per_micro_batch
     is_chosen, is_on_cpu = train.responses_per_micro_batch is not None, kind_of(train.device) == CPU
-    if "hidden_size" not in fields or is_chosen or layout.pp > 1 or train.engine.name != "torch":
+    if "hidden_size" not in fields or is_chosen or layout.pp > 1 or train.engine.name not in PASS_ENGINES:
         return None
     if train.accumulate == "exact" and (layout.tp > 1 or not is_on_cpu):
         return None

@@ -183,8 +183,11 @@ def _computed_weights(config: Config, shapes: Shapes, stage: int) -> MemoryUse:
     b = _BYTES[train.dtype]
     largest = max(shapes.of_layer, shapes.of_vocabulary) / layout.tp
     if layout.dp > 1:
-        how = f"2 gathered units of {largest:,.0f} parameters in {train.dtype} (FSDP), and the gradient of one in float32"
-        return MemoryUse("gathered weights", (2 * b + 4) * largest, how)
+        gathered = f"2 gathered units of {largest:,.0f} parameters in {train.dtype} (FSDP), and "
+        if train.accumulate == "exact":
+            how = "of one the gradient, its exact sums, and as many float64 on their way to other ranks"
+            return MemoryUse("gathered weights", (3 * b + 16) * largest, gathered + how)
+        return MemoryUse("gathered weights", (2 * b + 4) * largest, gathered + "the gradient of one in float32")
     if train.dtype == "float32":
         return MemoryUse("gathered weights", 0.0, "none: dp 1 computes with the weights themselves")
     if train.activation_checkpointing:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.train import TRAIN_ENGINES
-from asyncflow.engines.train.model import attention
+from asyncflow.engines.train.model import attention, micro_step
 from asyncflow.registry import build
 from asyncflow.types import Layout, LossSums, Ragged, RunError, TokenBatch, UserError
 from tests.contract.devices import ROUNDING, alike
@@ -123,6 +123,35 @@ async def test_neither_order_nor_cut_nor_turns_change_a_step(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     moved_less(*weights, before, 2e-2)
+
+
+async def test_passes_of_several_micro_batches_make_the_same_step(
+    make_engine: MakeEngine, model_path: ModelPath, make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four micro-batches: each by itself, in two passes, and in one."""
+    path, sizes = model_path("qwen2-tiny"), list[int]()
+    plain = micro_step.losses
+
+    def counted(known: Any, *others: Any, **more: Any) -> Any:
+        sizes.append(len(known))
+        return plain(known, *others, **more)
+
+    monkeypatch.setattr(micro_step, "losses", counted)
+    batches = [make_micro_batch(0), make_micro_batch(1, (3, 8)), make_micro_batch(2), make_micro_batch(3, (1,), 2)]
+    before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    made = []
+    for tokens, expected in ((None, [1, 1, 1, 1]), (50, [2, 2]), (1000, [4])):
+        sizes.clear()
+        engine = make_engine(path, learning_rate=1e-3, tokens_per_pass=tokens, has_reference=True, old="step_start")
+        results = await engine.forward_backward(batches, Sum(policy_gradient))
+        assert sizes == expected
+        made.append((results, (await engine.optim_step(20)).grad_norm, await weights_of(engine)))
+    for results, norm, weights in made[1:]:
+        assert norm == pytest.approx(made[0][1], rel=1e-5)
+        for ours, theirs in zip(results, made[0][0], strict=True):
+            assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-5, abs=1e-5)
+            assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
+        moved_less(weights, made[0][2], before, 2e-2)
 
 
 async def test_results_tell_of_each_micro_batch_in_its_place(

@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {
     "max_grad_norm": 2.0,
     "has_reference": True,
     "old": "step_start",
+    "tokens_per_pass": 60,  # two micro-batches, or one
 }
 STEPS = [
     [micro_batch(0), micro_batch(1, (3, 8)), micro_batch(2)],

@@ -567,7 +567,9 @@ def test_a_falling_learning_rate_ends_with_the_last_update_of_each_model() -> No
         ({"device": "cuda"}, 128, PASS_TOKENS),
         ({"device": "cuda", "accumulate": "exact"}, 128, None),
         ({"responses_per_micro_batch": 1}, 576, None),
-        ({"engine": "deepspeed"}, 576, None),
+        ({"engine": "deepspeed"}, 576, PASS_TOKENS_CPU),
+        ({"engine": "megatron", "device": "cuda"}, 576, PASS_TOKENS),
+        ({"engine": {"path": "my_engine.py:Engine"}}, 576, None),
         ({"engine": "outside"}, 576, None),
         ({"tokens_per_micro_batch": 77, "responses_per_micro_batch": 1}, 576, 77),
         ({"tokens_per_micro_batch": None}, 576, None),
@@ -587,7 +589,12 @@ def test_the_tokens_of_a_pass_go_by_the_models_width_and_the_device(
 
 @pytest.mark.parametrize(
     ("accumulate", "layout", "expected"),
-    [("fp32", {"dp": 2}, PASS_TOKENS_CPU), ("exact", {"dp": 2}, None), ("exact", {"tp": 2}, None), ("fp32", {"pp": 2}, None)],
+    [
+        ("fp32", {"dp": 2}, PASS_TOKENS_CPU),
+        ("exact", {"dp": 2}, PASS_TOKENS_CPU),
+        ("exact", {"tp": 2}, None),
+        ("fp32", {"pp": 2}, None),
+    ],
 )
 def test_the_tokens_of_a_pass_go_by_the_layout(accumulate: str, layout: dict[str, int], expected: int | None) -> None:
     config = parse({**NEEDED, "train": {"accumulate": accumulate}, "plan": {"train": layout}})

@@ -182,8 +182,8 @@ def _time_head(
     )
     for number in watch.rounds():
         with watch.timed("head_loss", number, tokens=num_tokens):
-            loss = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=options.log_prob_chunk_tokens, shard=shard)
-            torch.autograd.backward(loss.total)
+            of_head: dict[str, Any] = {"chunk_tokens": options.log_prob_chunk_tokens, "shard": shard}
+            torch.autograd.backward(micro_step.losses([known], objective, hidden_TH, head_VH, **of_head).total)
         hidden_TH.grad = head_VH.grad = None
 
 

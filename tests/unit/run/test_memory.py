@@ -112,6 +112,8 @@ def test_what_a_layout_cuts() -> None:
     stage = 2 * 608 + 800 + 8  # half of the layers, and the embedding or the head
     assert parts["weights"] == stage and parts["optimiser state"] == 2 * stage and parts["reference"] == 2 * stage / 4
     assert parts["gathered weights"] == (2 * 2 + 4) * 800 / 2
+    exact = config_of(train={**train, "accumulate": "exact"}, plan={"train": {"dp": 2, "tp": 2, "pp": 2}})
+    assert by_name(training_parts(exact, TINY, prompt_tokens=5))["gathered weights"] == (3 * 2 + 16) * 800 / 2
     assert parts["activations"] == 2 * 16 * (2 * 2 * 8 + 6 * 8 + (3 * 8 + 4 * 4 + 4 * 16) / 2)
     moved = config_of(
         train={**train, "offload": True, "offload_optimizer": True},

@@ -37,8 +37,6 @@ def check_deepspeed(
 
 
 def _check_trains_whole(options: TrainEngineOptions, engine: str) -> None:
-    if options.tokens_per_pass is not None:
-        raise UserError(f"The {engine} engine computes each micro-batch by itself: leave out train.tokens_per_micro_batch.")
     if options.lora is not None:
         raise UserError(f"The {engine} engine trains no low-rank adapters: leave out model.lora, or set train.engine to torch.")
 

@@ -43,7 +43,7 @@ from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions, load_module, recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
-from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.model.packing import Packed, cut_into_passes, joined, pack_thrifty
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.types import Array, Objective, Ragged, TensorSpec, UserError
@@ -93,13 +93,17 @@ class DeepSpeedTraining(GatheredTraining):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`.
 
-        The n-th micro-batches of all processes are computed together. If one of them is not finite, none of them is added, and all
-        are reported as not finite. On a single process, raises `RunError` when sharing the prompt changes the log-probs.
+        The n-th passes of all processes are computed together. If a micro-batch of one of them is not finite, nothing of them is
+        added, and all are reported as not finite. On a single process, raises `RunError` when sharing the prompt changes the
+        log-probs.
         """
-        num_places = int(self._ranks.largest([len(micro_batches)])[0])
-        padded = [*micro_batches, *[None] * (num_places - len(micro_batches))]
-        results = [self._forward_backward(micro_batch, objective) for micro_batch in padded]
-        return [result for result in results if result is not None]
+        packed = [pack_thrifty(each.prompt_ids, each.response_ids, self._device, each.target_ids) for each in micro_batches]
+        passes = cut_into_passes(packed, self._options.tokens_per_pass)
+        num_passes = int(self._ranks.largest([len(passes)])[0])
+        made = [self._forward_backward(micro_batches[part], packed[part], objective) for part in passes]
+        for _ in range(num_passes - len(passes)):
+            self._take_part()
+        return [result for results in made for result in results]
 
     def _update(self, normaliser: int) -> OptimResult:
         learning_rate = self._optimizer.learning_rate
@@ -141,36 +145,36 @@ class DeepSpeedTraining(GatheredTraining):
                 old.parameters[name].copy_(loaded(f"old/{name}", spec.shape, old.parameters[name].dtype, folder))
         self._zero.refresh()
 
-    def _forward_backward(self, micro_batch: MicroBatch | None, objective: Objective) -> MicroBatchResult | None:
-        """Compute the n-th micro-batch together with the other processes.
-
-        None: this process has no n-th micro-batch. It runs one token through every module, with a loss of 0, and returns None.
-        """
-        if micro_batch is None:
-            nothing = _nothing(self._device)
-            self._fill_tokens += nothing.num_tokens
-            total = 0.0 * self._zero(nothing, _everything)
-            if self._every(True):
-                self._add(total)
-            return None
-        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device, micro_batch.target_ids)
-        if self._is_to_check and packed.layout.has_prompt and self._ranks.size == 1:
-            check_shared_log_probs(self._policy_log_probs, micro_batch, self._device, self._policy.dtype)
+    def _forward_backward(
+        self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: Objective
+    ) -> list[MicroBatchResult]:
+        """Compute a pass together with the other processes."""
+        shared = next((batch for batch, one in zip(micro_batches, packed, strict=True) if one.layout.has_prompt), None)
+        if self._is_to_check and shared is not None and self._ranks.size == 1:
+            check_shared_log_probs(self._policy_log_probs, shared, self._device, self._policy.dtype)
             self._is_to_check = False
-        known = micro_step.given(self.models, packed, micro_batch)
+        together = joined(packed)
+        known = micro_step.given_all(self.models, together, micro_batches)
         results: list[MicroBatchResult] = []
 
         def loss(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
-            made = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=self._options.log_prob_chunk_tokens)
-            results.append(made.result)
+            made = micro_step.losses(known, objective, hidden_TH, head_VH, chunk_tokens=self._options.log_prob_chunk_tokens)
+            results.extend(made.results)
             return made.total
 
-        total = self._zero(packed, loss)
-        (result,) = results
-        if self._every(result.is_finite):
+        total = self._zero(together, loss)
+        is_finite = self._every(all(result.is_finite for result in results))
+        if is_finite:
             self._add(total)
-            return result
-        return replace(result, is_finite=False)
+        return [replace(result, is_finite=is_finite) for result in results]
+
+    def _take_part(self) -> None:
+        """Run one token through every module, with a loss of 0, while other processes have a pass and this one has none."""
+        nothing = _nothing(self._device)
+        self._fill_tokens += nothing.num_tokens
+        total = 0.0 * self._zero(nothing, _everything)
+        if self._every(True):
+            self._add(total)
 
     def _every(self, is_finite: bool) -> bool:
         return not any(self._ranks.largest([not is_finite])) if self._ranks.size > 1 else is_finite

@@ -45,7 +45,7 @@ from asyncflow.engines.train.model.attention import packed_attention
 from asyncflow.engines.train.model.causal_model import recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
-from asyncflow.engines.train.model.packing import Packed, filled_alike, pack_thrifty
+from asyncflow.engines.train.model.packing import Packed, cut_into_passes, filled_alike, joined, pack_thrifty
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
@@ -97,32 +97,37 @@ class MegatronTraining(GatheredTraining):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`.
 
-        A micro-batch that is not finite adds nothing. In a pipeline of several stages the first stages cannot leave it out any
-        more; there the whole step is skipped. Raises `RunError` when sharing the prompt changes the log-probs.
+        A pass with a micro-batch that is not finite adds nothing, and all of it is reported as not finite. In a pipeline of several
+        stages the first stages cannot leave it out any more; there the whole step is skipped. Raises `RunError` when sharing the
+        prompt changes the log-probs.
         """
         if not micro_batches:  # data-parallel groups meet in `optim_step` only
             return []
-        batches = [pack_thrifty(batch.prompt_ids, batch.response_ids, self._device, batch.target_ids) for batch in micro_batches]
-        shared = next((i for i, packed in enumerate(batches) if packed.layout.has_prompt), None)
+        each = [pack_thrifty(batch.prompt_ids, batch.response_ids, self._device, batch.target_ids) for batch in micro_batches]
+        shared = next((i for i, packed in enumerate(each) if packed.layout.has_prompt), None)
         if self._is_to_check and shared is not None:
             check_shared_log_probs(self._policy.log_probs, micro_batches[shared], self._device, self._policy.dtype)
             self._is_to_check = False
+        passes = cut_into_passes(each, self._options.tokens_per_pass)
+        batches = [joined(each[part]) for part in passes]
         if self._options.layout.pp > 1:
             batches = filled_alike(batches, self._options.pipeline_fill)
             self._fill_tokens += sum(packed.fill_tokens for packed in batches)
-        known = [micro_step.given(self.models, packed, batch) for packed, batch in zip(batches, micro_batches, strict=True)]
-        results: dict[int, MicroBatchResult] = {}
+        known = [
+            micro_step.given_all(self.models, packed, micro_batches[part]) for packed, part in zip(batches, passes, strict=True)
+        ]
+        results: dict[int, list[MicroBatchResult]] = {}  # by pass
 
         def loss(number: int, hidden_P1H: Tensor) -> Tensor:
             hidden_TH, head_VH, shard = self._policy.head(batches[number], hidden_P1H)
             chunk_tokens = self._options.log_prob_chunk_tokens
-            made = micro_step.loss(known[number], objective, hidden_TH, head_VH, chunk_tokens=chunk_tokens, shard=shard)
-            results[number] = made.result
-            is_added = made.result.is_finite or self._options.layout.pp > 1
+            made = micro_step.losses(known[number], objective, hidden_TH, head_VH, chunk_tokens=chunk_tokens, shard=shard)
+            results[number] = [replace(result, is_finite=made.is_finite) for result in made.results]
+            is_added = made.is_finite or self._options.layout.pp > 1
             return made.total if is_added else made.total.detach()
 
         self._policy.run(batches, loss, has_grad=True)
-        told = self._told([results[number] for number in sorted(results)])
+        told = self._told([result for number in sorted(results) for result in results[number]])
         self._has_gradient |= any(result.is_finite for result in told)
         self._is_broken |= self._options.layout.pp > 1 and not all(result.is_finite for result in told)
         return told

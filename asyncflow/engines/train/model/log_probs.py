@@ -4,7 +4,7 @@ For a vocabulary of 150,000, the logits of 10,000 tokens are 6 GB in float32, an
 of a chunk of tokens are made, used and dropped. Their gradient follows from those of the log-probs and, if the loss uses them, of
 the entropies, and there are two ways to it:
 
-    token_local_loss           the loss is a sum over tokens: each chunk's loss and gradient are made while its logits are there
+    token_local_losses         the loss is a sum over tokens: each chunk's loss and gradient are made while its logits are there
     log_probs_and_entropy      any loss (of whole sequences, say): its gradient comes later, and the logits are made again for it
 
 Under tensor parallelism each rank has some rows of the head (`VocabularyShard`), and makes its columns of the logits. One gather
@@ -119,30 +119,6 @@ def log_probs_and_entropy(
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
     log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunks, shard, softcap, head_sums)
     return log_probs_T, entropy_T
-
-
-def token_local_loss(
-    hidden_TH: Tensor,
-    head_VH: Tensor,
-    targets_T: Tensor,
-    loss: Callable[[slice, Tensor, Tensor], LossSums],
-    *,
-    chunk_tokens: int,
-    shard: VocabularyShard | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """`token_local_losses` of one micro-batch: the scalar, its metrics and the detached log-probs. `loss` takes a slice of T."""
-    total, (sums,), log_probs_T = token_local_losses(
-        hidden_TH,
-        head_VH,
-        targets_T,
-        lambda _, part, log_probs_C, entropy_C: loss(part, log_probs_C, entropy_C),
-        counts=[len(hidden_TH)],
-        chunk_tokens=chunk_tokens,
-        shard=shard,
-        softcap=softcap,
-    )
-    return total, dict(sums.metrics), log_probs_T
 
 
 def token_local_losses(

@@ -3,8 +3,8 @@
     micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
                                        +--> policy (the engine's own) -------> hidden states ---+--> loss, by chunks (log_probs.py)
 
-The engine does the backward pass, the sums of gradients and the update. It also runs the policy, between `given` and `loss`, so
-that a pipeline may compute these two in different processes.
+The engine does the backward pass, the sums of gradients and the update. It also runs the policy, between `given_all` and
+`losses`, so that a pipeline may compute these two in different processes.
 """
 
 from __future__ import annotations
@@ -51,14 +51,6 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MicroLoss:
-    """Loss of a micro-batch. `total` may be run backward once, and only if `result.is_finite`."""
-
-    total: Tensor
-    result: MicroBatchResult
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PassLoss:
     """Loss of a pass: the sum over its micro-batches, which may be run backward once, and each one's result."""
 
@@ -69,12 +61,6 @@ class PassLoss:
     def is_finite(self) -> bool:
         """Whether the losses of all micro-batches are finite."""
         return all(result.is_finite for result in self.results)
-
-
-def given(models: TriModel[Any], packed: Packed, micro_batch: MicroBatch) -> Given:
-    """`given_all` of a pass of one micro-batch."""
-    (known,) = given_all(models, packed, [micro_batch])
-    return known
 
 
 def given_all(models: TriModel[Any], packed: Packed, micro_batches: Sequence[MicroBatch]) -> list[Given]:
@@ -105,7 +91,7 @@ def given_all_frozen(
 def given_frozen(
     models: TriModel[Any], packed: Packed, micro_batch: MicroBatch, old_T: Tensor | None, ref_T: Tensor | None
 ) -> Given:
-    """Inputs of the loss, as `given` returns them, from known log-probs (float32 [T]) of the frozen models.
+    """Inputs of a micro-batch's loss, from known log-probs (float32 [T]) of the frozen models.
 
     `old_T`, `ref_T`: of old model and reference; None if there is no such model, or if its log-probs are not needed.
     """
@@ -124,21 +110,6 @@ def given_frozen(
     begins = micro_batch.response_ids.offsets.tolist()
     told = tuple((int(micro_batch.indices[row]), slice(begins[row], begins[row + 1])) for row in micro_batch.told_rows)
     return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T, told)
-
-
-def loss(
-    known: Given,
-    objective: Objective,
-    hidden_TH: Tensor,
-    head_VH: Tensor,
-    *,
-    chunk_tokens: int,
-    shard: VocabularyShard | None = None,
-    softcap: float | None = None,
-) -> MicroLoss:
-    """`losses` of a pass of one micro-batch."""
-    made = losses([known], objective, hidden_TH, head_VH, chunk_tokens=chunk_tokens, shard=shard, softcap=softcap)
-    return MicroLoss(made.total, made.results[0])
 
 
 def losses(

@@ -39,7 +39,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("torch", {"tp": 3}, {}, "plan.train.tp is 3"),
         ("torch", {"pp": 5}, {}, "plan.train.pp is 5"),
-        ("torch", {"dp": 2, "accumulate": "exact", "tokens_per_micro_batch": 99}, {}, "is for train.accumulate=fp32"),
+        ("torch", {"tp": 2, "accumulate": "exact", "tokens_per_micro_batch": 99}, {}, "is for train.accumulate=fp32"),
         ("torch", {"tp": 2}, {"model_type": "gpt2"}, "a model of type 'gpt2'"),
         ({"name": "torch", "stage": 2}, {}, {}, "'torch' has no option 'stage': it has none"),
         ({"path": "my_engine.py:Engine", "depth": 2}, {"tp": 3}, {}, "plan.train.tp is 3"),
@@ -51,7 +51,6 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"name": "deepspeed", "stage": 1}, {"dtype": "bfloat16"}, {}, "stage to 2"),
         ("deepspeed", {}, {"model_type": "gpt2"}, "a model of type 'gpt2'"),
         ("megatron", {"accumulate": "exact"}, {}, "set train.accumulate to fp32"),
-        ("megatron", {"tokens_per_micro_batch": 99}, {}, "leave out train.tokens_per_micro_batch"),
         ("megatron", {"offload": True}, {}, "set train.offload to false"),
         ("megatron", {"offload_optimizer": True}, {}, "train.offload_optimizer"),
         ("megatron", {"pp": 3}, {}, "plan.train.pp=3 does not divide the model's 4 layers"),

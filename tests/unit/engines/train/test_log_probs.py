@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy, token_local_loss
+from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.types import LossSums
+from tests.unit.engines.train.training import token_local_loss
 
 T, H, V = 23, 8, 50
 

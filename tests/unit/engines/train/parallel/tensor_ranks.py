@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
-from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy, token_local_loss
+from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.parallel.stages import cut_stage
 from asyncflow.engines.train.parallel.tensor import head_shard, is_counted, shard_model, whole
 from asyncflow.types import LossSums, Ragged, UserError
 from tests.unit.engines.train.parallel.pipeline_ranks import StageOf, make_packed, world
+from tests.unit.engines.train.training import token_local_loss
 
 # P packed tokens, T response tokens, C tokens of a chunk, H hidden elements, V tokens of the vocabulary.
 
