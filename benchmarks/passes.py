@@ -1,6 +1,7 @@
 """Training passes of several micro-batches against one micro-batch a pass, and both against the machine's matrix products. CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/passes.py [--models tiny smollm2] [--sums fp32 exact] [--repeats N] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/passes.py [--models tiny smollm2] [--sums fp32 exact] [--layouts dp2 pp2] [--repeats N]
+        [--json FILE]
 
 tiny       the quickstart's model (0.44M parameters), 32 groups of 8 responses
 smollm2    a model of SmolLM2-135M's shape with random weights (its time does not depend on them), 8 groups of 8 responses of some
@@ -14,11 +15,14 @@ rate right before and after. Medians over the repeats.
 
 The process has the environment of a trainer's, by which the allocator keeps freed memory.
 
-After that the cost of exact sums alone: a step's time above that with plain sums, by parameters and micro-batches.
+After that the cost of exact sums alone: a step's time above that with plain sums, by parameters and micro-batches. With
+`--layouts`, the tiny model's step over two processes, data-parallel ranks (half of the groups each) or stages of a pipeline: both
+ways in turns.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import sys
@@ -26,7 +30,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,14 +41,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncflow.algorithms.grpo import GRPO
 from asyncflow.config import load
-from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.base import RANKS_STORE, MicroBatch
 from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 from asyncflow.model_folder import read_json
 from asyncflow.run.factories import tokens_per_pass, train_engine_options
 from asyncflow.run.worker_start import training
-from asyncflow.types import Ragged
+from asyncflow.types import Layout, Ragged
 
 ROOT = Path(__file__).parents[1]
+LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2)}
 PRODUCT = 512
 THREADS = int(os.environ["OMP_NUM_THREADS"])
 
@@ -190,10 +196,59 @@ def measure(name: str, folder: Path, kinds: list[Literal["exact", "fp32"]], repe
     return figures
 
 
+def on_two_ranks(name: str, kinds: list[Literal["exact", "fp32"]], repeats: int) -> list[Figure]:
+    """Figures of the tiny model's step over a layout of two processes."""
+    context = multiprocessing.get_context("spawn")
+    figures = []
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
+        for sums in kinds:
+            answers = context.Queue()
+            own = (name, sums, repeats, f"file://{folder}/{sums}", answers)
+            processes = [context.Process(target=one_of_two, args=(rank, *own)) for rank in range(2)]
+            for process in processes:
+                process.start()
+            ratio = max(answers.get(timeout=600) for _ in processes)
+            for process in processes:
+                process.join()
+            figures.append(Figure(f"tiny, {sums}, {name}: one micro-batch a pass / passes, time", ratio, "x"))
+    return figures
+
+
+def one_of_two(rank: int, name: str, sums: Literal["exact", "fp32"], repeats: int, store: str, answers: Any) -> None:
+    """A rank's own process: the median ratio of its times."""
+    as_a_trainer()
+    torch.set_num_threads(THREADS)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({key: str(value) for key, value in numbers.items()} | {RANKS_STORE: store})
+    config = load(ROOT / f"recipes/{CASES['tiny'].recipe}.yaml")
+    path = ROOT / config.model.path
+    fields = read_json(path / "config.json")
+    tokens = tokens_per_pass(config, fields)
+    options = replace(
+        train_engine_options(config), accumulate=sums, tokens_per_pass=tokens, check_shared_prompt=False, layout=LAYOUTS[name]
+    )
+    batches = micro_batches(CASES["tiny"], fields["vocab_size"])
+    many = ManyRanks(path, options)
+    ratios = []
+    for number in range(repeats + 1):
+        took = []
+        for most in (None, tokens):
+            many._tokens_per_pass = most
+            began = time.perf_counter()
+            many.forward_backward(batches[many.ranks.dp_rank :: LAYOUTS[name].dp], GRPO())
+            took.append(time.perf_counter() - began)
+            many.discard()
+        if number:  # the first one warms up
+            ratios.append(took[0] / took[1])
+    many.close()
+    answers.put(statistics.median(ratios))
+
+
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    arguments.add_argument("--models", nargs="*", choices=CASES, default=list(CASES))
     arguments.add_argument("--sums", nargs="+", choices=("fp32", "exact"), default=["fp32", "exact"])
+    arguments.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[])
     arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()
     as_a_trainer()
@@ -203,6 +258,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
         for name in given.models:
             figures += measure(name, Path(folder), given.sums, given.repeats)
+    for name in given.layouts:
+        figures += on_two_ranks(name, given.sums, given.repeats)
     return finish(figures, given.json)
 
 

@@ -327,6 +327,8 @@ class _ExactUnit:
         addend_RE.zero_()
         for name, place in self.places.items():
             if (whole := sums.take(name)) is not None:
+                if not whole.is_cpu:  # it was made on another stream than this one, and its memory is not to be used again yet
+                    whole.record_stream(torch.get_device_module(whole.device.type).current_stream(whole.device))
                 part_RX, flat = addend_RE[:, place], whole.flatten()
                 num_full, num_left = divmod(len(flat), part_RX.shape[1])
                 part_RX[:num_full] = flat[: len(flat) - num_left].view(num_full, -1)
@@ -335,11 +337,11 @@ class _ExactUnit:
 
     def count(self, peaks: Sequence[tuple[str, float]]) -> None:
         """Count the largest magnitudes of micro-batches' gradients, by parameter, that `of_pass` has added up."""
-        numbers = {name: number for number, name in enumerate(self.places)}
-        for name, peak in peaks:
-            number = numbers[name]
-            self.peaks[number] = max(peak, float(self.peaks[number]))
-            self.steps[number] += float(math.ceil(peak / GRADIENT_GRID.spacing))  # which may be more than an int64 takes
+        of_each = [[peak for name, peak in peaks if name == own] for own in self.places]
+        largest = [max(own, default=0.0) for own in of_each]
+        steps = [float(sum(math.ceil(peak / GRADIENT_GRID.spacing) for peak in own)) for own in of_each]
+        two = torch.tensor([largest, steps], dtype=torch.float64, device=self._device)
+        self.peaks, self.steps = torch.maximum(self.peaks, two[0]), self.steps + two[1]
 
     def _add(self, sum_E: Tensor) -> None:
         if self.is_aside:
