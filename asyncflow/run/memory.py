@@ -183,6 +183,8 @@ def _computed_weights(config: Config, shapes: Shapes, stage: int) -> MemoryUse:
     b = _BYTES[train.dtype]
     largest = max(shapes.of_layer, shapes.of_vocabulary) / layout.tp
     if layout.dp > 1:
+        ends = 1 if shapes.is_tied or layout.pp > 1 else 2  # embedding and head are one unit
+        largest = max(shapes.of_layer, ends * shapes.of_vocabulary) / layout.tp
         gathered = f"2 gathered units of {largest:,.0f} parameters in {train.dtype} (FSDP), and "
         if train.accumulate == "exact":
             how = "of one the gradient, its exact sums, and as many float64 on their way to other ranks"

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch, OptimResult, TrainEngine
+from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.types import Layout
 from tests.contract.devices import BACKENDS, needed_devices
@@ -53,8 +55,9 @@ STEPS = [
     [micro_batch(0), micro_batch(1, (3, 8)), micro_batch(2)],
     [micro_batch(3, (2, 2, 2), 9)],  # fewer than there may be data-parallel groups
     [micro_batch(4), micro_batch(5, (1, 1), 3), micro_batch(6, (25, 2, 13), 2), micro_batch(7, (4, 12))],  # the third in rows
+    [micro_batch(seed, (9, 8)) for seed in range(10, 17)],  # of two data-parallel groups one has a pass more
 ]
-NORMALISERS = [30, 5, 40]
+NORMALISERS = [30, 5, 40, 50]
 TOLD = [micro_batch(0), micro_batch(1)]
 LAST = [micro_batch(8), micro_batch(9)]
 
@@ -77,7 +80,16 @@ async def step(engine: TrainEngine, batches: Sequence[MicroBatch], normaliser: i
     assert rank is not None
     own = list(batches[rank::dp])
     await engine.begin_step()
-    results = [result for turn in (own[:1], own[1:]) for result in await engine.forward_backward(turn, Sum(policy_gradient))]
+    sizes, plain = list[int](), micro_step.losses
+
+    def counted(known: Any, *others: Any, **more: Any) -> Any:
+        sizes.append(len(known))
+        return plain(known, *others, **more)
+
+    with patch.object(micro_step, "losses", counted):
+        results = [result for turn in (own[:1], own[1:]) for result in await engine.forward_backward(turn, Sum(policy_gradient))]
+    if len(batches) == 7 and sizes:  # on the last stage
+        assert max(sizes) > 1, sizes
     assert all(result.is_finite for result in results) and len(results) == len(own)
     return sum(result.loss_sum for result in results), await engine.optim_step(normaliser)
 
@@ -133,7 +145,7 @@ def test_several_processes_train_as_one(
     """On devices of each kind; the one process is on the CPU."""
     needed_devices(device, layout.size)
     needed(kind, device)
-    assert {pack_thrifty(batch.prompt_ids, batch.response_ids).layout.has_prompt for batch in STEPS[-1]} == {True, False}
+    assert {pack_thrifty(batch.prompt_ids, batch.response_ids).layout.has_prompt for batch in STEPS[2]} == {True, False}
     path = untied(model_path("llama-tiny"), tmp_path / "untied") if family == "untied" else model_path(family)
     answers = ranks.run(work, kind, own, layout, path, tmp_path, device, size=layout.size, seconds=180)
     leaders = [answer for answer in answers if answer is not None]

@@ -87,7 +87,7 @@ class PassGradients:
         """
         self._sums = sums
         self._state: PassState | None = None  # of the pass that is under way
-        self._weight_in_graph: Callable[[Tensor], Tensor] = (lambda weight: weight) if gives_zeros else Tensor.detach
+        self._gives_zeros = gives_zeros
         # What depends on it has a gradient, though no weight has.
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -138,6 +138,15 @@ class PassGradients:
             finally:
                 self.pieces.end()
             self._sums.end_pass()
+
+    def loss_with(self, total: Tensor, head_VH: Tensor) -> Tensor:
+        """Same loss, for whose sake autograd gets zeros for the output layer, too, if it gets any."""
+        apply: Any = _Used.apply
+        made: Tensor = apply(total, head_VH) if self._gives_zeros else total
+        return made
+
+    def _in_graph(self, weight: Tensor) -> Tensor:
+        return weight if self._gives_zeros else weight.detach()
 
     def mute(self, number: int) -> None:
         """See `HeadSums`."""
@@ -214,9 +223,9 @@ class PassGradients:
         """Forward of a linear layer."""
         if self._state is None:
             return plain(x)
-        bias = None if module.bias is None else self._weight_in_graph(module.bias)
+        bias = None if module.bias is None else self._in_graph(module.bias)
         apply: Any = _Linear.apply  # torch has no types for it
-        made: Tensor = apply(x, self._weight_in_graph(module.weight), bias, self._anchor, self, names)
+        made: Tensor = apply(x, self._in_graph(module.weight), bias, self._anchor, self, names)
         return made
 
     def embedding(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -224,7 +233,7 @@ class PassGradients:
         if self._state is None:
             return plain(tokens)
         apply: Any = _Embedding.apply
-        made: Tensor = apply(tokens, self._weight_in_graph(module.weight), self._anchor, self, names["weight"], module.padding_idx)
+        made: Tensor = apply(tokens, self._in_graph(module.weight), self._anchor, self, names["weight"], module.padding_idx)
         return made
 
     def norm(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -233,7 +242,7 @@ class PassGradients:
             return plain(x)
         weight = module._parameters["weight"]
         apply: Any = _Repeated.apply
-        module._parameters["weight"] = apply(self._weight_in_graph(weight), self._anchor, x.shape, self, names["weight"])
+        module._parameters["weight"] = apply(self._in_graph(weight), self._anchor, x.shape, self, names["weight"])
         try:
             return plain(x)
         finally:
@@ -285,9 +294,9 @@ def _form_of(module: nn.Module) -> Any:
     return PassGradients.norm if type(module).__name__.endswith("RMSNorm") and own == {"weight": 1} else None
 
 
-def _zeros(weight: Tensor) -> Tensor:
-    """Zeros of a weight's shape, which take no memory."""
-    return weight.new_zeros(()).expand_as(weight)
+def _zeros(weight: Tensor | None, is_wanted: bool) -> Tensor | None:
+    """Zeros of a weight's shape, which take no memory before autograd keeps them; None if they are not wanted."""
+    return weight.new_zeros(()).expand_as(weight) if is_wanted and weight is not None else None
 
 
 class _Linear(torch.autograd.Function):
@@ -301,19 +310,18 @@ class _Linear(torch.autograd.Function):
         to: PassGradients,
         names: dict[str, str | None],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight_OI, bias_O)
+        ctx.save_for_backward(x, weight_OI)
         ctx.to, ctx.names = to, names
+        ctx.zeros = _zeros(weight_OI, ctx.needs_input_grad[1]), _zeros(bias_O, ctx.needs_input_grad[2])
         return to.product(x.reshape(-1, x.shape[-1]), weight_OI, bias_O).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        x, weight_OI, bias_O = ctx.saved_tensors
+        x, weight_OI = ctx.saved_tensors
         grad_PO = grad.reshape(-1, grad.shape[-1])
         ctx.to.add_linear(ctx.names, grad_PO, x.reshape(-1, x.shape[-1]))
-        of_x = (grad_PO @ weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
-        of_weight = _zeros(weight_OI) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, _zeros(bias_O) if ctx.needs_input_grad[2] else None, None, None, None
+        return (grad_PO @ weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None, *ctx.zeros, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -321,51 +329,42 @@ class _Embedding(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, weight_VH: Tensor, anchor: Tensor, to: PassGradients, name: str, padding: int | None
     ) -> Tensor:
-        ctx.save_for_backward(tokens, weight_VH)
+        ctx.save_for_backward(tokens)
         ctx.to, ctx.name, ctx.padding = to, name, padding
+        ctx.zeros = _zeros(weight_VH, ctx.needs_input_grad[1])
         return nn.functional.embedding(tokens, weight_VH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_1PH: Tensor) -> tuple[None, Tensor | None, None, None, None, None]:
-        tokens, weight_VH = ctx.saved_tensors
+        (tokens,) = ctx.saved_tensors
         ctx.to.add_embedding(ctx.name, tokens.flatten(), grad_1PH.reshape(-1, grad_1PH.shape[-1]), ctx.padding)
-        return None, _zeros(weight_VH) if ctx.needs_input_grad[1] else None, None, None, None, None
+        return None, ctx.zeros, None, None, None, None
 
 
 class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, anchor: Tensor, shape: torch.Size, to: PassGradients, name: str) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.to, ctx.name = to, name
+        ctx.to, ctx.name, ctx.zeros = to, name, _zeros(weight, ctx.needs_input_grad[0])
         return weight.expand(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (weight,) = ctx.saved_tensors
         ctx.to.add_norm(ctx.name, grad)
-        return _zeros(weight) if ctx.needs_input_grad[0] else None, None, None, None, None
+        return ctx.zeros, None, None, None, None
 
 
 class _Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.zeros = _zeros(weight, True)
         return total.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (weight,) = ctx.saved_tensors
-        return grad, _zeros(weight)
-
-
-def with_zeros_for(weight: Tensor, total: Tensor) -> Tensor:
-    """Same loss, of which autograd gets zeros for a gradient of the weight, too."""
-    apply: Any = _Used.apply
-    made: Tensor = apply(total, weight)
-    return made
+        return grad, ctx.zeros
 
 
 OTHER_BITS = "on this machine a micro-batch among others has other bits than alone"

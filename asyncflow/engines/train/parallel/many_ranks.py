@@ -50,7 +50,7 @@ from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.sharded_model import ShardedModel, SharedBaseShards
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
-from asyncflow.engines.train.pass_gradients import OTHER_BITS, PassGradients, ProbePass, one_by_one, with_zeros_for
+from asyncflow.engines.train.pass_gradients import OTHER_BITS, PassGradients, ProbePass, one_by_one
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
@@ -113,7 +113,7 @@ class ManyRanks(PolicyTraining):
             if self._gradients is not None:
                 made = micro_step.losses(known, objective, hidden_TH, head_VH.detach(), **of_head)
                 results.extend(made.results)
-                return with_zeros_for(head_VH, made.total)
+                return self._gradients.loss_with(made.total, head_VH)
             made = micro_step.losses(known, objective, hidden_TH, head_VH, **of_head)
             results.extend(replace(result, is_finite=made.is_finite) for result in made.results)
             # Stages before this one cannot know of it: in a pipeline, what is not finite stays so in all sums, and skips the step.
@@ -137,10 +137,12 @@ class ManyRanks(PolicyTraining):
     def _update(self, normaliser: int) -> OptimResult:
         """The norm is over all ranks' gradients, each counted once."""
         gradients = self._sums.gradients(normaliser)
-        if (tied := self._policy.stage.tied_name) is not None and gradients:
-            gradient = self._policy.parts[tied].grad
-            assert gradient is not None
-            self._pipeline.add_tied_(gradient)
+        tied, has_stages = self._policy.stage.tied_name, self.ranks.layout.pp > 1
+        if has_stages and self.ranks.largest([bool(gradients)], of="pp")[0] and tied is not None:
+            part = self._policy.parts[tied]
+            if part.grad is None:  # the last stage has left out every micro-batch, and the first one does not know
+                part.grad = torch.zeros_like(part)
+            self._pipeline.add_tied_(part.grad)
         counted = [part.grad for part in self._counted.values() if part.grad is not None]
         (largest,) = self.ranks.largest([largest_magnitude(counted)])
         own_fill_tokens = self._fill_tokens if self.ranks.is_leader else 0
@@ -224,14 +226,14 @@ class ManyRanks(PolicyTraining):
         self._sums = make_sums(options.accumulate, policy.parameters, policy.parts, policy.units, self.ranks)
         self.remark = ""
         self._gradients: PassGradients | None = None
-        if is_exact and options.layout.tp == 1:
+        self._most_fill, self._fill_tokens = options.pipeline_fill if options.layout.pp > 1 else 0.0, 0
+        if is_exact and (self._tokens_per_pass is not None or self._most_fill):
             self._prepare_passes()
         self._optimizer = Optimizer(policy.parts, options)
         self._counted = {
             name: part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
         }
         self._num_added = 0  # micro-batches of this data-parallel group whose gradients are in the sums
-        self._most_fill, self._fill_tokens = options.pipeline_fill if options.layout.pp > 1 else 0.0, 0
         own = [name for name in policy.parts if name != stage.copy_name]
         self._state = self._engine_state({name: name for name in own})
         self.specs: Mapping[str, TensorSpec] = dict(sorted(policy.specs.items()))
@@ -240,8 +242,10 @@ class ManyRanks(PolicyTraining):
 
     def _prepare_passes(self) -> None:
         """Have each micro-batch's gradients taken by themselves, so that no exact sum depends on what else is in a pass (others,
-        fill tokens): on all ranks, or on none."""
+        fill tokens): on all ranks. Where it cannot be so on one, nothing else is in a pass."""
         why, gradients = PassGradients.why_not(self._policy), None
+        if self.ranks.layout.tp > 1:
+            why = "under tensor parallelism a row is a sum over ranks, whose bits may go by its place in the pass"
         (has_other,) = self.ranks.largest([bool(why)])
         if not has_other:
             gradients = PassGradients(self._policy, self._sums.of_passes(), gives_zeros=self.ranks.layout.dp > 1)
@@ -249,8 +253,8 @@ class ManyRanks(PolicyTraining):
                 why = OTHER_BITS
         if not why and not has_other:
             self._gradients = gradients
-        elif self._tokens_per_pass is not None:
-            self._tokens_per_pass = None
+        else:
+            self._tokens_per_pass, self._most_fill = None, 0.0
             self.remark = one_by_one(why or "another stage has weights of another kind")
 
     def _probe(self, gradients: PassGradients) -> bool:
@@ -266,7 +270,7 @@ class ManyRanks(PolicyTraining):
                 weight_VH = head_VH if of_pass is None else head_VH.detach()
                 options: dict[str, Any] = {"chunk_tokens": self._chunk_tokens, "shard": shard}
                 total = probes.loss(packed, policy.predicting(packed, hidden_PH), weight_VH, of_pass, **options)
-                return total if of_pass is None else with_zeros_for(head_VH, total)
+                return total if of_pass is None else of_pass.loss_with(total, head_VH)
 
             self._pipeline.forward_backward(
                 policy,

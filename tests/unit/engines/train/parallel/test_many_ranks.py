@@ -271,17 +271,21 @@ def test_with_exact_sums_no_bit_depends_on_who_is_in_the_pass(
         assert alone.fingerprint == found[0][0]
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=["dp", "pp"])
 def test_with_exact_sums_a_micro_batch_that_is_not_finite_adds_nothing_and_the_others_of_its_pass_do(
-    ranks: Processes, model_path: ModelPath
+    ranks: Processes, model_path: ModelPath, layout: Layout
 ) -> None:
     good, bad = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2, 4)], on_ranks.make_batch(3, (6, 2), 20)
     objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
     options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000}
-    turns = [[[good[0], bad, good[1]], [good[2]]]]
-    one, other = ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), turns, Layout(dp=2), options, objective, size=2)
-    assert [result.is_finite for result in one.results] == [True, False, True] and other.results[0].is_finite
+    turns = [[[good[0], bad, good[1]], [good[2]]]] if layout.dp > 1 else [[[good[0], bad, good[1]]], [[good[2]]]]
+    one, other = ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), turns, layout, options, objective, size=2)
+    assert [result.is_finite for result in one.results][:3] == [True, False, True] and other.results[-1].is_finite
     alone = on_ranks.gradients_alone(model_path("qwen2-tiny"), [[good]], {**OPTIONS, "accumulate": "exact"})
-    assert one.norm == alone.norm and all(np.array_equal(alone.sums[name], one.sums[name]) for name in alone.sums)
+    if layout.dp > 1:
+        assert one.norm == alone.norm and all(np.array_equal(alone.sums[name], one.sums[name]) for name in alone.sums)
+    else:
+        assert one.norm == pytest.approx(alone.norm, rel=1e-5) and difference(alone.sums, one.sums) < 1e-5
 
 
 def test_where_the_company_shows_in_the_bits_of_one_rank_none_makes_passes_of_several(
@@ -293,17 +297,18 @@ def test_where_the_company_shows_in_the_bits_of_one_rank_none_makes_passes_of_se
     assert all(remark.startswith("micro-batches are computed one by one") for remark, _ in found)
 
 
+@pytest.mark.parametrize(("layout", "units"), [(Layout(dp=2), 3), (Layout(dp=2, pp=2), 2)], ids=["dp", "dp-pp"])
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])
 def test_of_a_pass_of_several_micro_batches_gradients_are_scattered_once(
-    ranks: Processes, model_path: ModelPath, accumulate: str
+    ranks: Processes, model_path: ModelPath, accumulate: str, layout: Layout, units: int
 ) -> None:
+    """By a rank's layers, one or two, and the root."""
     turn = [[on_ranks.make_batch(seed, (5, 3), 20) for seed in range(4)] for _ in range(2)]
     options = {**OPTIONS, "check_shared_prompt": False, "accumulate": accumulate}
-    counts = [
-        ranks.run(on_ranks.scattered, model_path("qwen2-tiny"), [turn], Layout(dp=2), {**options, "tokens_per_pass": most}, size=2)
-        for most in (None, 1000)
-    ]
-    assert counts == [[4 * 3] * 2, [3] * 2]  # two layers, and the root
+    for most, times in ((None, 4), (1000, 1)):
+        own, path = {**options, "tokens_per_pass": most}, model_path("qwen2-tiny")
+        counts = ranks.run(on_ranks.scattered, path, [turn], layout, own, size=layout.size)
+        assert counts == [times * units] * layout.size
 
 
 def test_of_a_pass_that_is_not_finite_no_micro_batch_is_added_and_all_are_told_of(ranks: Processes, model_path: ModelPath) -> None:
