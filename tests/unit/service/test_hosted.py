@@ -35,7 +35,8 @@ async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the answer to their next request. One that makes no more requests is not waited for."""
-    monkeypatch.setattr(hosted_module, "FAREWELL_SECONDS", patience(60))
+    farewell = patience(60)
+    monkeypatch.setattr(hosted_module, "FAREWELL_SECONDS", farewell)
     now, config = asyncio.get_running_loop().time(), cast(Any, None)
 
     async def close() -> None:
@@ -45,7 +46,7 @@ async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_i
 
     hosted = HostedRun(config, tmp_path / "journal")
     hosted._run = cast(Any, SimpleNamespace(stop=stop, job=SimpleNamespace(interrupt=lambda: None, journal=None)))
-    last = {"rollout/outside-0": now, "rollout/outside-1": now, "rollout/outside-2": now - patience(61)}
+    last = {"rollout/outside-0": now, "rollout/outside-1": now, "rollout/outside-2": now - farewell - 1}
     hosted._workers = cast(Any, SimpleNamespace(last_requests=last, close=close))
     await hosted.stop()
     going = asyncio.ensure_future(hosted.farewell())
