@@ -454,7 +454,9 @@ async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: 
     async with opened(model, python) as engine:
         await engine.install(2, changed(0.1))
         one = (await responses(engine))[0]
-        group_of(engine.instances[0])[2].kill()
+        core = group_of(engine.instances[0])[2]
+        core.kill()
+        assert are_gone([core])  # a core that the machine takes away for a moment may keep it alive beyond what follows
         async with asyncio.timeout(patience(20)):
             await engine.install(3, changed(0.2))
         await engine.install(2, changed(0.1))
