@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import psutil
+
+from tests.patience import patience
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -19,6 +22,15 @@ def is_alive(process: psutil.Process | int) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def kill(process: psutil.Process) -> None:
+    """Kill it, and wait until it is dead: while no core is free it may go on for a moment, and do what the test wants undone."""
+    process.kill()
+    deadline = time.monotonic() + patience(10)
+    while is_alive(process):
+        assert time.monotonic() < deadline, f"{process} does not end"
+        time.sleep(0.001)
 
 
 def name_of(process: psutil.Process) -> str:

@@ -44,7 +44,7 @@ from asyncflow.types import LoraSpec, RunError, UserError
 from tests.conftest import MODEL, ROOT
 from tests.depth import in_gate
 from tests.patience import patience
-from tests.processes import alive
+from tests.processes import alive, kill
 from tests.vllm.servers import fake_python, server_options
 
 PROMPT = np.arange(7, 27)
@@ -306,7 +306,7 @@ async def test_a_killed_server_is_started_again_with_the_current_weights(
         killed = engine.instances[0]
         group = group_of(killed)
         assert len(group) == 3
-        group[["guard", "front end", "engine"].index(victim)].kill()
+        kill(group[["guard", "front end", "engine"].index(victim)])
         for made in await asyncio.gather(*tasks):
             for sample, response in made.items():
                 assert np.array_equal(response.logprobs, expected[sample].logprobs)
@@ -454,9 +454,7 @@ async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: 
     async with opened(model, python) as engine:
         await engine.install(2, changed(0.1))
         one = (await responses(engine))[0]
-        core = group_of(engine.instances[0])[2]
-        core.kill()
-        assert are_gone([core])  # a core that the machine takes away for a moment may keep it alive beyond what follows
+        kill(group_of(engine.instances[0])[2])
         async with asyncio.timeout(patience(20)):
             await engine.install(3, changed(0.2))
         await engine.install(2, changed(0.1))
@@ -478,7 +476,7 @@ async def test_with_one_instance_given_up_the_other_goes_on(model: Path, python:
         await responses(engine)
         tasks = [asyncio.create_task(responses(engine, range(2), 400, index=i)) for i in range(4)]
         await under_way(engine, 8)
-        group_of(engine.instances[0])[1].kill()
+        kill(group_of(engine.instances[0])[1])
         assert [len(made) for made in await asyncio.gather(*tasks)] == [2] * 4
         assert engine.instances[0].error is not None and engine.instances[1].num_served >= 8
 
@@ -488,7 +486,7 @@ async def test_a_server_that_is_given_up_leaves_its_device(model: Path, python: 
     async with opened(model, python, instances=2, max_restarts=0) as engine:
         await responses(engine)
         group = group_of(engine.instances[0])
-        group[2].kill()
+        kill(group[2])
         await until(lambda: engine.instances[0].error is not None)
         assert are_gone(group) and server_of(engine.instances[1]).is_alive
 
@@ -551,7 +549,7 @@ async def test_closing_while_a_server_comes_back_leaves_nothing(model: Path, pyt
         await responses(engine)
         group = group_of(engine.instances[0])
         folder = Path(server_of(engine.instances[0]).socket).parent
-        group[1].kill()
+        kill(group[1])
         task = asyncio.create_task(responses(engine))
         await until(lambda: engine.instances[0].num_restarts == 1)
         await engine.close()
@@ -1043,7 +1041,7 @@ async def test_by_nccl_one_sender_is_kept_for_each_life_of_a_server(
             await engine.install(version, changed(0.1 * version))
             assert (await responses(engine))[0].version_spans.tolist() == [[0, version]]
         assert len(StandInSender.made) == 1 and StandInSender.made[0].info.world_size == 3
-        group_of(engine.instances[0])[1].kill()
+        kill(group_of(engine.instances[0])[1])
         assert (await responses(engine))[0].version_spans.tolist() == [[0, 2]]
         assert len(StandInSender.made) == 2
 
@@ -1262,7 +1260,7 @@ async def test_a_killed_server_comes_back_with_the_current_adapter(model: Path, 
     async with opened(model, python, lora=LORA) as engine:
         await engine.install(1, adapter(1))
         before = await responses(engine)
-        group_of(engine.instances[0])[1].kill()
+        kill(group_of(engine.instances[0])[1])
         after = await responses(engine)
         assert engine.instances[0].num_restarts == 1 and np.array_equal(after[0].logprobs, before[0].logprobs)
 

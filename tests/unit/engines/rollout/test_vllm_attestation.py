@@ -29,6 +29,7 @@ from asyncflow.engines.rollout.vllm.process import IN_VLLM
 from asyncflow.types import LoraSpec, RunError
 from tests.conftest import MODEL
 from tests.patience import patience
+from tests.processes import kill
 from tests.unit.engines.rollout.test_vllm import LORA, adapter, changed, group_of, opened, responses, running
 from tests.vllm.servers import fake_python
 
@@ -109,7 +110,7 @@ async def test_a_server_of_another_base_is_found_whatever_the_adapter(model: Pat
         await engine.install(1, adapter(1))
         assert await fault(engine, 1, adapter(1), sum_of_base(MODEL, "float32")) == ""
         save_file(changed(0.01), model / "model.safetensors", metadata={"format": "pt"})
-        group_of(engine.instances[1])[1].kill()
+        kill(group_of(engine.instances[1])[1])
         async with asyncio.timeout(patience(20)):
             while not (engine.instances[1].num_restarts and engine.instances[1].is_up):
                 await asyncio.sleep(0.02)
@@ -123,7 +124,7 @@ async def test_a_server_that_comes_back_is_used_when_it_has_what_it_was_given(mo
         before = (await responses(engine))[0]
         (model / "deaf").write_text("nothing")
         (instance,) = engine.instances
-        group_of(instance)[1].kill()
+        kill(group_of(instance)[1])
         async with asyncio.timeout(patience(30)):
             while instance.num_restarts < 2:
                 assert not instance.is_up or instance.num_restarts == 0, "it was used with weights that nobody has given it"

@@ -27,7 +27,7 @@ from asyncflow.transport import ConnectionLost
 from asyncflow.types import Ragged, RunError
 from tests.depth import in_gate
 from tests.patience import patience
-from tests.processes import alive, children_called
+from tests.processes import alive, children_called, kill
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
 
 SECONDS = 300.0
@@ -480,7 +480,7 @@ def test_a_reader_that_dies_is_told_of(queue: ServedQueue) -> None:
         stream = iter(loader)
         next(stream)
         (reader,) = children_called("spawn_main")
-        reader.kill()
+        kill(reader)
         with pytest.raises(RunError, match="a reader process of loader 'loader' has died"):
             for _ in range(2):
                 next(stream)
