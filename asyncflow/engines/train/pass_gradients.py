@@ -65,7 +65,7 @@ class Trained(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PassState:
-    """What is known of one pass. `places`: of its micro-batches. `tokens_U`: of each, each token once, ascending, and `held_UH`, by
+    """State of one pass. `places`: of its micro-batches. `tokens_U`: of each, each token once, ascending, and `held_UH`, by
     micro-batch, rows of the head's gradient that the embedding's are added to: where these two are one matrix."""
 
     places: Sequence[slice]

@@ -227,9 +227,12 @@ class ExactSums(Sums):
     def add(self) -> None:
         """See `Sums.add`: they were added where they were reduced. What FSDP2 has made of them is let go."""
         self.take()
-        peaks = self._of_pass.peaks()
-        for unit in self._units:
-            unit.count([(name, peak) for name, peak in peaks if name in unit.places])
+        peaks: dict[str, list[float]] = {}
+        for name, peak in self._of_pass.peaks():
+            peaks.setdefault(name, []).append(peak)
+        if peaks:  # else FSDP2 had the gradients, and they were counted where they were rounded
+            for unit in self._units:
+                unit.count(peaks)
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         self._check_range()
@@ -335,9 +338,9 @@ class _ExactUnit:
                 if num_left:  # what fills up the last ranks' parts stays 0
                     part_RX[num_full, :num_left] = flat[-num_left:]
 
-    def count(self, peaks: Sequence[tuple[str, float]]) -> None:
+    def count(self, peaks: Mapping[str, Sequence[float]]) -> None:
         """Count the largest magnitudes of micro-batches' gradients, by parameter, that `of_pass` has added up."""
-        of_each = [[peak for name, peak in peaks if name == own] for own in self.places]
+        of_each = [peaks.get(name, ()) for name in self.places]
         largest = [max(own, default=0.0) for own in of_each]
         steps = [float(sum(math.ceil(peak / GRADIENT_GRID.spacing) for peak in own)) for own in of_each]
         two = torch.tensor([largest, steps], dtype=torch.float64, device=self._device)
