@@ -389,9 +389,10 @@ class AsyncGeneratorWorker:
         await self._client._post(f"{self._path}/installed", body)
         self.version = version
 
-    async def alive(self) -> None:
-        """Say that this process lives, where it asks for nothing else for a while. Any request does."""
-        await self._client._post(f"{self._path}/alive")
+    async def alive(self, timeout_seconds: float = 0.0) -> None:
+        """Say that this process lives, where it asks for nothing else for a while. Any request does. The answer is held for so
+        long: if this process dies meanwhile, what it has is given to others at once, and otherwise `queue.lease_seconds` later."""
+        await self._client._post(f"{self._path}/alive", {"timeout_seconds": timeout_seconds})
 
     async def leave(self) -> None:
         """Generate no more: what this process has is given to others."""
@@ -579,9 +580,9 @@ class GeneratorWorker:
         """See `AsyncGeneratorWorker.installed`."""
         self._client._call(self._worker.installed(version, attested))
 
-    def alive(self) -> None:
+    def alive(self, timeout_seconds: float = 0.0) -> None:
         """See `AsyncGeneratorWorker.alive`."""
-        self._client._call(self._worker.alive())
+        self._client._call(self._worker.alive(timeout_seconds))
 
     def leave(self) -> None:
         """See `AsyncGeneratorWorker.leave`."""

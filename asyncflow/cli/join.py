@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS = 10.0
 """Seconds for which the service may be out of reach."""
 POLL_SECONDS = 2.0
-"""Seconds for which a request waits for prompts: it is a sign of life, too."""
+"""Seconds for which a request waits for prompts, or is a sign of life that is held."""
 
 
 def join(
@@ -92,10 +92,10 @@ class Vitals:
         """Give signs of life until the run is over. Whoever makes another request is told what is wrong."""
         while not self._is_over:
             try:
-                await self.worker.alive()
+                await self.worker.alive(POLL_SECONDS)
             except RunError:
                 await self.goes_on()
-            await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
 
     async def goes_on(self) -> bool:
         """Whether there is something wrong where a request has failed: the run goes on, or will, as of a service that was started

@@ -150,6 +150,12 @@ class WantPrompts(Body):
     timeout_seconds: PollSeconds = 20.0
 
 
+class Alive(Body):
+    timeout_seconds: PollSeconds = 0.0
+    """Seconds for which the answer is held. A client whose connection breaks meanwhile has gone, unless it makes another request
+    within three seconds; otherwise that is noticed when nothing was heard of it for `queue.lease_seconds`."""
+
+
 class PromptAnswer(BaseModel):
     rows: list[int]
     """Row indices, one for each response that is wanted."""
@@ -453,9 +459,16 @@ def _add_generators(router: APIRouter, hosted: HostedRun) -> None:
         return PolicyVersion(version=body.version)
 
     @router.post("/generators/{worker}/alive", tags=["generators"])
-    async def alive(worker: Name) -> PolicyVersion:
+    async def alive(worker: Name, request: Request, body: Alive = Alive()) -> PolicyVersion:
         """A sign of life, for a client that asks for nothing else for a while. Answers with the version that the worker serves."""
-        return PolicyVersion(version=hosted.generator(f"rollout/{worker}").engine.version)
+
+        async def broken() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        session = hosted.generator(f"rollout/{worker}")
+        await hosted.workers.hold(session, body.timeout_seconds, broken)
+        return PolicyVersion(version=session.engine.version)
 
     @router.delete("/generators/{worker}", tags=["generators"])
     async def leave(worker: Name) -> Confirmation:

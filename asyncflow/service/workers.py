@@ -4,7 +4,7 @@
     trainer session   = a name at the desk, for the groups that it has taken
 
 consumes: sessions that are opened; their signs of life
-waits for: `queue.lease_seconds` without one
+waits for: `queue.lease_seconds` without one, `BROKEN_SECONDS` after the connection of one has broken
 is unblocked by: the clock
 """
 
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
 JOIN_SECONDS = 60.0
+BROKEN_SECONDS = 3.0
+"""Seconds in which a client makes another request if it has lost its connection alone, and lives."""
 GONE = "it has left, was silent for too long, or the server was started again; join anew"
 
 
@@ -104,6 +106,17 @@ class OutsideWorkers:
             raise RunError(f"there is no worker {name!r}: {GONE}")
         session.seen = self._now()
         return session
+
+    async def hold(self, session: GeneratorSession, seconds: float, broken: Callable[[], Awaitable[object]]) -> None:
+        """Hold a client's sign of life for so long, or until its session ends. If its connection breaks meanwhile (`broken`
+        returns), and it makes no other request, it has gone."""
+        breaking = asyncio.ensure_future(broken())
+        try:
+            ended, _ = await asyncio.wait([breaking, session.task], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            breaking.cancel()
+        if breaking in ended:
+            asyncio.get_running_loop().call_later(BROKEN_SECONDS, self._end_if_silent, session, session.seen)
 
     @property
     def last_requests(self) -> dict[str, float]:
@@ -180,12 +193,17 @@ class OutsideWorkers:
         while True:
             await asyncio.sleep(self._silent_seconds / 4)
             late = self._now() - self._silent_seconds
-            for name in [name for name, session in self._generators.items() if session.seen < late]:
-                log.warning("nothing is heard of the worker %s any more: what it holds is given to others", name)
-                self._ending.add(ending := asyncio.create_task(self.leave(name)))
-                ending.add_done_callback(self._ending.discard)
+            for session in [session for session in self._generators.values() if session.seen < late]:
+                self._end_if_silent(session, session.seen)
             for name in [name for name, session in self._trainers.items() if session.seen < late]:
                 self.end_training(name)
+
+    def _end_if_silent(self, session: GeneratorSession, since: float) -> None:
+        """End a session of whose client nothing was heard since then."""
+        if self._generators.get(session.name) is session and session.seen == since:
+            log.warning("nothing is heard of the worker %s any more: what it holds is given to others", session.name)
+            self._ending.add(ending := asyncio.create_task(self.leave(session.name)))
+            ending.add_done_callback(self._ending.discard)
 
     @property
     def counts(self) -> dict[str, Any]:

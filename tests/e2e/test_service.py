@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from asyncflow.attestation import Attestation
-from asyncflow.client import Client, GroupData, ResponseData
+from asyncflow.client import AsyncClient, Client, GroupData, ResponseData
 from asyncflow.types import RunError, UserError
 from tests.e2e.commands import rows, wait_for
 from tests.e2e.service import Served
@@ -157,6 +158,40 @@ def test_a_client_that_dies_loses_its_leases_alone(
         assert len(taken) == 16 and {row for prompt in held for row in prompt.rows} <= taken
         with pytest.raises(RunError, match="silent for too long"):
             silent.put_experience_data(answers(held))
+        client.stop()
+    assert served.command.wait(patience(60)) == 0
+
+
+def test_a_client_that_dies_while_its_sign_of_life_is_held_loses_its_leases_at_once(
+    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Nobody waits for an hour until the leases are over."""
+    served = Served(background, tmp_path, small(run={"steps": 1}, rollout={"num_workers": 0}, queue={"lease_seconds": 3600.0}))
+
+    async def hold_and_die() -> set[int]:
+        async with AsyncClient.connect(served.url, key_file=served.key_file) as client:
+            worker = await client.join_generators()
+            rows = {row for prompt in (await worker.get_prompts_data(4)).prompts for row in prompt.rows}
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await worker.alive(timeout_seconds=60.0)
+            return rows
+
+    with served.client() as client:
+        client.init_engines()
+        client.allow(1)
+        held, lively, taken = asyncio.run(hold_and_die()), client.join_generators(), set[int]()
+        assert len(held) == 16
+
+        def is_done() -> bool:
+            prompts = lively.get_prompts_data(4, 0.5).prompts
+            taken.update(row for prompt in prompts for row in prompt.rows)
+            if prompts:
+                lively.put_experience_data(answers(prompts))
+            return bool(client.status()["committed"] == 1)
+
+        wait_for(is_done)
+        assert taken == held
         client.stop()
     assert served.command.wait(patience(60)) == 0
 

@@ -1,0 +1,89 @@
+"""Sessions of clients that work for a run: when one is over, by a clock that is not the machine's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from asyncflow.cluster.clock import VirtualLoop
+from asyncflow.run.driver import Driver
+from asyncflow.service.generation import OutsideEngine, PublishedFiles
+from asyncflow.service.workers import BROKEN_SECONDS, GeneratorSession, OutsideWorkers
+from asyncflow.types import RunError
+from tests.soak.modes import ROOT
+
+LEASE_SECONDS = 40.0
+
+
+class Resting(OutsideWorkers):
+    """Sessions whose rollout loops have nothing to do."""
+
+    async def _roll_out(self, name: str, engine: OutsideEngine, files: PublishedFiles, has_joined: asyncio.Event) -> None:
+        has_joined.set()
+        await asyncio.Event().wait()
+
+
+def with_session(test: Callable[[OutsideWorkers, GeneratorSession], Awaitable[None]]) -> None:
+    """Run a test in virtual time, with the session of a client that generates."""
+    loop = VirtualLoop()
+
+    async def main() -> None:
+        config = SimpleNamespace(queue=SimpleNamespace(lease_seconds=LEASE_SECONDS), environment=None)
+        versions = SimpleNamespace(admit=lambda: "rollout/outside-0", dismiss=lambda guest: None)
+        driver: Any = SimpleNamespace(config=config, versions=versions, shape=SimpleNamespace(group_bits=2))
+        workers = Resting(cast(Driver, driver), ROOT / "recipes" / "models" / "tiny-arithmetic", 64, lambda rows, hashes: None)
+        await test(workers, await workers.join(num_slots=4))
+        await workers.close()
+
+    loop.run_until_complete(main())
+    loop.finish()
+
+
+async def until_broken() -> None:
+    """A connection that breaks after a second."""
+    await asyncio.sleep(1.0)
+
+
+def test_a_client_whose_held_sign_of_life_breaks_off_has_gone_long_before_its_leases_are_over() -> None:
+    async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
+        await workers.hold(session, 20.0, until_broken)
+        await asyncio.sleep(BROKEN_SECONDS - 0.1)
+        assert workers.counts["generators"] == 1
+        await asyncio.sleep(0.2)
+        assert workers.counts["generators"] == 0
+        assert asyncio.get_running_loop().time() < LEASE_SECONDS / 4
+        with pytest.raises(RunError, match="silent for too long"):
+            workers.generator(session.name)
+
+    with_session(test)
+
+
+def test_one_that_has_lost_its_connection_alone_goes_on() -> None:
+    async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
+        await workers.hold(session, 20.0, until_broken)
+        await asyncio.sleep(BROKEN_SECONDS - 0.1)
+        workers.generator(session.name)
+        await asyncio.sleep(LEASE_SECONDS - 1.0)
+        assert workers.generator(session.name) is session
+        await asyncio.sleep(LEASE_SECONDS * 1.5)  # silent for good: that ends it as before
+        assert workers.counts["generators"] == 0
+
+    with_session(test)
+
+
+def test_a_sign_of_life_is_held_for_its_time_and_not_longer_than_its_session() -> None:
+    async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
+        now, never = asyncio.get_running_loop().time, asyncio.Event().wait
+        await workers.hold(session, 20.0, never)
+        assert now() == 20.0 and workers.counts["generators"] == 1
+        holding = asyncio.create_task(workers.hold(session, 20.0, never))
+        await asyncio.sleep(1.0)
+        await workers.leave(session.name)
+        await holding
+        assert now() == 21.0
+
+    with_session(test)
