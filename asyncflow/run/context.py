@@ -1,11 +1,11 @@
 """Objects that the parts of a run's driver share: made once, alive as long as the driver.
 
-Driver --makes--> RunContext --given to--> RunRecord, TrainingChecks, Evaluating, Health, CheckpointCoordinator
+Driver --makes--> RunContext --given to--> RunRecord, MetricRows, TrainingChecks, Evaluating, Health, CheckpointCoordinator
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from asyncflow.config import Config
@@ -13,6 +13,7 @@ from asyncflow.control.ledger import LedgerService
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
+from asyncflow.loops.evaluation import Row
 from asyncflow.loops.samples import Shape
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -40,3 +41,14 @@ class RunContext:
     clock: Callable[[], float]
     log: Callable[[str], None]
     progress: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Callbacks: for every trained group, with its step; for every committed step, with its metrics; for every evaluation; and for
+    every message."""
+
+    group: Callable[[int], None]
+    step: Callable[[int, Mapping[str, float]], None]
+    evaluation: Callable[[Row], None]
+    log: Callable[[str], None]

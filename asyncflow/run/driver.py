@@ -31,7 +31,7 @@ from asyncflow.loops.taking import Taking
 from asyncflow.model_folder import read_json
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
-from asyncflow.run.context import RunContext
+from asyncflow.run.context import Observer, RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
 from asyncflow.run.driver_state import Resumed, as_prompt
@@ -55,7 +55,7 @@ from asyncflow.run.memory import Shapes, checkpoint_bytes
 from asyncflow.run.memory_pace import MemoryPace
 from asyncflow.run.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
-from asyncflow.run.record import Observer, RecordState, RunRecord
+from asyncflow.run.record import RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run.scaling import Devices

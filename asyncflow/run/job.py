@@ -37,6 +37,7 @@ from asyncflow.registry import build
 from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.connection import model_begun_with
+from asyncflow.run.context import Observer
 from asyncflow.run.driver import Driver
 from asyncflow.run.driver_state import Resumed
 from asyncflow.run.factories import advice, queue_schema, shape_of
@@ -45,7 +46,6 @@ from asyncflow.run.journal import Journal, Kept
 from asyncflow.run.model_card import push_model
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
-from asyncflow.run.record import Observer
 from asyncflow.run.resume import evaluated_versions
 from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling

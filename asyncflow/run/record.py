@@ -1,57 +1,36 @@
 """Record of a run: its files, its metrics, its certificate.
 
-books (ledger, versions, controllers), workers' reports --> RunRecord --> metrics.jsonl eval.jsonl samples.jsonl spans.jsonl
-                                                             |     --> trackers, the terminal, certificate.json
+books (ledger, versions, controllers), workers' reports --> RunRecord --> eval.jsonl samples.jsonl spans.jsonl certificate.json
+                                                             |     --> MetricRows (metric_rows.py) --> metrics.jsonl, trackers
                                                              +-----> a checkpoint (`RecordState`), and back from it
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from asyncflow.control.ledger import Consumed, Decided, StepTotals, Update
-from asyncflow.control.signal import Signal
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
-from asyncflow.own_metrics import means
-from asyncflow.run.context import RunContext
+from asyncflow.run.context import Observer, RunContext
 from asyncflow.run.cores import FreeCores
-from asyncflow.run.factories import shared_cores
+from asyncflow.run.metric_rows import MetricRows
 from asyncflow.run.training_checks import TrainingChecks
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, UNSCORED_FILE
-from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub, UnscoredResponse
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
-from asyncflow.telemetry.trackers import OWN_TRACKER, Tracker, make_trackers
 from asyncflow.transfer_queue.leases import DeadRow
-from asyncflow.transfer_queue.metrics import run_metrics
-from asyncflow.types import RunError
-from asyncflow.waits import METRICS
-
-
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """Callbacks: for every trained group, with its step; for every committed step, with its metrics; for every evaluation; and for
-    every message."""
-
-    group: Callable[[int], None]
-    step: Callable[[int, Mapping[str, float]], None]
-    evaluation: Callable[[Row], None]
-    log: Callable[[str], None]
-
 
 MAX_UNSCORED_KEPT: Final = 200
 """Responses that could not be scored, in the run's file, of one attempt."""
@@ -92,8 +71,7 @@ class RunRecord:
         """Open the run's files. `num_devices`: between two moments, on average. `before`: of the attempts before this one."""
         self._context, self._config, self._observer = context, context.config, observer
         self._ledger, self._schedule, self._progress = context.ledger.ledger, context.schedule, context.progress
-        self._now, self._num_devices, self._cores = context.clock, num_devices, cores
-        config, run_dir = context.config, context.config.run_dir
+        self._now, run_dir = context.clock, context.config.run_dir
         callbacks = self._keep_sample, self._keep_tokens, self._keep_unscored, context.progress
         self.hub = Hub(SpanLog(run_dir / SPANS_FILE), *callbacks)
         self._unscored_path, self._num_unscored = run_dir / UNSCORED_FILE, 0
@@ -101,18 +79,12 @@ class RunRecord:
         self._tokens = (run_dir / TOKENS_FILE).open("ab", buffering=0)
         self._evaluating = asyncio.Lock()
         self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
-        names = [OWN_TRACKER, *config.telemetry.trackers]
-        self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
         self._metrics: dict[int, StepMetrics] = {}
         self._critic_metrics: dict[int, StepMetrics] = {}
         self._committed: dict[int, tuple[StepMetrics, StepTimes]] = {}  # by the policy, and perhaps not by the critic
         self._opened: dict[int, float] = {}  # by step, when it was first, until it is committed
         self._installed: dict[int, float] = {}  # by version, of those that may still generate a step
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
-        self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
-        self._first = self._num_finished = self._ledger.committed
-        self._unwritten = ""  # why metrics could not be written
-        self._finished = Signal()
         self._before = before
         self._observed = Observed(
             before.max_staleness, before.max_spans, set(before.overlapped_steps), before.rows_dead, before.skipped_updates
@@ -125,6 +97,15 @@ class RunRecord:
             skipped_in_a_row=dict(zip(self._ledger.tasks.trained, in_a_row, strict=False)),
             has_said_unshared=before.has_said_unshared,
             reward_failures=self._reward_failures,
+        )
+        self.rows = MetricRows(
+            context,
+            self.hub,
+            self._checks,
+            observer,
+            num_devices=num_devices,
+            cores=cores,
+            num_resumes=len(before.resumed_at),
         )
 
     def state(self) -> RecordState:
@@ -170,16 +151,9 @@ class RunRecord:
             made_again_at=self._before.made_again_at,
         )
 
-    async def finished(self, version: int) -> None:
-        """Wait until the metrics of so many steps are written. Raises `RunError` once those of a step could not be."""
-        await self._finished.until(lambda: bool(self._unwritten) or self._num_finished >= version, METRICS, version=version)
-        if self._num_finished < version:
-            raise RunError(self._unwritten)
-
     def close(self) -> None:
         """Close the files."""
-        for tracker in self._trackers.values():
-            tracker.close()
+        self.rows.close()
         self._samples.close()
         self._tokens.close()
         self._evaluations.close()
@@ -262,7 +236,9 @@ class RunRecord:
             times = StepTimes(started=started, committed=committed, could_generate=self._could_generate(totals.step))
             self._committed[totals.step] = self._metrics.pop(totals.step), times
         if not self._ledger.is_open(totals.step) and totals.step in self._committed:
-            self._context.background.start(self._finish_step(totals.step, *self._committed.pop(totals.step)))
+            of_policy, times = self._committed.pop(totals.step)
+            of_critic = self._critic_metrics.pop(totals.step, None)
+            self._context.background.start(self.rows.finish(totals.step, of_policy, of_critic, times))
         self._checks.committed(task, of_updates, updates)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
@@ -311,65 +287,6 @@ class RunRecord:
         made = [worker.why_not_deterministic for worker in workers if not worker.worker.startswith(f"{EVALUATORS}/")]
         whys = [self._before.why_not_deterministic, *made]
         return next((why for why in whys if why), "")
-
-    async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
-        """The step's row of metrics, after those of the steps before. Where one could not be written, no later one is."""
-        try:
-            async with self._finishing:
-                if self._unwritten:
-                    return
-                row = await self._write_row(step, metrics, times)
-                self._num_finished = step + 1
-                self._observer.step(step, row)
-        except BaseException as error:  # a checkpoint may wait for the row
-            self._unwritten = self._unwritten or f"the metrics of step {step + 1} could not be written: {str(error) or repr(error)}"
-            raise
-        finally:
-            self._finished.notify()
-
-    async def _write_row(self, step: int, metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
-        """The step's row of metrics, once every worker has told what it did until the commit."""
-        await self.hub.settle(times.committed)
-        window = self.hub.log.window(times.started, times.committed, step)
-        spans = attributed(window, begins=step == self._first)
-        began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
-        devices = self._num_devices(times.started, times.committed)
-        row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
-        if (of_critic := self._critic_metrics.pop(step, None)) is not None:
-            row |= of_critic.critic_row()
-        own = self.hub.own_metrics
-        row |= means(own.pop(step, {}))
-        for before in [each for each in own if each < step]:  # of rows that came too late for it
-            del own[before]
-        row |= run_metrics(*await self._context.client.status())
-        row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
-        if (newest := self._context.versions.newest) is not None:
-            row["weights/version_bytes"] = newest.num_bytes
-        if (attested := self._context.versions.share_attested) is not None:
-            row["weights/attested"] = attested
-        seconds = self._cores.seconds(spans, times.started, times.committed)
-        if (cores := shared_cores(self._config)) is not None and row["perf/step_seconds"]:
-            row["perf/cores_busy"] = sum(seconds.values()) / (row["perf/step_seconds"] * cores)
-        if (most := self._cores.most_given()) is not None:
-            row["perf/threads"] = most
-        self._cores.deal(seconds)
-        if self._before.resumed_at:
-            row["run/num_resumes"] = len(self._before.resumed_at)
-        self._checks.look_at_metrics(row)
-        self.hub.log.flush()
-        for name, tracker in list(self._trackers.items()):
-            self._log_to(name, tracker, step, row)
-        return row
-
-    def _log_to(self, name: str, tracker: Tracker, step: int, row: Mapping[str, float]) -> None:
-        """Give the row to a tracker. One that fails gets nothing more, and the run goes on, but for the run's own file."""
-        try:
-            tracker.log(step, row)
-        except Exception as error:
-            if name == OWN_TRACKER:
-                raise
-            del self._trackers[name]
-            self._observer.log(f"the tracker {name} failed at step {step + 1} and gets nothing more: {error}")
 
     def _note(self, moments: dict[int, float], number: int) -> None:
         self._progress()

@@ -196,7 +196,7 @@ class CheckpointCoordinator:
     async def _finish(self, version: int, place: CheckpointPlace, why: str, held_seconds: float) -> None:
         """Make the files a checkpoint, or leave it out because of `why`."""
         try:
-            await self._record.finished(version)
+            await self._record.rows.finished(version)
             for trouble in [] if why else await asyncio.to_thread(self._places[place].commit, version):
                 self._log(trouble)
         except (OSError, RunError) as error:

@@ -35,6 +35,9 @@ class Record:
 
     is_deterministic, critic_skipped_in_a_row = True, 0
 
+    def __init__(self) -> None:
+        self.rows = SimpleNamespace(finished=self.finished)
+
     def state(self) -> RecordState:
         return RecordState(critic_skipped_in_a_row=self.critic_skipped_in_a_row)
 
@@ -318,7 +321,7 @@ def test_files_that_are_all_there_become_a_checkpoint_although_their_trainer_has
     async def main() -> None:
         (memory := tmp_path / "memory").mkdir()
         saves, told = made(memory=memory), asyncio.Event()
-        cast(Any, saves._record).finished = lambda version: told.wait()
+        cast(Any, saves._record).rows.finished = lambda version: told.wait()
         await saves.begin(1, "memory")
         await saves.critic_written(1, "", "memory")
         writing = asyncio.ensure_future(saves.written(1, "memory"))
@@ -345,7 +348,7 @@ def test_a_step_without_its_metrics_is_in_no_checkpoint_and_nobody_waits_for_the
         async def finished(version: int) -> None:
             raise RunError("the metrics of step 1 could not be written: No space left on device")
 
-        cast(Any, saves._record).finished = finished
+        cast(Any, saves._record).rows.finished = finished
         await saves.begin(1)
         await saves.critic_written(1, "")
         await asyncio.wait_for(saves.written(1), patience(10))
