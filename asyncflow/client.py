@@ -43,6 +43,10 @@ ANSWER_SECONDS = 3700.0
 """Longest time that the service takes to answer a request; how long it waits for something is said in the request."""
 
 
+class OutOfReach(RunError):
+    """Error for a service that cannot be reached, for as long as a client has patience."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptToAnswer:
     """Prompt that a generator has leased: one response is wanted for each of `rows`, sampled as `rollout` of the run's
@@ -61,7 +65,7 @@ class PromptToAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts that a generator is told when it joins: `max_context` tokens of a prompt and its response at most; a row is group <<
+    """Facts that a generator is told when it joins: `run`, the run's name; `max_context` tokens of a prompt and its response at most; a row is group <<
     group_bits | sample, and sampling noise of (seed, group, sample, position) alone has a lost row made again as it was; the run's
     own rollout workers generate in `dtype`."""
 
@@ -69,7 +73,8 @@ class RunFacts:
     max_context: int
     seed: int
     group_bits: int
-    dtype: str = ""  # of a server of before: its run's is not known
+    dtype: str
+    run: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +333,7 @@ class AsyncClient:
                         answer = ServiceAnswer(got.status, got.headers, await got.read())
             except (aiohttp.ClientError, TimeoutError) as error:
                 if loop.time() + pause > deadline:
-                    raise RunError(f"the service at {self.address} cannot be reached: {_why(error)}") from error
+                    raise OutOfReach(f"the service at {self.address} cannot be reached: {_why(error)}") from error
             else:
                 if answer.status != 429:
                     return _checked(answer)

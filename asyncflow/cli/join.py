@@ -12,20 +12,18 @@ import contextlib
 import signal
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import yaml
 
 from asyncflow.devices import CPU, CUDA
-from asyncflow.types import RunError, UserError
+from asyncflow.types import RunError, UserError, first_error
 
 if TYPE_CHECKING:
-    from asyncflow.client import AsyncGeneratorWorker, PromptToAnswer
+    from asyncflow.client import AsyncClient, AsyncGeneratorWorker, PromptToAnswer
     from asyncflow.engines.base import RolloutEngine
 
-PATIENCE_SECONDS = 10.0
-"""Seconds for which the service may be out of reach."""
 POLL_SECONDS = 2.0
 """Seconds for which a request waits for prompts, or is a sign of life that is held."""
 
@@ -40,20 +38,22 @@ def join(
     device: Annotated[str, typer.Option(help=f"Where it computes: {CPU}, {CUDA}, {CUDA}:1.")] = "cpu",
     num_threads: Annotated[int, typer.Option(min=1, help="Computing threads (CPU).")] = 1,
     kv_on_install: Annotated[str, typer.Option(help="Keys and values of responses under way: keep or recompute.")] = "keep",
+    patience: Annotated[float, typer.Option(min=0.0, help="Seconds for which the service may be out of reach.")] = 60.0,
 ) -> None:
-    """Generate for a served run until it stops, as one more of its rollout workers. Ctrl-C leaves: others make what is left."""
+    """Generate for a served run until it stops, as one more of its rollout workers, also if its service is started again meanwhile.
+    Ctrl-C leaves: others make what is left."""
     chosen = yaml.safe_load(engine)
     named = {"name": chosen} if isinstance(chosen, str) else dict(chosen) if isinstance(chosen, dict) else {}
     if "name" not in named:
         raise UserError(f"--engine {engine} names no engine: take slots, or '{{name: vllm, python: ...}}'")
     options = {"dtype": dtype, "device": device, "num_threads": num_threads, "kv_on_install": kv_on_install}
-    asyncio.run(_join(address, key_file, certificate, named, num_slots, options))
-
-
-async def _join(
-    address: str, key_file: Path, certificate: Path | None, chosen: dict[str, Any], num_slots: int, options: dict[str, Any]
-) -> None:
     from asyncflow.client import AsyncClient
+
+    client = AsyncClient.connect(address, key_file=key_file, certificate=certificate, patience_seconds=patience)
+    asyncio.run(_join(client, named, num_slots, options))
+
+
+async def _join(connecting: AsyncClient, chosen: dict[str, Any], num_slots: int, options: dict[str, Any]) -> None:
     from asyncflow.engines.rollout import ROLLOUT_ENGINES
     from asyncflow.registry import build
 
@@ -61,115 +61,172 @@ async def _join(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
-        connecting = AsyncClient.connect(address, key_file=key_file, certificate=certificate, patience_seconds=PATIENCE_SECONDS)
         async with connecting as client:
             model = await client.model(Path(folder) / "model")
-            worker = await client.join_generators(num_slots)
-            name, own = chosen.pop("name"), {"model_path": model, "num_slots": num_slots, "max_context": worker.facts.max_context}
-            vitals = Vitals(worker)
-            alive = asyncio.create_task(vitals.run())  # an engine may take minutes to start
-            given = {**own, **options}
+            place = RunPlace(client, await client.join_generators(num_slots), num_slots)
+            facts, name = place.worker.facts, chosen.pop("name")
+            alive = asyncio.create_task(place.give_signs_of_life())  # an engine may take minutes to start
+            given = {"model_path": model, "num_slots": num_slots, "max_context": facts.max_context, **options}
             engine: RolloutEngine = await asyncio.to_thread(build, "rollout engine", name, chosen, ROLLOUT_ENGINES, given)
-            print(f"generating for the run at {address} as {worker.name}", flush=True)
+            generator = JoinedGenerator(place, engine, model, attests=options["dtype"] == facts.dtype)  # sums are of one dtype
+            print(f"generating for the run at {client.address} as {place.worker.name}", flush=True)
             try:
-                attests = options["dtype"] == worker.facts.dtype  # sums are of one dtype
-                await JoinedGenerator(vitals, engine, model, attests=attests).run(stopped)
+                while await generator.run(stopped) == "forgotten" and await place.join_again(stopped):
+                    print(f"the service did not know this process any more: it has joined again as {place.worker.name}", flush=True)
             finally:
                 alive.cancel()
                 await engine.close()
                 with contextlib.suppress(RunError):  # the run may be over
-                    await worker.leave()
+                    await place.worker.leave()
 
 
-class Vitals:
-    """Signs of life of a generator, and what they are answered."""
+Verdict = Literal["over", "forgotten", "wrong"]
+"""Why a request has failed: the run is over; it goes on, or will, but its service does not know this process any more, since it was
+started again, or had heard nothing for too long; or something else, such as that the service is out of reach."""
 
-    def __init__(self, worker: AsyncGeneratorWorker) -> None:
+
+class RunPlace:
+    """Place of this process among a run's workers, which it may lose. `worker`: what it is there."""
+
+    def __init__(self, client: AsyncClient, worker: AsyncGeneratorWorker, num_slots: int) -> None:
         self.worker = worker
-        self._is_over = False
+        self._client, self._num_slots, self._is_over = client, num_slots, False
 
-    async def run(self) -> None:
+    async def give_signs_of_life(self) -> None:
         """Give signs of life until the run is over. Whoever makes another request is told what is wrong."""
         while not self._is_over:
             try:
                 await self.worker.alive(POLL_SECONDS)
             except RunError:
-                await self.goes_on()
+                await self.verdict()
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def goes_on(self) -> bool:
-        """Whether there is something wrong where a request has failed: the run goes on, or will, as of a service that was started
-        again, or the service is out of reach. A run that is over takes no more of anybody, and says so before its service ends."""
-        if not self._is_over:
+    async def verdict(self) -> Verdict:
+        """What is wrong where a request has failed. A run that is over takes no more of anybody, and says so before its service
+        ends."""
+        from asyncflow.client import OutOfReach
+
+        try:
+            if await self._has_ended():
+                return "over"
+            await self.worker.alive()
+        except OutOfReach:
+            return "wrong"
+        except RunError:
+            return "forgotten"
+        return "wrong"
+
+    async def join_again(self, stopped: asyncio.Event) -> bool:
+        """Join the same run as another worker, when it has begun. Returns whether it goes on.
+
+        Raises `RunError` where the service is out of reach, or serves another run.
+        """
+        from asyncflow.client import OutOfReach
+
+        while not stopped.is_set() and not await self._has_ended():
             try:
-                status = await self.worker.client.status()
-            except RunError:
-                return True
+                worker = await self._client.join_generators(self._num_slots)
+            except OutOfReach:
+                raise
+            except RunError:  # it has not begun yet
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stopped.wait(), POLL_SECONDS)
+                continue
+            if worker.facts != self.worker.facts:
+                await worker.leave()
+                raise RunError("the service has another run now: join it anew, since its model may be another one")
+            self.worker = worker
+            return True
+        return False
+
+    async def _has_ended(self) -> bool:
+        if not self._is_over:
+            status = await self._client.status()
             self._is_over = bool(status["has_begun"] and not status["is_live"])
-        return not self._is_over
+        return self._is_over
 
 
 class JoinedGenerator:
     """A generator of a served run over an engine of this process."""
 
-    def __init__(self, vitals: Vitals, engine: RolloutEngine, model: Path, *, attests: bool = True) -> None:
+    def __init__(self, place: RunPlace, engine: RolloutEngine, model: Path, *, attests: bool = True) -> None:
         """`model`: folder of the model that the run started from. `attests`: whether it says what it generates with."""
-        self._vitals, self._worker, self._engine, self._model = vitals, vitals.worker, engine, model
+        self._place, self._engine, self._model = place, engine, model
         self._weights = model.with_name("weights.safetensors")
         self._attests = attests and bool(getattr(engine, "attest", None))
-        self._free = engine.num_slots
+        self._version, self._free = 0, engine.num_slots
         self._changed = asyncio.Event()
 
-    async def run(self, stopped: asyncio.Event) -> None:
-        """Generate until the run stops, or `stopped` is set."""
-        group_size = self._worker.facts.group_size
-        async with asyncio.TaskGroup() as answering:
-            while not stopped.is_set():
-                if self._free <= 0:
-                    self._changed.clear()
-                    await asyncio.wait([asyncio.ensure_future(self._changed.wait())], timeout=POLL_SECONDS)
-                    continue
-                try:
-                    work = await self._worker.get_prompts_data(max(1, self._free // group_size), POLL_SECONDS)
-                    if work.is_over:
-                        return
-                    if work.install is not None:
-                        await self._install(work.install)
-                except RunError:
-                    if await self._vitals.goes_on():
-                        raise
-                    return
-                for prompt in work.prompts:
-                    self._free -= len(prompt.rows)
-                    answering.create_task(self._answer(prompt, work.version))
+    async def run(self, stopped: asyncio.Event) -> Verdict:
+        """Generate for the present worker until the run is over, `stopped` is set, or the service does not know it any more.
+
+        Raises `RunError` where anything else is wrong.
+        """
+        self._free = self._engine.num_slots
+        failed: list[BaseException] = []
+        try:
+            if self._version:  # whoever joins has version 0
+                await self._load(0)
+                await self._engine.resume()
+            async with asyncio.TaskGroup() as answering:
+                await self._generate(answering, stopped)
+        except* RunError as group:
+            failed.append(first_error(group))
+        if not failed:
+            return "over"
+        if (verdict := await self._place.verdict()) == "wrong":
+            raise failed[0]
+        return verdict
+
+    async def _generate(self, answering: asyncio.TaskGroup, stopped: asyncio.Event) -> None:
+        worker = self._place.worker
+        while not stopped.is_set():
+            if self._free <= 0:
+                self._changed.clear()
+                await asyncio.wait([asyncio.ensure_future(self._changed.wait())], timeout=POLL_SECONDS)
+                continue
+            work = await worker.get_prompts_data(max(1, self._free // worker.facts.group_size), POLL_SECONDS)
+            if work.is_over:
+                return
+            if work.install is not None:
+                await self._install(work.install)
+            for prompt in work.prompts:
+                self._free -= len(prompt.rows)
+                answering.create_task(self._answer(prompt))
 
     async def _install(self, version: int) -> None:
-        """Load a version. The service asks for it when the responses under way may go through it."""
+        """Change to a version. The service asks for it when the responses under way may go through it."""
+        await self._load(version)
+        attested = await self._engine.attest() if self._attests else None
+        try:
+            await self._place.worker.installed(version, attested)
+        finally:  # of a run that is over, too: responses under way end by themselves
+            await self._engine.resume()
+
+    async def _load(self, version: int) -> None:
+        """Pause the engine, and load a version."""
         from safetensors.torch import load_file
 
         from asyncflow.run.engines import tensors_of
 
         if version:
-            await self._worker.fetch_weights(version, self._weights)
+            await self._place.worker.fetch_weights(version, self._weights)
             tensors = await asyncio.to_thread(load_file, self._weights)
         else:
             tensors = dict(await asyncio.to_thread(tensors_of, self._model))
         await self._engine.pause()
         await self._engine.install(version, tensors)
-        attested = await self._engine.attest() if self._attests else None
-        try:
-            await self._worker.installed(version, attested)
-        finally:  # of a run that is over, too: responses under way end by themselves
-            await self._engine.resume()
+        self._version = version
 
-    async def _answer(self, prompt: PromptToAnswer, version: int) -> None:
+    async def _answer(self, prompt: PromptToAnswer) -> None:
         """All responses to a prompt, each put when it has ended."""
         import numpy as np
 
         from asyncflow.client import ResponseData
         from asyncflow.engines.base import SampleKey, Sampling
 
-        facts, ids = self._worker.facts, np.array(prompt.prompt_ids, np.int64)
+        worker = self._place.worker
+        facts, ids = worker.facts, np.array(prompt.prompt_ids, np.int64)
         group, bits = prompt.rows[0] >> facts.group_bits, facts.group_bits
         sampling = Sampling(
             temperature=prompt.temperature,
@@ -190,9 +247,4 @@ class JoinedGenerator:
                 finish_reason=response.finish_reason,
                 versions=[(int(first), int(of)) for first, of in response.version_spans],
             )
-            try:
-                await self._worker.put_experience_data([given])
-            except RunError:
-                if await self._vitals.goes_on():
-                    raise
-                return
+            await worker.put_experience_data([given])

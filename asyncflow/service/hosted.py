@@ -170,9 +170,9 @@ class HostedRun:
         while any(now() < last + FAREWELL_SECONDS for last in self._untold.values()):
             await asyncio.sleep(0.02)
 
-    def is_told(self, name: str) -> None:
+    def is_told(self, own_id: str) -> None:
         """A client that generated knows that the run is over."""
-        self._untold.pop(name, None)
+        self._untold.pop(own_id, None)
 
     # -- prompts ------------------------------------------------------------------------------------------------------------
 
@@ -182,11 +182,11 @@ class HostedRun:
 
     # -- generating from outside --------------------------------------------------------------------------------------------
 
-    def generator(self, name: str) -> GeneratorSession:
+    def generator(self, own_id: str) -> GeneratorSession:
         """Session of a client that generates, which makes a request. Raises `RunError` where it has none, or the run is over."""
         if self._workers is None:
-            self.is_told(name)
-        return self.workers.generator(name)
+            self.is_told(own_id)
+        return self.workers.generator(own_id)
 
     # -- training from outside ----------------------------------------------------------------------------------------------
 

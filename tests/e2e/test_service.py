@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from asyncflow.attestation import Attestation
@@ -20,6 +21,7 @@ from tests.e2e.commands import rows, wait_for
 from tests.e2e.service import Served
 from tests.forked import Command
 from tests.patience import patience
+from tests.processes import kill
 
 PROMPTS = [{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(8)]
 Background = Callable[..., Command]
@@ -128,7 +130,7 @@ def test_a_client_generates_under_the_laws_of_any_worker(
                 if prompts := each.get_prompts_data(4, 0.2).prompts:
                     assert each.put_experience_data(answers(prompts)) == ["stored"] * sum(len(p.rows) for p in prompts)
         worker.leave()
-        with pytest.raises(RunError, match="no worker 'rollout/outside-0'"):
+        with pytest.raises(RunError, match="no worker 'outside-0-"):
             worker.get_prompts_data()
         client.stop()
     assert served.command.wait(patience(60)) == 0
@@ -284,7 +286,7 @@ def test_a_process_that_joins_generates_until_it_is_told_to_leave_or_the_run_is_
             client.scale_rollout(2)
         for slots in (8, 64):  # half of a step's responses at once, and all
             joined = background("join", served.url, "--key-file", served.key_file, "--num-slots", str(slots))
-            assert joined.stdout.readline() == f"generating for the run at {served.url} as outside-0\n"
+            assert joined.stdout.readline().startswith(f"generating for the run at {served.url} as outside-0-")
             step = client.step()
             assert step is not None and step["rows/trained"] == 16 and step["staleness/max"] == 0
             if slots == 8:
@@ -304,12 +306,36 @@ def test_a_process_that_joins_ends_with_an_error_when_its_service_is_killed(
     served = Served(background, tmp_path, small(rollout={"num_workers": 0}))
     with served.client() as client:
         client.init_engines()
-        joined = background("join", served.url, "--key-file", served.key_file)
+        joined = background("join", served.url, "--key-file", served.key_file, "--patience", "2")
         assert client.step() is not None
     served.command.kill()
     assert joined.wait(patience(120)) == 1
     (line,) = joined.communicate()[1].strip().splitlines()
     assert line.startswith(f"asyncflow: the service at {served.url} ")
+
+
+@pytest.mark.deep
+def test_a_process_that_joins_goes_on_when_its_service_is_started_again(
+    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its engine is kept, and has the weights of the run as it was resumed."""
+    tree = small(rollout={"num_workers": 0}, train={"accumulate": "exact"}, checkpoint={"keep": 0})
+    served, steps = Served(background, tmp_path, tree), []
+    with served.client() as client:
+        client.init_engines()
+        joined = background("join", served.url, "--key-file", served.key_file, "--patience", str(patience(120)))
+        steps += [client.step(), client.step()]
+    kill(psutil.Process(served.command.pid))
+    served.start("--resume")
+    with served.client() as client:
+        assert client.init_engines() == 0  # there is no checkpoint: the weights are those of the beginning
+        steps += [client.step(), client.step()]
+        client.stop()
+    assert joined.wait(patience(60)) == 0, joined.communicate()
+    assert joined.communicate()[0].count("it has joined again") == 1
+    for name in ("reward/mean", "train/grad_norm"):
+        first, second, *again = [step[name] for step in steps if step is not None]
+        assert [first, second] == again
 
 
 @pytest.mark.deep

@@ -29,6 +29,7 @@ class Join(Body):
 
 class Joined(BaseModel):
     worker: str
+    """What the client calls itself in its requests."""
     version: int
     group_size: int
     max_context: int
@@ -39,6 +40,7 @@ class Joined(BaseModel):
     made again as it was."""
     dtype: str
     """Floating-point type that the run's own rollout workers generate in, and that sums of weights are of."""
+    run: str
 
 
 class WantPrompts(Body):
@@ -124,22 +126,23 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
         session = await hosted.workers.join(body.num_slots)
         shape = hosted.run.driver.shape
         return Joined(
-            worker=session.name.rpartition("/")[2],
+            worker=session.id,
             version=session.engine.version,
             group_size=shape.group_size,
             max_context=hosted.run.job.max_context,
             seed=shape.seed,
             group_bits=shape.group_bits,
             dtype=hosted.run.config.rollout.dtype,
+            run=hosted.run.config.run.name,
         )
 
     @router.post("/generators/{worker}/prompts", tags=["generators"])
     async def get_prompts_data(worker: Name, body: WantPrompts) -> PromptsAnswer:
         """Lease prompts under the version that the worker serves. Waits for some; asking is a sign of life."""
-        session = hosted.generator(f"rollout/{worker}")
+        session = hosted.generator(worker)
         work = await session.engine.take(body.prompts, body.timeout_seconds)
         if work.is_over:
-            hosted.is_told(session.name)
+            hosted.is_told(session.id)
         bits = hosted.run.driver.shape.group_bits
         prompts = [_as_answer(prompt, session.decode(prompt.prompt_ids), bits) for prompt in work.prompts]
         return PromptsAnswer(version=work.version, prompts=prompts, install=work.install, is_over=work.is_over)
@@ -147,14 +150,14 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/generators/{worker}/experience", tags=["generators"])
     async def put_experience_data(worker: Name, body: PutExperience) -> Outcomes:
         """Put responses. Answers when each is scored and stored, or is known not to count."""
-        engine = hosted.generator(f"rollout/{worker}").engine
+        engine = hosted.generator(worker).engine
         outcomes = await engine.put([(one.row, _generated(one, engine.version)) for one in body.responses])
         return Outcomes(outcomes=[outcome if outcome != STORED else "stored" for outcome in outcomes])
 
     @router.get("/generators/{worker}/weights/{version}", tags=["generators"], response_class=StreamingResponse)
     async def weights(worker: Name, version: Annotated[int, Field(ge=0, lt=1 << 31)]) -> StreamingResponse:
         """The version that the worker is to install: a safetensors file. `X-Hash` is its xxh3_128."""
-        files = hosted.generator(f"rollout/{worker}").files
+        files = hosted.generator(worker).files
         path, manifest = files.file(version), files.manifest
         assert manifest is not None
         headers = {"X-Hash": manifest.hash, "Content-Length": str(manifest.num_bytes)}
@@ -165,7 +168,7 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
         """The worker generates under this version from now on."""
         told = body.attested
         attested = None if told is None else Attestation([(part.names, part.found) for part in told.parts], told.base)
-        hosted.generator(f"rollout/{worker}").engine.installed(body.version, attested)
+        hosted.generator(worker).engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 
     @router.post("/generators/{worker}/alive", tags=["generators"])
@@ -176,14 +179,14 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        session = hosted.generator(f"rollout/{worker}")
+        session = hosted.generator(worker)
         await hosted.workers.hold(session, body.timeout_seconds, broken)
         return PolicyVersion(version=session.engine.version)
 
     @router.delete("/generators/{worker}", tags=["generators"])
     async def leave(worker: Name) -> Confirmation:
         """Generate no more: what the worker has is given to others."""
-        await hosted.workers.leave(f"rollout/{worker}")
+        await hosted.workers.leave(worker)
         return Confirmation(message=f"{worker} has left")
 
 

@@ -40,18 +40,18 @@ async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_i
     now, config = asyncio.get_running_loop().time(), cast(Any, None)
 
     async def close() -> None:
-        hosted.is_told("rollout/outside-1")  # it waits for prompts just then
+        hosted.is_told("outside-1")  # it waits for prompts just then
 
     async def stop() -> None: ...
 
     hosted = HostedRun(config, tmp_path / "journal")
     hosted._run = cast(Any, SimpleNamespace(stop=stop, job=SimpleNamespace(interrupt=lambda: None, journal=None)))
-    last = {"rollout/outside-0": now, "rollout/outside-1": now, "rollout/outside-2": now - farewell - 1}
+    last = {"outside-0": now, "outside-1": now, "outside-2": now - farewell - 1}
     hosted._workers = cast(Any, SimpleNamespace(last_requests=last, close=close))
     await hosted.stop()
     going = asyncio.ensure_future(hosted.farewell())
     await asyncio.sleep(0.1)
     assert not going.done()
     with pytest.raises(RunError, match="not under way"):
-        hosted.generator("rollout/outside-0")
+        hosted.generator("outside-0")
     await asyncio.wait_for(going, patience(10))

@@ -57,7 +57,20 @@ def test_a_client_whose_held_sign_of_life_breaks_off_has_gone_long_before_its_le
         assert workers.counts["generators"] == 0
         assert asyncio.get_running_loop().time() < LEASE_SECONDS / 4
         with pytest.raises(RunError, match="silent for too long"):
-            workers.generator(session.name)
+            workers.generator(session.id)
+
+    with_session(test)
+
+
+def test_nobody_takes_the_place_of_one_who_has_gone() -> None:
+    """Its name is another one's by then, who has other weights."""
+
+    async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
+        await workers.leave(session.id)
+        other = await workers.join(num_slots=4)
+        assert other.name == session.name and workers.generator(other.id) is other
+        with pytest.raises(RunError, match=f"there is no worker '{session.id}'"):
+            workers.generator(session.id)
 
     with_session(test)
 
@@ -66,9 +79,9 @@ def test_one_that_has_lost_its_connection_alone_goes_on() -> None:
     async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
         await workers.hold(session, 20.0, until_broken)
         await asyncio.sleep(BROKEN_SECONDS - 0.1)
-        workers.generator(session.name)
+        workers.generator(session.id)
         await asyncio.sleep(LEASE_SECONDS - 1.0)
-        assert workers.generator(session.name) is session
+        assert workers.generator(session.id) is session
         await asyncio.sleep(LEASE_SECONDS * 1.5)  # silent for good: that ends it as before
         assert workers.counts["generators"] == 0
 
@@ -82,7 +95,7 @@ def test_a_sign_of_life_is_held_for_its_time_and_not_longer_than_its_session() -
         assert now() == 20.0 and workers.counts["generators"] == 1
         holding = asyncio.create_task(workers.hold(session, 20.0, never))
         await asyncio.sleep(1.0)
-        await workers.leave(session.name)
+        await workers.leave(session.id)
         await holding
         assert now() == 21.0
 
