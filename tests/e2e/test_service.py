@@ -333,7 +333,7 @@ def test_a_process_that_joins_goes_on_when_its_service_is_started_again(
         client.stop()
     assert joined.wait(patience(60)) == 0, joined.communicate()
     assert joined.communicate()[0].count("it has joined again") == 1
-    for name in ("reward/mean", "train/grad_norm"):
+    for name in ("reward/mean", "policy/grad_norm"):
         first, second, *again = [step[name] for step in steps if step is not None]
         assert [first, second] == again
 
