@@ -65,9 +65,10 @@ class PromptToAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts that a generator is told when it joins: `run`, the run's name; `max_context` tokens of a prompt and its response at most; a row is group <<
-    group_bits | sample, and sampling noise of (seed, group, sample, position) alone has a lost row made again as it was; the run's
-    own rollout workers generate in `dtype`."""
+    """Facts that a generator is told when it joins: `run`, the run's name; `max_context` tokens of a prompt and its response at
+    most; a row is group << group_bits | sample, and sampling noise of (seed, group, sample, position) alone has a lost row made
+    again as it was; the run's own rollout workers generate in `dtype`.
+    """
 
     group_size: int
     max_context: int

@@ -76,9 +76,7 @@ class MetricRows:
         for tracker in self._trackers.values():
             tracker.close()
 
-    async def _write(
-        self, step: int, metrics: StepMetrics, of_critic: StepMetrics | None, times: StepTimes
-    ) -> dict[str, float]:
+    async def _write(self, step: int, metrics: StepMetrics, of_critic: StepMetrics | None, times: StepTimes) -> dict[str, float]:
         """The step's row of metrics, once every worker has told what it did until the commit."""
         await self._hub.settle(times.committed)
         window = self._hub.log.window(times.started, times.committed, step)

@@ -172,7 +172,7 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
         return PolicyVersion(version=body.version)
 
     @router.post("/generators/{worker}/alive", tags=["generators"])
-    async def alive(worker: Name, request: Request, body: Alive = Alive()) -> PolicyVersion:
+    async def alive(worker: Name, request: Request, body: Alive | None = None) -> PolicyVersion:
         """A sign of life, for a client that asks for nothing else for a while. Answers with the version that the worker serves."""
 
         async def broken() -> None:
@@ -180,7 +180,8 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
                 pass
 
         session = hosted.generator(worker)
-        await hosted.workers.hold(session, body.timeout_seconds, broken)
+        if body is not None and body.timeout_seconds:
+            await hosted.workers.hold(session, body.timeout_seconds, broken)
         return PolicyVersion(version=session.engine.version)
 
     @router.delete("/generators/{worker}", tags=["generators"])
