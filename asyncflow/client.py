@@ -43,6 +43,10 @@ ANSWER_SECONDS = 3700.0
 """Longest time that the service takes to answer a request; how long it waits for something is said in the request."""
 
 
+class RunOver(RunError):
+    """Error for what a run that is over cannot do any more."""
+
+
 class OutOfReach(RunError):
     """Error for a service that cannot be reached, for as long as a client has patience."""
 
@@ -65,9 +69,9 @@ class PromptToAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts that a generator is told when it joins: `run`, the run's name; `max_context` tokens of a prompt and its response at
-    most; a row is group << group_bits | sample, and sampling noise of (seed, group, sample, position) alone has a lost row made
-    again as it was; the run's own rollout workers generate in `dtype`.
+    """Facts that a generator is told when it joins: the names of `run` and of `dtype`, in which the run's own rollout workers
+    generate, and a hash of its model; `max_context` tokens of a prompt and its response at most; a row is group << group_bits |
+    sample, and sampling noise of (seed, group, sample, position) alone has a lost row made again as it was.
     """
 
     group_size: int
@@ -76,6 +80,7 @@ class RunFacts:
     group_bits: int
     dtype: str
     run: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +349,16 @@ class AsyncClient:
             await asyncio.sleep(pause)
 
     async def _download(self, path: str, target: Path) -> None:
-        """A file, in pieces; one whose hash the service says is checked. Raises `RunError` where it is not whole."""
+        """A file, in pieces; one whose hash the service says is checked. One that was cut off is fetched again.
+
+        Raises `RunError` where it is not whole.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_seconds
+        while not await self._downloaded(path, target, is_last=loop.time() + PAUSE_SECONDS > deadline):
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _downloaded(self, path: str, target: Path, *, is_last: bool) -> bool:
         digest, partial = xxhash.xxh3_128(), target.with_name(f"{target.name}.partial")
         try:
             async with self._session().get(self._url(path), allow_redirects=False) as got:
@@ -355,10 +369,13 @@ class AsyncClient:
                         file.write(part)
                         digest.update(part)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RunError(f"{path} could not be fetched: {_why(error)}") from error
+            if not is_last:
+                return False
+            raise OutOfReach(f"{path} could not be fetched from {self.address}: {_why(error)}") from error
         if got.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
             raise RunError(f"{path} came as something else: its version was replaced meanwhile")
         partial.replace(target)
+        return True
 
 
 class AsyncGeneratorWorker:
@@ -397,7 +414,8 @@ class AsyncGeneratorWorker:
 
     async def alive(self, timeout_seconds: float = 0.0) -> None:
         """Say that this process lives, where it asks for nothing else for a while. Any request does. The answer is held for so
-        long: if this process dies meanwhile, what it has is given to others at once, and otherwise `queue.lease_seconds` later."""
+        long: if this process dies meanwhile, what it has is given to others three seconds later, and else after
+        `queue.lease_seconds`."""
         await self._client._post(f"{self._path}/alive", {"timeout_seconds": timeout_seconds})
 
     async def leave(self) -> None:
@@ -682,4 +700,6 @@ def _checked(answer: ServiceAnswer) -> ServiceAnswer:
         return answer
     if answer.status in (400, 401, 403, 404, 413, 422):
         raise UserError(_message(answer))
+    if answer.status == 410:
+        raise RunOver(_message(answer))
     raise RunError(_message(answer))

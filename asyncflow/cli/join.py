@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import signal
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,11 +22,16 @@ from asyncflow.devices import CPU, CUDA
 from asyncflow.types import RunError, UserError, first_error
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from asyncflow.client import AsyncClient, AsyncGeneratorWorker, PromptToAnswer
     from asyncflow.engines.base import RolloutEngine
 
 POLL_SECONDS = 2.0
 """Seconds for which a request waits for prompts, or is a sign of life that is held."""
+
+MOST_PAUSE_SECONDS = 30.0
+"""Seconds after which this process joins again, at most, where that has been of no use before."""
 
 
 def join(
@@ -71,79 +77,94 @@ async def _join(connecting: AsyncClient, chosen: dict[str, Any], num_slots: int,
             generator = JoinedGenerator(place, engine, model, attests=options["dtype"] == facts.dtype)  # sums are of one dtype
             print(f"generating for the run at {client.address} as {place.worker.name}", flush=True)
             try:
-                while await generator.run(stopped) == "forgotten" and await place.join_again(stopped):
+                while await generator.run(stopped) == "forgotten" and await place.join_again(stopped, is_new=generator.has_put):
                     print(f"the service did not know this process any more: it has joined again as {place.worker.name}", flush=True)
+                if stopped.is_set():
+                    await place.leave()
             finally:
                 alive.cancel()
                 await engine.close()
-                with contextlib.suppress(RunError):  # the run may be over
-                    await place.worker.leave()
 
 
 Verdict = Literal["over", "forgotten", "wrong"]
-"""Why a request has failed: the run is over; it goes on, or will, but its service does not know this process any more, since it was
-started again, or had heard nothing for too long; or something else, such as that the service is out of reach."""
+"""Why a request has failed. The run is over. Or its service does not know this process any more: it was started again, or had heard
+nothing for too long. Or anything else, such as that the service is out of reach."""
 
 
 class RunPlace:
     """Place of this process among a run's workers, which it may lose. `worker`: what it is there."""
 
+    is_over = False
+    """Whether the run is known to be over."""
+
     def __init__(self, client: AsyncClient, worker: AsyncGeneratorWorker, num_slots: int) -> None:
         self.worker = worker
-        self._client, self._num_slots, self._is_over = client, num_slots, False
+        self._client, self._num_slots, self._pause = client, num_slots, 0.0
 
     async def give_signs_of_life(self) -> None:
-        """Give signs of life until the run is over. Whoever makes another request is told what is wrong."""
-        while not self._is_over:
+        """Give signs of life until the run is over. Whoever makes another request is told what else is wrong."""
+        from asyncflow.client import RunOver
+
+        while not self.is_over:
             try:
                 await self.worker.alive(POLL_SECONDS)
-            except RunError:
-                await self.verdict()
+            except RunError as error:
+                self.is_over = isinstance(error, RunOver)
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def verdict(self) -> Verdict:
-        """What is wrong where a request has failed. A run that is over takes no more of anybody, and says so before its service
-        ends."""
-        from asyncflow.client import OutOfReach
+    async def verdict(self, error: BaseException) -> Verdict:
+        """Verdict on a request that has failed by this error."""
+        from asyncflow.client import OutOfReach, RunOver
 
+        self.is_over = self.is_over or isinstance(error, RunOver)
+        if self.is_over:
+            return "over"
+        if isinstance(error, OutOfReach):
+            return "wrong"
         try:
-            if await self._has_ended():
-                return "over"
             await self.worker.alive()
+        except RunOver:
+            self.is_over = True
+            return "over"
         except OutOfReach:
             return "wrong"
         except RunError:
             return "forgotten"
         return "wrong"
 
-    async def join_again(self, stopped: asyncio.Event) -> bool:
+    async def join_again(self, stopped: asyncio.Event, *, is_new: bool) -> bool:
         """Join the same run as another worker, when it has begun. Returns whether it goes on.
 
-        Raises `RunError` where the service is out of reach, or serves another run.
+        `is_new`: the last place was of use; if not, the next one is asked for later each time. Raises `RunError` where the service
+        is out of reach, serves another run, or takes nobody.
         """
-        from asyncflow.client import OutOfReach
-
-        while not stopped.is_set() and not await self._has_ended():
-            try:
+        self._pause = 0.0 if is_new else min(MOST_PAUSE_SECONDS, 2 * self._pause or 1.0)
+        await _rest(stopped, self._pause)
+        while not stopped.is_set():
+            status = await self._client.status()
+            if not status["has_begun"]:
+                await _rest(stopped, POLL_SECONDS)
+            elif not status["is_live"]:
+                self.is_over = True
+                return False
+            else:
                 worker = await self._client.join_generators(self._num_slots)
-            except OutOfReach:
-                raise
-            except RunError:  # it has not begun yet
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stopped.wait(), POLL_SECONDS)
-                continue
-            if worker.facts != self.worker.facts:
-                await worker.leave()
-                raise RunError("the service has another run now: join it anew, since its model may be another one")
-            self.worker = worker
-            return True
+                if worker.facts != self.worker.facts:
+                    await worker.leave()
+                    raise RunError("the service has another run or another model now: join it anew")
+                self.worker = worker
+                return True
         return False
 
-    async def _has_ended(self) -> bool:
-        if not self._is_over:
-            status = await self._client.status()
-            self._is_over = bool(status["has_begun"] and not status["is_live"])
-        return self._is_over
+    async def leave(self) -> None:
+        """Leave the run, if it knows this process."""
+        with contextlib.suppress(RunError):
+            await self.worker.leave()
+
+
+async def _rest(stopped: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stopped.wait(), seconds)
 
 
 class JoinedGenerator:
@@ -154,27 +175,28 @@ class JoinedGenerator:
         self._place, self._engine, self._model = place, engine, model
         self._weights = model.with_name("weights.safetensors")
         self._attests = attests and bool(getattr(engine, "attest", None))
-        self._version, self._free = 0, engine.num_slots
+        self._version: int | None = 0  # None: a change was cut off
+        self._free = engine.num_slots
         self._changed = asyncio.Event()
+        self.has_put = False  # a response, since it was told to run
 
     async def run(self, stopped: asyncio.Event) -> Verdict:
         """Generate for the present worker until the run is over, `stopped` is set, or the service does not know it any more.
 
         Raises `RunError` where anything else is wrong.
         """
-        self._free = self._engine.num_slots
+        self._free, self.has_put = self._engine.num_slots, False
         failed: list[BaseException] = []
         try:
-            if self._version:  # whoever joins has version 0
-                await self._load(0)
-                await self._engine.resume()
+            if self._version != 0:  # whoever joins has version 0
+                await self._change(0)
             async with asyncio.TaskGroup() as answering:
                 await self._generate(answering, stopped)
         except* RunError as group:
             failed.append(first_error(group))
         if not failed:
             return "over"
-        if (verdict := await self._place.verdict()) == "wrong":
+        if (verdict := await self._place.verdict(failed[0])) == "wrong":
             raise failed[0]
         return verdict
 
@@ -187,36 +209,38 @@ class JoinedGenerator:
                 continue
             work = await worker.get_prompts_data(max(1, self._free // worker.facts.group_size), POLL_SECONDS)
             if work.is_over:
-                return
+                self._place.is_over = True
+                raise RunError("the run is over")  # nobody wants the responses under way
             if work.install is not None:
-                await self._install(work.install)
+                await self._change(work.install, worker)
             for prompt in work.prompts:
                 self._free -= len(prompt.rows)
                 answering.create_task(self._answer(prompt))
 
-    async def _install(self, version: int) -> None:
-        """Change to a version. The service asks for it when the responses under way may go through it."""
-        await self._load(version)
-        attested = await self._engine.attest() if self._attests else None
+    async def _change(self, version: int, told: AsyncGeneratorWorker | None = None) -> None:
+        """Change to a version, and say so where it was asked for: the service does when the responses under way may go through it.
+        It may be cut off at any point."""
+        tensors = await self._tensors(version)
+        self._version = None
         try:
-            await self._place.worker.installed(version, attested)
-        finally:  # of a run that is over, too: responses under way end by themselves
+            await self._engine.pause()
+            await self._engine.install(version, tensors)
+            attested = await self._engine.attest() if self._attests else None
+            if told is not None:
+                await told.installed(version, attested)
+            self._version = version
+        finally:
             await self._engine.resume()
 
-    async def _load(self, version: int) -> None:
-        """Pause the engine, and load a version."""
+    async def _tensors(self, version: int) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file
 
         from asyncflow.run.engines import tensors_of
 
-        if version:
-            await self._place.worker.fetch_weights(version, self._weights)
-            tensors = await asyncio.to_thread(load_file, self._weights)
-        else:
-            tensors = dict(await asyncio.to_thread(tensors_of, self._model))
-        await self._engine.pause()
-        await self._engine.install(version, tensors)
-        self._version = version
+        if not version:
+            return dict(await asyncio.to_thread(tensors_of, self._model))
+        await self._place.worker.fetch_weights(version, self._weights)
+        return await asyncio.to_thread(load_file, self._weights)
 
     async def _answer(self, prompt: PromptToAnswer) -> None:
         """All responses to a prompt, each put when it has ended."""
@@ -237,14 +261,20 @@ class JoinedGenerator:
             stop=tuple(prompt.stop),
         )
         samples = [row - (group << bits) for row in prompt.rows]
-        async for response in self._engine.generate(ids, samples=samples, sampling=sampling, key=SampleKey(facts.seed, group)):
-            self._free += 1
-            self._changed.set()
-            given = ResponseData(
-                row=(group << bits) + response.sample,
-                token_ids=response.token_ids.tolist(),
-                logprobs=response.logprobs.tolist(),
-                finish_reason=response.finish_reason,
-                versions=[(int(first), int(of)) for first, of in response.version_spans],
-            )
-            await worker.put_experience_data([given])
+        generating = self._engine.generate(ids, samples=samples, sampling=sampling, key=SampleKey(facts.seed, group))
+        try:
+            async for response in generating:
+                self._free += 1
+                self._changed.set()
+                given = ResponseData(
+                    row=(group << bits) + response.sample,
+                    token_ids=response.token_ids.tolist(),
+                    logprobs=response.logprobs.tolist(),
+                    finish_reason=response.finish_reason,
+                    versions=[(int(first), int(of)) for first, of in response.version_spans],
+                )
+                await worker.put_experience_data([given])
+                self.has_put = True
+        finally:
+            if (close := getattr(generating, "aclose", None)) is not None:
+                await close()  # at once, so that its slots are free where this was cut off

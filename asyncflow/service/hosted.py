@@ -21,7 +21,7 @@ from asyncflow.model_folder import read_json
 from asyncflow.run.job import Listener
 from asyncflow.run.status import Status
 from asyncflow.run.stepwise import StepwiseRun
-from asyncflow.service.workers import GeneratorSession, OutsideWorkers, TrainerSession
+from asyncflow.service.workers import OutsideWorkers, TrainerSession
 from asyncflow.settings import Choice
 from asyncflow.types import Array, Batch, RunError, UserError, first_error
 
@@ -54,7 +54,8 @@ class HostedRun:
         self.failure, self._is_stopping = "", False
         self._watching: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._untold: dict[str, float] = {}  # clients that generated, and do not know yet that the run is over: their last request
+        self._last_requests: dict[str, float] = {}  # of clients that generated, when the run was over
+        self._told: set[str] = set()  # of these, those who know it
         self._turn = asyncio.Lock()  # of what changes the run as a whole
         self._uploading = asyncio.Lock()
 
@@ -153,7 +154,7 @@ class HostedRun:
         async with self._turn:
             try:
                 if self._workers is not None:
-                    self._untold = self._workers.last_requests
+                    self._last_requests = self._workers.last_requests
                     await self._workers.close()
                     self._workers = None
                 if self._run is not None:
@@ -167,26 +168,24 @@ class HostedRun:
         """Wait until clients that generated know that the run is over, as the answer to their next request says. One that makes no
         request any more is not waited for."""
         now = asyncio.get_running_loop().time
-        while any(now() < last + FAREWELL_SECONDS for last in self._untold.values()):
+        while any(now() < last + FAREWELL_SECONDS for own_id, last in self._last_requests.items() if own_id not in self._told):
             await asyncio.sleep(0.02)
+
+    def is_over_for(self, own_id: str) -> bool:
+        """Whether the run is over, or about to be, which the client of this id is told now."""
+        if self._is_stopping:
+            self.is_told(own_id)
+        return self._is_stopping
 
     def is_told(self, own_id: str) -> None:
         """A client that generated knows that the run is over."""
-        self._untold.pop(own_id, None)
+        self._told.add(own_id)
 
     # -- prompts ------------------------------------------------------------------------------------------------------------
 
     async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows before those of the data set; see `Trainer.put_prompts_data`."""
         await self.run.put_prompts_data(rows)
-
-    # -- generating from outside --------------------------------------------------------------------------------------------
-
-    def generator(self, own_id: str) -> GeneratorSession:
-        """Session of a client that generates, which makes a request. Raises `RunError` where it has none, or the run is over."""
-        if self._workers is None:
-            self.is_told(own_id)
-        return self.workers.generator(own_id)
 
     # -- training from outside ----------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class Limits:
     requests_per_second: float = 10_000.0
     burst: int = 2_000
     """Requests that may come at once, beyond the rate."""
-    under_way: int = 512
+    under_way: int = 1024
     """Requests of one key that are not answered yet."""
     refusals_per_second: float = 20.0
     """Requests with a wrong key from one address, each of which is told so; others are told to wait."""

@@ -110,15 +110,19 @@ class OutsideWorkers:
         return session
 
     async def hold(self, session: GeneratorSession, seconds: float, broken: Callable[[], Awaitable[object]]) -> None:
-        """Hold a client's sign of life for so long, or until its session ends. If its connection breaks meanwhile (`broken`
-        returns), and it makes no other request, it has gone."""
+        """Hold a client's sign of life for so long, half of `queue.lease_seconds` at most, or until its session ends.
+
+        Raises `RunError` if its connection breaks meanwhile (`broken` returns): it has gone if no other request of it comes then.
+        """
         breaking = asyncio.ensure_future(broken())
+        seconds = min(seconds, self._silent_seconds / 2)
         try:
             ended, _ = await asyncio.wait([breaking, session.task], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             breaking.cancel()
         if breaking in ended:
             asyncio.get_running_loop().call_later(BROKEN_SECONDS, self._end_if_silent, session, session.seen)
+            raise RunError("the connection is broken")  # the same request, if it comes again, is a sign of life
 
     @property
     def last_requests(self) -> dict[str, float]:

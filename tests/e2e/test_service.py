@@ -318,24 +318,31 @@ def test_a_process_that_joins_ends_with_an_error_when_its_service_is_killed(
 def test_a_process_that_joins_goes_on_when_its_service_is_started_again(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Its engine is kept, and has the weights of the run as it was resumed."""
-    tree = small(rollout={"num_workers": 0}, train={"accumulate": "exact"}, checkpoint={"keep": 0})
-    served, steps = Served(background, tmp_path, tree), []
-    with served.client() as client:
-        client.init_engines()
-        joined = background("join", served.url, "--key-file", served.key_file, "--patience", str(patience(120)))
-        steps += [client.step(), client.step()]
-    kill(psutil.Process(served.command.pid))
-    served.start("--resume")
-    with served.client() as client:
-        assert client.init_engines() == 0  # there is no checkpoint: the weights are those of the beginning
-        steps += [client.step(), client.step()]
-        client.stop()
-    assert joined.wait(patience(60)) == 0, joined.communicate()
-    assert joined.communicate()[0].count("it has joined again") == 1
-    for name in ("reward/mean", "policy/grad_norm"):
-        first, second, *again = [step[name] for step in steps if step is not None]
-        assert [first, second] == again
+    """Its engine is kept, and begins with the weights of the run as it was resumed: the bits are those of an undisturbed run."""
+    of_runs = []
+    for name, is_killed in (("undisturbed", False), ("killed", True)):
+        (folder := tmp_path / name).mkdir()
+        tree = small(
+            run={"name": name, "steps": 4}, rollout={"num_workers": 0}, train={"accumulate": "exact"}, checkpoint={"keep": 0}
+        )
+        served, steps = Served(background, folder, tree), []
+        with served.client() as client:
+            client.init_engines()
+            joined = background("join", served.url, "--key-file", served.key_file, "--patience", str(patience(120)))
+            steps += [client.step() for _ in range(2 if is_killed else 4)]
+            if not is_killed:
+                client.stop()
+        if is_killed:
+            kill(psutil.Process(served.command.pid))
+            served.start("--resume")
+            with served.client() as client:
+                assert client.init_engines() == 0  # there is no checkpoint
+                steps = [client.step() for _ in range(4)]
+                client.stop()
+        assert joined.wait(patience(60)) == 0, joined.communicate()
+        assert joined.communicate()[0].count("it has joined again") == is_killed
+        of_runs.append([(step["reward/mean"], step["policy/grad_norm"]) for step in steps if step is not None])
+    assert len(of_runs[0]) == 4 and of_runs[0] == of_runs[1]
 
 
 @pytest.mark.deep

@@ -1,4 +1,4 @@
-"""Bodies that several rooms of the interface have, and the types of their fields."""
+"""Bodies that routes of several files have, and the types of their fields."""
 
 from __future__ import annotations
 

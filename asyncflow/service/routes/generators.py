@@ -14,9 +14,12 @@ from pydantic import BaseModel, Field
 
 from asyncflow.attestation import Attestation
 from asyncflow.engines.base import Response as Generated
+from asyncflow.model_folder import sample_hash
+from asyncflow.service.app import Denied
 from asyncflow.service.generation import STORED, OutsidePrompt
 from asyncflow.service.hosted import HostedRun
 from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, Name, PolicyVersion, PollSeconds, Step
+from asyncflow.service.workers import GeneratorSession
 from asyncflow.types import UserError, row_index
 
 CHUNK_BYTES: Final = 1 << 20
@@ -41,6 +44,8 @@ class Joined(BaseModel):
     dtype: str
     """Floating-point type that the run's own rollout workers generate in, and that sums of weights are of."""
     run: str
+    model: str
+    """Hash of the run's model (model_folder.py): a client that joins again has the same one."""
 
 
 class WantPrompts(Body):
@@ -134,12 +139,13 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
             group_bits=shape.group_bits,
             dtype=hosted.run.config.rollout.dtype,
             run=hosted.run.config.run.name,
+            model=sample_hash(hosted.run.job.model),
         )
 
     @router.post("/generators/{worker}/prompts", tags=["generators"])
     async def get_prompts_data(worker: Name, body: WantPrompts) -> PromptsAnswer:
         """Lease prompts under the version that the worker serves. Waits for some; asking is a sign of life."""
-        session = hosted.generator(worker)
+        session = _session(hosted, worker)
         work = await session.engine.take(body.prompts, body.timeout_seconds)
         if work.is_over:
             hosted.is_told(session.id)
@@ -150,14 +156,14 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/generators/{worker}/experience", tags=["generators"])
     async def put_experience_data(worker: Name, body: PutExperience) -> Outcomes:
         """Put responses. Answers when each is scored and stored, or is known not to count."""
-        engine = hosted.generator(worker).engine
+        engine = _session(hosted, worker).engine
         outcomes = await engine.put([(one.row, _generated(one, engine.version)) for one in body.responses])
         return Outcomes(outcomes=[outcome if outcome != STORED else "stored" for outcome in outcomes])
 
     @router.get("/generators/{worker}/weights/{version}", tags=["generators"], response_class=StreamingResponse)
     async def weights(worker: Name, version: Annotated[int, Field(ge=0, lt=1 << 31)]) -> StreamingResponse:
         """The version that the worker is to install: a safetensors file. `X-Hash` is its xxh3_128."""
-        files = hosted.generator(worker).files
+        files = _session(hosted, worker).files
         path, manifest = files.file(version), files.manifest
         assert manifest is not None
         headers = {"X-Hash": manifest.hash, "Content-Length": str(manifest.num_bytes)}
@@ -168,7 +174,7 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
         """The worker generates under this version from now on."""
         told = body.attested
         attested = None if told is None else Attestation([(part.names, part.found) for part in told.parts], told.base)
-        hosted.generator(worker).engine.installed(body.version, attested)
+        _session(hosted, worker).engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 
     @router.post("/generators/{worker}/alive", tags=["generators"])
@@ -179,7 +185,7 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        session = hosted.generator(worker)
+        session = _session(hosted, worker)
         if body is not None and body.timeout_seconds:
             await hosted.workers.hold(session, body.timeout_seconds, broken)
         return PolicyVersion(version=session.engine.version)
@@ -189,6 +195,12 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
         """Generate no more: what the worker has is given to others."""
         await hosted.workers.leave(worker)
         return Confirmation(message=f"{worker} has left")
+
+
+def _session(hosted: HostedRun, worker: str) -> GeneratorSession:
+    if hosted.is_over_for(worker):
+        raise Denied(410, "the run is over")
+    return hosted.workers.generator(worker)
 
 
 def _as_answer(prompt: OutsidePrompt, text: str, group_bits: int) -> PromptAnswer:

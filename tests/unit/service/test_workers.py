@@ -50,7 +50,8 @@ async def until_broken() -> None:
 
 def test_a_client_whose_held_sign_of_life_breaks_off_has_gone_long_before_its_leases_are_over() -> None:
     async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
-        await workers.hold(session, 20.0, until_broken)
+        with pytest.raises(RunError, match="broken"):
+            await workers.hold(session, 20.0, until_broken)
         await asyncio.sleep(BROKEN_SECONDS - 0.1)
         assert workers.counts["generators"] == 1
         await asyncio.sleep(0.2)
@@ -77,7 +78,8 @@ def test_nobody_takes_the_place_of_one_who_has_gone() -> None:
 
 def test_one_that_has_lost_its_connection_alone_goes_on() -> None:
     async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
-        await workers.hold(session, 20.0, until_broken)
+        with pytest.raises(RunError, match="broken"):
+            await workers.hold(session, 20.0, until_broken)
         await asyncio.sleep(BROKEN_SECONDS - 0.1)
         workers.generator(session.id)
         await asyncio.sleep(LEASE_SECONDS - 1.0)
@@ -91,12 +93,14 @@ def test_one_that_has_lost_its_connection_alone_goes_on() -> None:
 def test_a_sign_of_life_is_held_for_its_time_and_not_longer_than_its_session() -> None:
     async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
         now, never = asyncio.get_running_loop().time, asyncio.Event().wait
-        await workers.hold(session, 20.0, never)
-        assert now() == 20.0 and workers.counts["generators"] == 1
-        holding = asyncio.create_task(workers.hold(session, 20.0, never))
+        await workers.hold(session, LEASE_SECONDS / 4, never)
+        assert now() == LEASE_SECONDS / 4 and workers.counts["generators"] == 1
+        await workers.hold(session, 3600.0, never)  # not so long that it is taken for silence
+        assert now() == LEASE_SECONDS * 3 / 4 and workers.generator(session.id) is session
+        holding, before = asyncio.create_task(workers.hold(session, 10.0, never)), now()
         await asyncio.sleep(1.0)
         await workers.leave(session.id)
         await holding
-        assert now() == 21.0
+        assert now() == before + 1.0
 
     with_session(test)
