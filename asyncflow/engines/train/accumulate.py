@@ -54,6 +54,11 @@ class Grid:
         """Largest sum of magnitudes up to which sums of multiples are exact."""
         return 2.0**53 * self.spacing
 
+    def add_steps(self, sums: Tensor, steps: Tensor) -> None:
+        """Add numbers of steps, which are rounded in place to whole ones, to `sums` (float64). In float32 they are, too: from 2**23
+        on it holds nothing between two whole numbers."""
+        sums.add_(steps.round_(), alpha=self.spacing)
+
     def round_(self, values: Tensor) -> Tensor:
         """Round float64 `values` to the nearest multiples, in place. NaN and infinities become NaN."""
         # From 2**52 to 2**53 steps, float64 holds the grid and nothing between: the first addition is what rounds.
@@ -180,13 +185,13 @@ class ExactAccumulator(Accumulator):
         super().__init__(parameters)
         self._sums: dict[str, Tensor] = {}
         self._bounds: dict[str, int] = {}  # no partial sum, in any order, has more steps of the grid in an element
-        self._extremes: list[tuple[str, list[Tensor]]] = []  # of each addend since the last check
+        self._extremes: list[tuple[str, list[Tensor], float]] = []  # of each addend since the last check, and their unit
 
     def add(self) -> None:
         """See `Accumulator.add`. Each gradient is freed as soon as it is added."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                self._extremes.append((name, add_rounded(self._sum(name), parameter.grad, GRADIENT_GRID)))
+                self.add_whole(name, parameter.grad)
                 parameter.grad = None
         self.end_pass()
 
@@ -203,19 +208,25 @@ class ExactAccumulator(Accumulator):
         They are made and added in blocks of rows that stay in the cache. `change` may alter a block before it is added: it gets
         the part's number, the block's first row, and the block.
         """
-        sums_OI = self._sum(name) if parts else None
         num_rows, num_columns = left_PO.shape[1], right_PI.shape[1]
         num_blocks = max(1, -(-num_rows * num_columns // _chunk_elements(left_PO)))
         ends = [num_rows * i // num_blocks for i in range(num_blocks + 1)]
         extremes: list[list[Tensor]] = [[] for _ in parts]
-        for begin, end in pairwise(ends):
+        nothing = left_PO.new_empty(())
+        for begin, end in pairwise(ends) if parts else ():
+            sums_BI = self._sum(name)[begin:end]
             for number, part in enumerate(parts):
-                block_BI = left_PO[part, begin:end].t() @ right_PI[part]
-                if change is not None:
-                    change(number, begin, block_BI)
-                assert sums_OI is not None
-                extremes[number] += add_rounded(sums_OI[begin:end], block_BI, GRADIENT_GRID)
-        self._extremes.extend((name, of_part) for of_part in extremes)
+                left_BG, right_GI = left_PO[part, begin:end].t(), right_PI[part]
+                if change is None and left_BG.dtype == torch.float32:  # a power of two changes no other bit of a product
+                    steps_BI = torch.addmm(nothing, left_BG, right_GI, beta=0, alpha=1 / GRADIENT_GRID.spacing)
+                else:
+                    block_BI = left_BG @ right_GI
+                    if change is not None:
+                        change(number, begin, block_BI)
+                    steps_BI = block_BI.to(torch.float32).mul_(1 / GRADIENT_GRID.spacing)
+                extremes[number] += steps_BI.amin(), steps_BI.amax()
+                GRADIENT_GRID.add_steps(sums_BI, steps_BI)
+        self._extremes.extend((name, of_part, GRADIENT_GRID.spacing) for of_part in extremes)
 
     def add_sums(self, name: str, rows_PdX: Tensor, parts: Sequence[slice]) -> None:
         """Add the sums [X] over the rows of each part, and over what is between P and X: one micro-batch's gradient each."""
@@ -223,16 +234,16 @@ class ExactAccumulator(Accumulator):
             dims = tuple(range(rows_PdX.ndim - 1))
             # Of a copy, in memory as it would be alone: a sum's order of addition goes by the strides.
             addends_GX = torch.stack([rows_PdX[part].clone().sum(dims) for part in parts])
-            self._extremes.extend((name, [peak]) for peak in addends_GX.abs().amax(1))
+            self._extremes.extend((name, [peak], 1.0) for peak in addends_GX.abs().amax(1))
             self._sum(name).add_(GRADIENT_GRID.round_(addends_GX.double()).sum(0))
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
         """Add a micro-batch's gradient of a parameter."""
-        self._extremes.append((name, add_rounded(self._sum(name), gradient, GRADIENT_GRID)))
+        self._extremes.append((name, add_rounded(self._sum(name), gradient, GRADIENT_GRID), 1.0))
 
     def add_rows(self, name: str, rows_U: Tensor, gradient_UI: Tensor) -> None:
         """Add a micro-batch's gradient of a matrix that is zero but for these rows, each of which is there once."""
-        self._extremes.append((name, list(torch.aminmax(gradient_UI))))
+        self._extremes.append((name, list(torch.aminmax(gradient_UI)), 1.0))
         self._sum(name).index_add_(0, rows_U, GRADIENT_GRID.round_(gradient_UI.double()))
 
     def end_pass(self) -> None:
@@ -246,10 +257,10 @@ class ExactAccumulator(Accumulator):
         """Largest magnitude of each addend since the last call, with the parameter's name. One that is not finite is left out: its
         sum is not either, so the step will be skipped."""
         extremes, self._extremes = self._extremes, []
-        scalars = list(chain.from_iterable(of_addend for _, of_addend in extremes))
+        scalars = list(chain.from_iterable(of_addend for _, of_addend, _ in extremes))
         # One transfer for all: each .item() on its own would wait for the device.
         magnitudes = iter(torch.stack(scalars).abs().tolist() if scalars else [])
-        peaks = [(name, list(islice(magnitudes, len(of_addend)))) for name, of_addend in extremes]
+        peaks = [(name, [unit * each for each in islice(magnitudes, len(found))]) for name, found, unit in extremes]
         return [(name, max(values, default=0.0)) for name, values in peaks if all(map(math.isfinite, values))]
 
     def join(self, other: ExactAccumulator) -> None:
@@ -330,7 +341,7 @@ def add_rounded(sums: Tensor, addend: Tensor, grid: Grid) -> list[Tensor]:
     extremes: list[Tensor] = []
     for sums_C, addend_C in zip(_chunks(sums), _chunks(addend), strict=True):
         extremes += torch.aminmax(addend_C)
-        sums_C.add_(grid.round_(addend_C.double()))
+        grid.add_steps(sums_C, addend_C.to(torch.promote_types(addend_C.dtype, torch.float32)).mul(1 / grid.spacing))
     return extremes
 
 
