@@ -6,7 +6,7 @@ TRAIN_ENGINES = {
     OUTSIDE: "asyncflow.engines.train.outside:OutsideTrainEngine",
     "torch": "asyncflow.engines.train.torch_engine:TorchEngine",
     "deepspeed": "asyncflow.engines.train.adapters.deepspeed:DeepSpeedEngine",
-    "megatron": "asyncflow.engines.train.adapters.megatron:MegatronEngine",
+    "megatron": "asyncflow.engines.train.adapters.megatron.engine:MegatronEngine",
 }
 TRAIN_ENGINE_CHECKS = {
     OUTSIDE: "asyncflow.engines.train.checks:check_outside",

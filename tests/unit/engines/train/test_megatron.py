@@ -14,7 +14,8 @@ import torch
 
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import load_tensors
-from asyncflow.engines.train.adapters.megatron import Core, Origin, origins, padded_vocabulary
+from asyncflow.engines.train.adapters.megatron.core import Core
+from asyncflow.engines.train.adapters.megatron.origins import Origin, origins, padded_vocabulary
 from asyncflow.types import Layout
 from tests.unit.engines.train.training import ModelPath
 
