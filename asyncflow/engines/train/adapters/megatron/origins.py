@@ -1,12 +1,12 @@
 """Origin of each of Megatron's weights in a Hugging Face checkpoint, and how tensor parallelism shards it.
 
-    Megatron                         Hugging Face                sharded over tensor-parallel ranks
-    embedding.word_embeddings        model.embed_tokens          rows, of a vocabulary filled up to equal shards
-    output_layer                     lm_head, or the embedding   the same
-    ...linear_qkv                    q_proj, k_proj, v_proj      key heads, each with its queries: [q q k v] [q q k v] ...
-    ...linear_proj, mlp.linear_fc2   o_proj, down_proj           columns
-    mlp.linear_fc1                   gate_proj, up_proj          rows of each, the rank's gate above its up
-    norms                            norms                       not at all
+Megatron                         Hugging Face                sharded over tensor-parallel ranks
+embedding.word_embeddings        model.embed_tokens          rows, of a vocabulary filled up to equal shards
+output_layer                     lm_head, or the embedding   the same
+...linear_qkv                    q_proj, k_proj, v_proj      key heads, each with its queries: [q q k v] [q q k v] ...
+...linear_proj, mlp.linear_fc2   o_proj, down_proj           columns
+mlp.linear_fc1                   gate_proj, up_proj          rows of each, the rank's gate above its up
+norms                            norms                       not at all
 """
 
 from __future__ import annotations
