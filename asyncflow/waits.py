@@ -239,7 +239,7 @@ METRICS: Final = _wait(
     "metrics",
     "the metrics of step {version}",
     _STALL,
-    "run/record.py:RunRecord.finished run/saving.py:CheckpointCoordinator.settle",
+    "run/metric_rows.py:MetricRows.__init__ run/metric_rows.py:MetricRows.finished run/saving.py:CheckpointCoordinator.settle",
 )
 REPORTS: Final = _wait(
     "reports",
@@ -437,7 +437,8 @@ OUTSIDE: Final = _wait(
     "run/desk.py:TrainDesk.publish run/desk.py:TrainDesk.take run/desk.py:TrainDesk.update"
     " service/generation.py:OutsideEngine.generate service/generation.py:OutsideEngine.install"
     " service/generation.py:OutsideEngine.put service/generation.py:OutsideEngine.take service/workers.py:OutsideWorkers.join"
-    " service/workers.py:OutsideWorkers.leave cli/join.py:JoinedGenerator.run",
+    " service/workers.py:OutsideWorkers.hold service/workers.py:OutsideWorkers.leave cli/join.py:JoinedGenerator._generate"
+    " cli/join.py:_rest",
 )
 
 SITUATION: Final = _wait(

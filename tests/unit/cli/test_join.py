@@ -47,6 +47,8 @@ class Run:
         return self
 
     async def alive(self, timeout_seconds: float = 0.0) -> None:
+        if self.is_away:
+            raise OutOfReach("the service does not answer")
         if not self._is_live or not self.is_known:
             self._raise()
 
