@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from asyncflow.engines.train.model.products import for_sums, over_rows
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import RunError
 
@@ -144,11 +145,7 @@ class PlainAccumulator(Accumulator):
         """Add the products left^T right [O, I] over the rows of each part."""
         assert change is None, "nothing is rounded"
         for rows in _neighbours(parts):
-            own, left_QO, right_QI = self._parameters[name], left_PO[rows], right_PI[rows]
-            if own.grad is not None and own.grad.dtype == left_QO.dtype:
-                own.grad.addmm_(left_QO.t(), right_QI)
-            else:
-                self.add_whole(name, left_QO.t() @ right_QI)
+            self.add_whole(name, over_rows(left_PO[rows], right_PI[rows]))
 
     def add_sums(self, name: str, rows_PdX: Tensor, parts: Sequence[slice]) -> None:
         """Add the sums [X] over the rows of each part, and over what is between P and X."""
@@ -212,18 +209,14 @@ class ExactAccumulator(Accumulator):
         num_blocks = max(1, -(-num_rows * num_columns // _chunk_elements(left_PO)))
         ends = [num_rows * i // num_blocks for i in range(num_blocks + 1)]
         extremes: list[list[Tensor]] = [[] for _ in parts]
-        nothing = left_PO.new_empty(())
+        rights = [right_PI[part] if num_blocks == 1 else for_sums(right_PI[part]) for part in parts]
         for begin, end in pairwise(ends) if parts else ():
             sums_BI = self._sum(name)[begin:end]
             for number, part in enumerate(parts):
-                left_BG, right_GI = left_PO[part, begin:end].t(), right_PI[part]
-                if change is None and left_BG.dtype == torch.float32:  # a power of two changes no other bit of a product
-                    steps_BI = torch.addmm(nothing, left_BG, right_GI, beta=0, alpha=1 / GRADIENT_GRID.spacing)
-                else:
-                    block_BI = left_BG @ right_GI
-                    if change is not None:
-                        change(number, begin, block_BI)
-                    steps_BI = block_BI.to(torch.float32).mul_(1 / GRADIENT_GRID.spacing)
+                block_BI = over_rows(left_PO[part, begin:end], rights[number])
+                if change is not None:
+                    change(number, begin, block_BI)
+                steps_BI = block_BI.to(torch.float32).mul_(1 / GRADIENT_GRID.spacing)
                 extremes[number] += steps_BI.amin(), steps_BI.amax()
                 GRADIENT_GRID.add_steps(sums_BI, steps_BI)
         self._extremes.extend((name, of_part, GRADIENT_GRID.spacing) for of_part in extremes)

@@ -41,6 +41,7 @@ from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulato
 from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.log_probs import HeadSums, token_local_losses
 from asyncflow.engines.train.model.packing import Packed, joined
+from asyncflow.engines.train.model.products import rows_by, rows_by_transposed
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import LossSums, Ragged
 
@@ -197,16 +198,13 @@ class PassGradients:
         """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by whoever has nothing else to compute."""
         parts = self.pieces.parts(len(rows_PI), rows_PI.numel() * len(weight_OI))
         if len(parts) == 1:
-            return nn.functional.linear(rows_PI, weight_OI, bias_O)
+            return rows_by_transposed(rows_PI, weight_OI, bias_O)
         made_PO = rows_PI.new_empty(len(rows_PI), len(weight_OI))
 
         def compute(part: slice) -> None:
-            if bias_O is None:
-                torch.mm(rows_PI[part], weight_OI.t(), out=made_PO[part])
-            else:
-                torch.addmm(bias_O, rows_PI[part], weight_OI.t(), out=made_PO[part])
+            made_PO[part] = rows_by_transposed(rows_PI[part], weight_OI, bias_O)
 
-        others = [self.pieces.beside(partial(nn.functional.linear, rows_PI[part], weight_OI, bias_O)) for part in parts[1:]]
+        others = [self.pieces.beside(partial(rows_by_transposed, rows_PI[part], weight_OI, bias_O)) for part in parts[1:]]
         began = time.monotonic()
         compute(parts[0])
         half_as_long = (time.monotonic() - began) / 2
@@ -321,7 +319,8 @@ class _Linear(torch.autograd.Function):
         x, weight_OI = ctx.saved_tensors
         grad_PO = grad.reshape(-1, grad.shape[-1])
         ctx.to.add_linear(ctx.names, grad_PO, x.reshape(-1, x.shape[-1]))
-        return (grad_PO @ weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None, *ctx.zeros, None, None, None
+        of_x = rows_by(grad_PO, weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
+        return of_x, *ctx.zeros, None, None, None
 
 
 class _Embedding(torch.autograd.Function):

@@ -34,6 +34,7 @@ from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.lora import SharedBase, add_lora, fill_lora, shapes_for
 from asyncflow.engines.train.model.own_rows import Way, row_states
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
+from asyncflow.engines.train.model.products import adopt
 from asyncflow.types import Array, LoraSpec, Ragged, UserError
 
 _bases: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # of adapters, by files, dtype and device
@@ -114,6 +115,7 @@ class CausalModel:
         self.way: Way = first.way if first else "packed" if is_packed else "batched"
         """How micro-batches go through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
         self.lora = None if lora is None else add_lora(self.module, shapes_for(self.module, lora), lora)
+        adopt(self.module)
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.parameters = self._weights if lora is None else {name: w for name, w in self._weights.items() if w.requires_grad}

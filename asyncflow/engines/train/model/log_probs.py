@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from asyncflow.engines.train.model.products import over_rows, rows_by, rows_by_transposed
 from asyncflow.types import LossSums, is_maximum
 
 # T response tokens, C tokens of a chunk or more, H hidden elements, V tokens of the vocabulary or of this rank's shard, R ranks.
@@ -178,11 +179,11 @@ def token_local_losses(
         if grads is not None:
             with torch.no_grad():
                 grad_CV = p_CV.to(hidden_TH.dtype)
-                grads[0][rows] = _product(grad_CV, head_VH)
+                grads[0][rows] = rows_by(_enough(grad_CV), head_VH)[: len(grad_CV)]
                 if of_head is not None:
                     of_head.add(grad_CV, hidden_TH[rows], together)
                 elif grads[1] is not None:
-                    grads[1].add_(grad_CV.t() @ hidden_TH[rows])
+                    grads[1].add_(over_rows(grad_CV, hidden_TH[rows]))
         del p_CV, logits_CV  # before the next chunk's logits
     total = torch.stack([sums.loss for sums in losses]).sum() if len(losses) > 1 else losses[0].loss
     if grads is not None:
@@ -225,7 +226,7 @@ class _HeadGradients:
                 continue
             if self._sum_VH is None:
                 self._sum_VH = torch.zeros_like(self._head_VH, dtype=self._dtype)
-            self._sum_VH += grad_CV[own].t() @ hidden_CH[own]
+            self._sum_VH += over_rows(grad_CV[own], hidden_CH[own])
             if each.is_last:
                 if not self._sums.is_muted(each.number):
                     self._sums.add_head_whole(each.number, self._sum_VH.to(self._head_VH.dtype))
@@ -280,17 +281,16 @@ def _logits(hidden_CH: Tensor, head_VH: Tensor, softcap: float | None, head_sums
     if head_sums is not None and len(hidden_CH) >= LEAST_ROWS:
         logits_CV = head_sums.product(hidden_CH, head_VH)
     else:
-        logits_CV = _product(hidden_CH, head_VH.t())
+        logits_CV = rows_by_transposed(_enough(hidden_CH), head_VH)[: len(hidden_CH)]
     if softcap is not None:  # in the dtype of the product, as the model itself
         logits_CV = logits_CV.div_(softcap).tanh_().mul_(softcap)
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
 
 
-def _product(rows_CX: Tensor, matrix_XY: Tensor) -> Tensor:
-    """Matrix product [C, Y] whose rows do not depend on one another: see `LEAST_ROWS`."""
-    if len(rows_CX) >= LEAST_ROWS:
-        return rows_CX @ matrix_XY
-    return (torch.cat([rows_CX, rows_CX.new_zeros(LEAST_ROWS - len(rows_CX), rows_CX.shape[1])]) @ matrix_XY)[: len(rows_CX)]
+def _enough(rows_CX: Tensor) -> Tensor:
+    """Rows, at least `LEAST_ROWS` of them."""
+    missing = LEAST_ROWS - len(rows_CX)
+    return rows_CX if missing <= 0 else torch.cat([rows_CX, rows_CX.new_zeros(missing, rows_CX.shape[1])])
 
 
 def _to_grad_logits(
@@ -378,11 +378,11 @@ class _ChosenLogProbs(torch.autograd.Function):
                 of_chunk = p_CV[own], targets_T[tokens], logits_CV[own], head_VH
                 _to_grad_logits(grad_T[tokens], bonus, *of_chunk, ctx.shard, ctx.softcap)
             grad_CV = p_CV.to(hidden_TH.dtype)
-            grad_hidden_TH[rows] = _product(grad_CV, head_VH)
+            grad_hidden_TH[rows] = rows_by(_enough(grad_CV), head_VH)[: len(grad_CV)]
             if of_head is not None:
                 of_head.add(grad_CV, hidden_TH[rows], together)
             elif grad_head_VH is not None:
-                grad_head_VH += grad_CV.t() @ hidden_TH[rows]
+                grad_head_VH += over_rows(grad_CV, hidden_TH[rows])
         if ctx.shard is not None:
             dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
         return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None, None, None

@@ -24,6 +24,7 @@ from asyncflow.engines.train.model.causal_model import PassOptions, compute_buff
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.lora import LoraSwitch, SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.packing import Packed
+from asyncflow.engines.train.model.products import adopt
 from asyncflow.engines.train.model.weight_files import WeightFiles, part_at
 from asyncflow.engines.train.parallel.fsdp import Unit, cut_over_data, local_part
 from asyncflow.engines.train.parallel.ranks import Ranks
@@ -74,6 +75,7 @@ class ShardedModel:
         if lora is not None:
             self.lora = add_lora(module, shapes, lora, place_lora if ranks.layout.tp > 1 else None)
             self.stage = replace(self.stage, tied_name=None)  # nothing is to be added up: the matrix is not trained
+        adopt(module)
         layers = [layer for layer in module.base_model.layers if next(layer.parameters(), None) is not None]
         if passes.recomputes:
             for layer in layers:

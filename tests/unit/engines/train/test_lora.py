@@ -24,6 +24,7 @@ from asyncflow.engines.lora import merge_lora, read_lora
 from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.model.causal_model import load_module
 from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.engines.train.model.products import adopt
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec, LossSums, TokenBatch, UserError
 from tests.patience import patience
@@ -75,6 +76,7 @@ async def test_log_probs_and_gradients_are_those_of_peft_to_the_bit(
     base = model_path(name)
     folder = adapter_for(base, tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(load_module(base, torch.float32), folder, is_trainable=True).eval()
+    adopt(theirs)
     policy = one_rank(torch_engine(base, lora=replace(SPEC, path=str(folder)))).policy
     batch = make_micro_batch(1, (5, 9, 3))
     packed = pack_thrifty(batch.prompt_ids, batch.response_ids)
