@@ -137,6 +137,21 @@ def test_a_client_generates_under_the_laws_of_any_worker(
     assert all(row["staleness/max"] == 0 for row in rows(served.run_dir / "metrics.jsonl"))
 
 
+def rows_of_a_step(client: Client, worker: Any) -> set[int]:
+    """Generate until a run's only step is committed. Returns the rows that there were to generate."""
+    taken: set[int] = set()
+
+    def is_done() -> bool:
+        prompts = worker.get_prompts_data(4, 0.5).prompts
+        taken.update(row for prompt in prompts for row in prompt.rows)
+        if prompts:
+            worker.put_experience_data(answers(prompts))
+        return bool(client.status()["committed"] == 1)
+
+    wait_for(is_done)
+    return taken
+
+
 def test_a_client_that_dies_loses_its_leases_alone(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -147,16 +162,7 @@ def test_a_client_that_dies_loses_its_leases_alone(
         silent, lively = client.join_generators(), client.join_generators()
         held = silent.get_prompts_data(4).prompts
         assert held
-        taken: set[int] = set()
-
-        def is_done() -> bool:
-            prompts = lively.get_prompts_data(4, 0.5).prompts
-            taken.update(row for prompt in prompts for row in prompt.rows)
-            if prompts:
-                lively.put_experience_data(answers(prompts))
-            return bool(client.status()["committed"] == 1)
-
-        wait_for(is_done)
+        taken = rows_of_a_step(client, lively)
         assert len(taken) == 16 and {row for prompt in held for row in prompt.rows} <= taken
         with pytest.raises(RunError, match="silent for too long"):
             silent.put_experience_data(answers(held))
@@ -182,18 +188,8 @@ def test_a_client_that_dies_while_its_sign_of_life_is_held_loses_its_leases_at_o
     with served.client() as client:
         client.init_engines()
         client.allow(1)
-        held, lively, taken = asyncio.run(hold_and_die()), client.join_generators(), set[int]()
-        assert len(held) == 16
-
-        def is_done() -> bool:
-            prompts = lively.get_prompts_data(4, 0.5).prompts
-            taken.update(row for prompt in prompts for row in prompt.rows)
-            if prompts:
-                lively.put_experience_data(answers(prompts))
-            return bool(client.status()["committed"] == 1)
-
-        wait_for(is_done)
-        assert taken == held
+        held, lively = asyncio.run(hold_and_die()), client.join_generators()
+        assert len(held) == 16 and rows_of_a_step(client, lively) == held
         client.stop()
     assert served.command.wait(patience(60)) == 0
 

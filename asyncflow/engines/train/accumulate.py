@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from asyncflow.engines.train.model.products import for_sums, over_rows
+from asyncflow.engines.train.model.products import add_over_rows, for_sums, over_rows
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import RunError
 
@@ -145,7 +145,11 @@ class PlainAccumulator(Accumulator):
         """Add the products left^T right [O, I] over the rows of each part."""
         assert change is None, "nothing is rounded"
         for rows in _neighbours(parts):
-            self.add_whole(name, over_rows(left_PO[rows], right_PI[rows]))
+            own, left_QO, right_QI = self._parameters[name], left_PO[rows], right_PI[rows]
+            if own.grad is not None and own.grad.dtype == left_QO.dtype:
+                add_over_rows(own.grad, left_QO, right_QI)
+            else:
+                self.add_whole(name, over_rows(left_QO, right_QI))
 
     def add_sums(self, name: str, rows_PdX: Tensor, parts: Sequence[slice]) -> None:
         """Add the sums [X] over the rows of each part, and over what is between P and X."""

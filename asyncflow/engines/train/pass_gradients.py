@@ -41,7 +41,7 @@ from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulato
 from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.log_probs import HeadSums, token_local_losses
 from asyncflow.engines.train.model.packing import Packed, joined
-from asyncflow.engines.train.model.products import rows_by, rows_by_transposed
+from asyncflow.engines.train.model.products import rows_by, rows_by_transposed, write_rows_by_transposed
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import LossSums, Ragged
 
@@ -202,7 +202,7 @@ class PassGradients:
         made_PO = rows_PI.new_empty(len(rows_PI), len(weight_OI))
 
         def compute(part: slice) -> None:
-            made_PO[part] = rows_by_transposed(rows_PI[part], weight_OI, bias_O)
+            write_rows_by_transposed(made_PO[part], rows_PI[part], weight_OI, bias_O)
 
         others = [self.pieces.beside(partial(rows_by_transposed, rows_PI[part], weight_OI, bias_O)) for part in parts[1:]]
         began = time.monotonic()

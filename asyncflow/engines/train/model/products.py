@@ -34,6 +34,16 @@ def rows_by_transposed(rows_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
     return _product(rows_PI, weight_OI, bias_O)
 
 
+def write_rows_by_transposed(out_PO: Tensor, rows_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    """Write `rows_by_transposed` into a tensor."""
+    if _is_onednns(rows_PI, weight_OI):
+        out_PO.copy_(_product(rows_PI, weight_OI, bias_O))
+    elif bias_O is None:
+        torch.mm(rows_PI, weight_OI.t(), out=out_PO)
+    else:
+        torch.addmm(bias_O, rows_PI, weight_OI.t(), out=out_PO)
+
+
 def rows_by(rows_PO: Tensor, weight_OI: Tensor) -> Tensor:
     """Rows W: [P, I]."""
     if not _is_onednns(rows_PO, weight_OI):
@@ -50,6 +60,14 @@ def over_rows(left_PO: Tensor, right_PI: Tensor) -> Tensor:
         _with_rows(left_PO, num_rows).t(), _with_rows(right_PI, num_rows).t(), None, "none", [], ""
     )
     return made
+
+
+def add_over_rows(sums_OI: Tensor, left_PO: Tensor, right_PI: Tensor) -> None:
+    """Add `over_rows` to sums of the same dtype."""
+    if _is_onednns(left_PO, right_PI):
+        sums_OI.add_(over_rows(left_PO, right_PI))
+    else:
+        sums_OI.addmm_(left_PO.t(), right_PI)
 
 
 def for_sums(rows_PI: Tensor) -> Tensor:

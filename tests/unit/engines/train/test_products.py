@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from asyncflow.engines.train.model import products
-from asyncflow.engines.train.model.products import adopt, filled, for_sums, over_rows, rows_by, rows_by_transposed
+from asyncflow.engines.train.model.products import (
+    add_over_rows,
+    adopt,
+    filled,
+    for_sums,
+    over_rows,
+    rows_by,
+    rows_by_transposed,
+    write_rows_by_transposed,
+)
 
 
 @pytest.fixture(params=["torch's own", "oneDNN's"], autouse=True)
@@ -32,7 +41,12 @@ def rows(count: int, width: int, seed: int = 0, dtype: torch.dtype = torch.float
 def test_the_numbers_are_those_of_plain_products(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     x_PI, dy_PO, weight_OI = (rows(*shape, dtype=dtype) for shape in ((37, inputs), (37, outputs), (outputs, inputs)))
     bias_O = rows(1, outputs, 3, dtype)[0]
+    written_PO, sums_OI = x_PI.new_empty(37, outputs), weight_OI.clone()
+    write_rows_by_transposed(written_PO, x_PI, weight_OI, bias_O)
+    add_over_rows(sums_OI, dy_PO, x_PI)
     for made, expected in (
+        (written_PO, x_PI @ weight_OI.t() + bias_O),
+        (sums_OI, weight_OI + dy_PO.t() @ x_PI),
         (rows_by_transposed(x_PI, weight_OI), x_PI @ weight_OI.t()),
         (rows_by_transposed(x_PI, weight_OI, bias_O), x_PI @ weight_OI.t() + bias_O),
         (rows_by(dy_PO, weight_OI), dy_PO @ weight_OI),
