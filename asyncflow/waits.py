@@ -2,9 +2,9 @@
 
     a wait that is registered here --Signal.until, waiting()--> OpenWait: who, since when, what has moved --> telemetry/why.py
 
-A test goes through the source: a place that waits and is not in `places`, or a place here that is gone, fails it. Not counted as
-waits: a pause of a given length (`asyncio.sleep`), work of the process's own threads (`asyncio.to_thread`), and calls of another
-process's service, which wait there, under the name that they have there.
+A test goes through the source: a place that waits, names no wait of these in its call, and is not in `places`, fails it, as does
+a place here that is gone. Not counted as waits: a pause of a given length (`asyncio.sleep`), work of the process's own threads
+(`asyncio.to_thread`), and calls of another process's service, which wait there, under the name that they have there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import msgspec
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A kind of wait. `what` is waited for, a text with the names of facts in braces; `ends`: what ends it at the latest, a
-    configuration key where there is one. `places`: `file:class.function` below `asyncflow/`, separated by blanks."""
+    configuration key where there is one, by default the watchdog's. `places`: those that do not name it in their call,
+    `file:class.function` below `asyncflow/`, separated by blanks; one without a file is in that of the place before."""
 
     name: str
     what: str
@@ -118,11 +119,8 @@ class waiting:
 WAITS: Final[dict[str, Wait]] = {}
 """Kinds of waits, by name."""
 
-_STALL: Final = "run.stall_timeout_seconds"
-_WORKER_ENDS: Final = "the worker's end, which its cluster tells of"
 
-
-def _wait(name: str, what: str, ends: str, places: str) -> Wait:
+def _wait(name: str, what: str, places: str = "", *, ends: str = "run.stall_timeout_seconds") -> Wait:
     assert name not in WAITS, f"two waits are called {name}"
     WAITS[name] = wait = Wait(name, what, ends, places)
     return wait
@@ -130,138 +128,71 @@ def _wait(name: str, what: str, ends: str, places: str) -> Wait:
 
 # -- at the driver: parked requests, which the watchdog ends -------------------------------------------------------------------
 
-MAY_ADMIT: Final = _wait(
-    "admission", "the schedule's leave to admit step {step}", _STALL, "control/ledger/service.py:LedgerService.may_admit"
-)
-PROMPTS: Final = _wait("prompts", "prompts for step {step}, which somebody has to put", _STALL, "loops/algorithm1.py:feed")
-CANDIDATES: Final = _wait(
-    "candidates",
-    "the rewards of the candidates of step {step}",
-    _STALL,
-    "control/ledger/service.py:LedgerService.wanted",
-)
-STEP_START: Final = _wait(
-    "start", "the start of step {step} for task {task}", _STALL, "control/ledger/service.py:LedgerService.may_start"
-)
-TAKING: Final = _wait(
-    "taking",
-    "a rank that can use one more group of step {step}",
-    _STALL,
-    "control/ledger/service.py:LedgerService.may_take loops/taking.py:Taking.run",
-)
-COMMIT: Final = _wait(
-    "commit",
-    "the commit of step {step} by task {task}",
-    _STALL,
-    "control/ledger/service.py:LedgerService.closed control/ledger/service.py:LedgerService.finished"
-    " run/running.py:Running.finish_step",
-)
-READ: Final = _wait("read", "group {number} of step {step}", _STALL, "control/ledger/service.py:LedgerService.next_read")
-STATISTICS: Final = _wait(
-    "statistics",
-    "the statistics of all groups of step {step}",
-    _STALL,
-    "control/ledger/service.py:LedgerService.statistics",
-)
-ROUND: Final = _wait("round", "round {number} of step {step}", _STALL, "control/ledger/service.py:LedgerService.next_round")
+MAY_ADMIT: Final = _wait("admission", "the schedule's leave to admit step {step}")
+PROMPTS: Final = _wait("prompts", "prompts for step {step}, which somebody has to put")
+CANDIDATES: Final = _wait("candidates", "the rewards of the candidates of step {step}")
+STEP_START: Final = _wait("start", "the start of step {step} for task {task}")
+TAKING: Final = _wait("taking", "a rank that can use one more group of step {step}", "loops/taking.py:Taking.run")
+COMMIT: Final = _wait("commit", "the commit of step {step} by task {task}", "run/running.py:Running.finish_step")
+READ: Final = _wait("read", "group {number} of step {step}")
+STATISTICS: Final = _wait("statistics", "the statistics of all groups of step {step}")
+ROUND: Final = _wait("round", "round {number} of step {step}")
 EVALUATIONS: Final = _wait(
     "totals",
     "the last groups of step {step}, and evaluations under weights that its update displaces",
-    _STALL,
-    "control/ledger/service.py:LedgerService.totals control/ledger/service.py:LedgerService.until",
+    "control/ledger/service.py:LedgerService.until",
 )
-CONSUMED: Final = _wait("consumed", "the other ranks to train the last groups of step {step}", _STALL, "")
-RELEASED: Final = _wait(
-    "released",
-    "the other models that train step {step} to commit it",
-    _STALL,
-    "control/ledger/service.py:LedgerService.released",
-)
-JOINING: Final = _wait(
-    "first version", "the first version of the weights", _STALL, "control/policy_versions.py:PolicyVersions.join"
-)
-TARGET: Final = _wait(
-    "next version",
-    "a version after {serving} to be published",
-    _STALL,
-    "control/policy_versions.py:PolicyVersions.next_target",
-)
-INSTALL_LEAVE: Final = _wait(
-    "leave to install",
-    "the schedule's leave to install version {version}",
-    _STALL,
-    "control/policy_versions.py:PolicyVersions.may_install",
-)
+CONSUMED: Final = _wait("consumed", "the other ranks to train the last groups of step {step}")
+RELEASED: Final = _wait("released", "the other models that train step {step} to commit it")
+JOINING: Final = _wait("first version", "the first version of the weights")
+TARGET: Final = _wait("next version", "a version after {serving} to be published")
+INSTALL_LEAVE: Final = _wait("leave to install", "the schedule's leave to install version {version}")
 RUN_ENDS: Final = _wait(
     "end of the run",
     "the end of the run",
-    "the run's end",
-    "control/policy_versions.py:PolicyVersions.stopped cli/queue.py:_until_told cli/serve.py:until_told cli/queue.py:_listen"
-    " transfer_queue/queue.py:TransferQueue.running transfer_queue/node.py:serve_controller"
-    " transfer_queue/node.py:serve_controller.join run/running.py:Running._over service/hosted.py:HostedRun._watch",
+    "cli/queue.py:_until_told _listen cli/serve.py:until_told transfer_queue/queue.py:TransferQueue.running"
+    " transfer_queue/node.py:serve_controller serve_controller.join run/running.py:Running._over"
+    " service/hosted.py:HostedRun._watch",
+    ends="the run's end",
 )
 ALL_SERVE: Final = _wait(
     "all serve",
     "every rollout worker to serve version {version}",
-    "the caller's timeout",
-    "control/policy_versions.py:PolicyVersions.all_serve run/stepwise.py:StepwiseRun.weight_sync_notify",
+    "run/stepwise.py:StepwiseRun.weight_sync_notify",
+    ends="the caller's timeout",
 )
-PUBLISHED: Final = _wait(
-    "published",
-    "version {version} to be published by the trainer",
-    _STALL,
-    "control/policy_versions.py:PolicyVersions.has_published",
-)
-CRITIC_VERSION: Final = _wait(
-    "critic version",
-    "version {version} of the critic",
-    _STALL,
-    "control/critic_versions.py:CriticVersions.reaches",
-)
-BEGUN: Final = _wait("begun", "the trainer to serve its first weights", _STALL, "run/driver.py:Driver.begun")
-EVALUATION_DUE: Final = _wait("evaluation due", "a version that is to be evaluated", _STALL, "loops/evaluation.py:Evaluations.run")
+PUBLISHED: Final = _wait("published", "version {version} to be published by the trainer")
+CRITIC_VERSION: Final = _wait("critic version", "version {version} of the critic")
+BEGUN: Final = _wait("begun", "the trainer to serve its first weights")
+EVALUATION_DUE: Final = _wait("evaluation due", "a version that is to be evaluated")
 OUTCOME: Final = _wait(
     "outcome",
     "what the run is driven to: a step, an evaluation, its end",
-    _STALL,
-    "run/job.py:Job.run run/job.py:Job.until run/job.py:Job.until_done run/running.py:Running.until"
-    " run/stepwise.py:StepwiseRun.step run/stepwise.py:StepwiseRun.evaluate run/stepwise.py:StepwiseRun.until"
-    " run/stepwise.py:StepwiseRun._or_its_end"
-    " service/hosted.py:HostedRun.publish run/job.py:run_with_signals",
+    "run/job.py:Job.run Job.until Job.until_done run_with_signals run/running.py:Running.until"
+    " run/stepwise.py:StepwiseRun.step StepwiseRun.evaluate StepwiseRun.until StepwiseRun._or_its_end"
+    " service/hosted.py:HostedRun.publish",
 )
 CRITIC_PART: Final = _wait(
-    "critic's part",
-    "the critic's part of checkpoint {version}",
-    _STALL,
-    "run/saving.py:CheckpointCoordinator._part_of_critic run/saving.py:CheckpointCoordinator.begin",
+    "critic's part", "the critic's part of checkpoint {version}", "run/saving.py:CheckpointCoordinator.begin"
 )
 METRICS: Final = _wait(
-    "metrics",
-    "the metrics of step {version}",
-    _STALL,
-    "run/metric_rows.py:MetricRows.__init__ run/metric_rows.py:MetricRows.finished run/saving.py:CheckpointCoordinator.settle",
+    "metrics", "the metrics of step {version}", "run/metric_rows.py:MetricRows.__init__ run/saving.py:CheckpointCoordinator.settle"
 )
 REPORTS: Final = _wait(
     "reports",
     "the workers' reports up to a commit",
-    "a second (SETTLE_SECONDS), or what stopping allows",
-    "telemetry/hub.py:Hub.settle telemetry/hub.py:Hub.have_left",
+    "telemetry/hub.py:Hub.settle Hub.have_left",
+    ends="a second (SETTLE_SECONDS), or what stopping allows",
 )
 LEASE: Final = _wait(
     "lease",
     "rows of task {task}",
-    _STALL,
-    "transfer_queue/controller.py:Controller.lease transfer_queue/controller.py:Controller._columns_here"
-    " transfer_queue/client_leases.py:ClientLeases.ask transfer_queue/client.py:TransferQueueClient.stream",
+    "transfer_queue/controller.py:Controller.lease Controller._columns_here transfer_queue/client_leases.py:ClientLeases.ask"
+    " transfer_queue/client.py:TransferQueueClient.stream",
 )
-FREE_CORES: Final = _wait(
-    "free cores",
-    "cores or devices that others leave free",
-    "the run's end",
-    "run/cores.py:FreeCores.helpers run/cores.py:FreeCores.num_threads",
-)
+FREE_CORES: Final = _wait("free cores", "cores or devices that others leave free", ends="the run's end")
 RENDEZVOUS: Final = _wait(
-    "rendezvous", "ranks to meet: key {key}", "the rendezvous' timeout of torch", "run/rendezvous.py:Rendezvous.get"
+    "rendezvous", "ranks to meet: key {key}", "run/rendezvous.py:Rendezvous.get", ends="the rendezvous' timeout of torch"
 )
 
 # -- lanes: the state of a worker that waits -----------------------------------------------------------------------------------
@@ -269,183 +200,162 @@ RENDEZVOUS: Final = _wait(
 LANE: Final = _wait(
     "lane",
     "the cause that the lane names",
-    "that of the wait it names",
-    "loops/algorithm1.py:train loops/algorithm1.py:Publishing.begin loops/algorithm1.py:Publishing.ended loops/critic.py:_install"
-    " loops/critic.py:publish_critic loops/critic.py:train_critic loops/rollout.py:Rollout._show_lane loops/tasks.py:serve"
-    " run/workers.py:_go_on run/workers.py:_led run/workers.py:add_log_probs run/workers.py:compute_values"
-    " run/workers.py:critic_worker run/workers.py:roll_out run/workers.py:score_groups run/workers.py:train_worker"
-    " run/saving.py:CheckpointWriter.save simulation/run.py:SimulatedJob._critic_worker"
-    " simulation/run.py:SimulatedJob._train_worker service/generation.py:PublishedFiles.fetch",
+    "loops/algorithm1.py:train Publishing.begin Publishing.ended loops/critic.py:_install publish_critic train_critic"
+    " loops/rollout.py:Rollout._show_lane loops/tasks.py:serve run/workers.py:_go_on _led add_log_probs compute_values"
+    " critic_worker roll_out score_groups train_worker run/saving.py:CheckpointWriter.save"
+    " simulation/run.py:SimulatedJob._critic_worker SimulatedJob._train_worker service/generation.py:PublishedFiles.fetch",
+    ends="that of the wait it names",
 )
 
 # -- in a worker ---------------------------------------------------------------------------------------------------------------
 
-OWN_RESPONSES: Final = _wait(
-    "own responses",
-    "its own responses, which free its slots",
-    _STALL,
-    "loops/rollout.py:Rollout._take_groups loops/rollout.py:Rollout._has_ended loops/rollout.py:Rollout._unless_stopped",
-)
+OWN_RESPONSES: Final = _wait("own responses", "its own responses, which free its slots", "loops/rollout.py:Rollout._unless_stopped")
 ADAPTER_IN_USE: Final = _wait(
     "adapter in use",
     "the responses to requests that name an adapter, which is to go",
-    "their own ends: each has a largest number of tokens",
     "engines/rollout/loaded_adapters.py:LoadedAdapter.unused",
+    ends="their own ends: each has a largest number of tokens",
 )
 HELPERS: Final = _wait(
     "helpers",
     "passes and pieces that others compute beside the trainer's own, or one for them",
-    _STALL,
-    "engines/train/helpers.py:Helpers.__init__ engines/train/helpers.py:Helpers._take_pieces_until "
-    "engines/train/helpers.py:_Shared.take engines/train/helpers.py:Helpers._serve "
-    "engines/train/pass_gradients.py:PassGradients.__init__",
+    "engines/train/helpers.py:Helpers.__init__ Helpers._take_pieces_until _Shared.take Helpers._serve"
+    " engines/train/pass_gradients.py:PassGradients.__init__",
 )
 FETCH: Final = _wait(
     "fetch",
     "the weights of version {version}",
-    "weight_sync.deadline_seconds",
-    "loops/rollout.py:Rollout._fetched weight_sync/network.py:NetworkReceiver._held"
-    " weight_sync/collective.py:CollectiveReceiver.fetch",
+    "weight_sync/network.py:NetworkReceiver._held weight_sync/collective.py:CollectiveReceiver.fetch",
+    ends="weight_sync.deadline_seconds",
 )
 PULL: Final = _wait(
     "pull",
     "bytes of version {version} from the trainer's sender at {address}",
-    "weight_sync.deadline_seconds",
-    "weight_sync/network.py:NodeReceiver._chunks weight_sync/network.py:NodeReceiver.hold"
-    " weight_sync/network.py:NodeReceiver.__init__ weight_sync/network.py:NodeReceiver._pulled",
+    "weight_sync/network.py:NodeReceiver._chunks NodeReceiver.hold NodeReceiver.__init__",
+    ends="weight_sync.deadline_seconds",
 )
 BROADCAST: Final = _wait(
     "broadcast",
     "all receivers of a broadcast of weights",
-    "weight_sync.deadline_seconds",
-    "weight_sync/collective.py:CollectiveSender._until weight_sync/collective.py:CollectiveSender.join"
-    " weight_sync/collective.py:_store weight_sync/group.py:Group._finish",
+    "weight_sync/collective.py:CollectiveSender._until CollectiveSender.join _store weight_sync/group.py:Group._finish",
+    ends="weight_sync.deadline_seconds",
 )
 PUBLISHING: Final = _wait(
     "publishing",
     "version {version} to be published",
-    _STALL,
-    "loops/algorithm1.py:Publishing._publish weight_sync/shared_memory.py:SharedMemorySender.__init__"
-    " engines/train/leader_engine.py:_GatheredWeights.gathered",
+    "weight_sync/shared_memory.py:SharedMemorySender.__init__ engines/train/leader_engine.py:_GatheredWeights.gathered",
 )
 PROCESS: Final = _wait(
     "process",
     "{process} {pid}",
-    "its own deadline (reward.deadline_seconds, episodes.deadline_seconds)",
     "sandbox/process.py:SandboxProcess.ask environments/pool.py:EnvironmentPool._process rewards/pool.py:RewardPool.score",
+    ends="its own deadline (reward.deadline_seconds, episodes.deadline_seconds)",
 )
 PROCESS_END: Final = _wait(
     "process end",
     "the end of a process that was killed",
-    "KILL_SECONDS (5 s) after SIGKILL",
-    "sandbox/process.py:SandboxProcess.kill sandbox/process.py:SandboxProcesses.close",
+    "sandbox/process.py:SandboxProcess.kill SandboxProcesses.close",
+    ends="KILL_SECONDS (5 s) after SIGKILL",
 )
 SIBLINGS: Final = _wait(
     "siblings",
     "the rewards of a group's other rows",
-    "SIBLINGS_SECONDS (0.5 s)",
     "loops/score_batching.py:ScoredRows.to_store",
+    ends="SIBLINGS_SECONDS (0.5 s)",
 )
 RESET: Final = _wait(
-    "first words", "the first words of environments", "episodes.deadline_seconds", "loops/episode.py:EpisodePlayer.begin"
+    "first words", "the first words of environments", "loops/episode.py:EpisodePlayer.begin", ends="episodes.deadline_seconds"
 )
 REWARD_MODEL: Final = _wait(
-    "reward model", "the reward model's score", "reward.deadline_seconds", "rewards/scorings.py:by_model.answer"
+    "reward model", "the reward model's score", "rewards/scorings.py:by_model.answer", ends="reward.deadline_seconds"
 )
 USER_CODE: Final = _wait(
     "user's code",
     "a coroutine of the user's own",
-    "the deadline of the process that it runs in",
-    "rewards/worker.py:_awaited rewards/worker.py:_awaited.wait environments/tools.py:ToolBox.result_of"
-    " environments/trl.py:TRLEnvironment._reward environments/trl.py:TRLEnvironment.reset environments/worker.py:Player._call"
-    " environments/agent.py:Agent._called environments/agent.py:Agent._started",
+    "rewards/worker.py:_awaited _awaited.wait environments/tools.py:ToolBox.result_of"
+    " environments/trl.py:TRLEnvironment._reward TRLEnvironment.reset environments/worker.py:Player._call"
+    " environments/agent.py:Agent._called Agent._started",
+    ends="the deadline of the process that it runs in",
 )
 QUESTIONS: Final = _wait(
     "questions",
     "the next question of the process's owner",
-    "the owner's end, which closes its pipes",
     "environments/worker.py:serve_together",
+    ends="the owner's end, which closes its pipes",
 )
 MCP: Final = _wait(
     "MCP server",
     "an MCP server of the environment",
-    "START_SECONDS (30 s), then the call's own deadline",
-    "environments/mcp_tools.py:McpTools._keep environments/mcp_tools.py:McpTools.close environments/mcp_tools.py:McpTools.open"
-    " environments/mcp_tools.py:_connected environments/mcp_tools.py:_run_apart",
+    "environments/mcp_tools.py:McpTools._keep McpTools.close McpTools.open _connected _run_apart",
+    ends="START_SECONDS (30 s), then the call's own deadline",
 )
 CAPTURED: Final = _wait(
     "captured call",
     "room for a call of a captured program",
-    "episodes.deadline_seconds",
-    "environments/capture/episode.py:CapturedEpisode.__init__ environments/capture/episode.py:CapturedEpisode._room"
+    "environments/capture/episode.py:CapturedEpisode.__init__ CapturedEpisode._room"
     " environments/capture/endpoint.py:CaptureEndpoint.stop",
+    ends="episodes.deadline_seconds",
 )
 COMPUTATION: Final = _wait(
     "computation",
     "the computation of the thread that owns the model",
-    _STALL,
     "threads.py:ComputeThread.run engines/rollout/threaded.py:ThreadedEngine._generate engines/train/model/causal_model.py:-",
 )
 SERVER: Final = _wait(
     "vLLM",
     "{server}",
-    "generation_seconds of rollout.engine (1800 s), and the look at the server's health",
-    "engines/rollout/vllm/generation.py:Generation._ask engines/rollout/vllm/generation.py:Generation.responses"
+    "engines/rollout/vllm/generation.py:Generation._ask Generation.responses"
     " engines/rollout/vllm/engine.py:VllmEngine.__init__ engines/rollout/vllm/servers.py:ServerHandle.__init__",
+    ends="generation_seconds of rollout.engine (1800 s), and the look at the server's health",
 )
 SERVER_START: Final = _wait(
     "vLLM start",
     "a vLLM server that serves",
-    "start_seconds of rollout.engine (600 s)",
-    "engines/rollout/vllm/servers.py:ServerPool.least_loaded engines/rollout/vllm/servers.py:ServerHandle.until_lost"
+    "engines/rollout/vllm/servers.py:ServerPool.least_loaded ServerHandle.until_lost"
     " engines/rollout/vllm/hosts.py:OwnServer.__init__",
+    ends="start_seconds of rollout.engine (600 s)",
 )
 SERVER_WEIGHTS: Final = _wait(
     "vLLM weights",
     "a vLLM server to take its weights",
-    "weight_sync.deadline_seconds",
     "engines/rollout/vllm/transfer.py:NcclTransfer.send engines/rollout/vllm/weights.py:ServerWeights.write_over",
+    ends="weight_sync.deadline_seconds",
 )
 SERVER_END: Final = _wait(
     "vLLM end",
     "the end of a vLLM server",
-    "KILL_SECONDS (5 s) after SIGKILL",
     "engines/rollout/vllm/process.py:ServerProcess.stop engines/rollout/in_vllm/guard.py:main",
+    ends="KILL_SECONDS (5 s) after SIGKILL",
 )
 COLLECTIVE: Final = _wait(
     "collective",
     "the other ranks of the trainer",
-    "EXCHANGE_SECONDS (600 s)",
     "engines/train/leader_engine.py:LeaderEngine.follow engines/train/parallel/pipeline.py:Pipeline._wait_for"
-    " engines/train/parallel/many_ranks.py:ManyRanks._to_first engines/train/profile.py:Stopwatch.timed"
-    " engines/train/profile.py:_there_and_back",
+    " engines/train/parallel/many_ranks.py:ManyRanks._to_first engines/train/profile.py:Stopwatch.timed _there_and_back",
+    ends="EXCHANGE_SECONDS (600 s)",
 )
 CHECKPOINT: Final = _wait(
     "checkpoint",
     "checkpoint {version} to be on the disk",
-    "WRITE_SECONDS (600 s)",
-    "run/saving.py:CheckpointWriter._written_files run/saving.py:CheckpointWriter._written"
-    " run/saving.py:CheckpointWriter.written run/record.py:RunRecord.__init__",
+    "run/saving.py:CheckpointWriter._written_files CheckpointWriter._written CheckpointWriter.written"
+    " run/record.py:RunRecord.__init__",
+    ends="WRITE_SECONDS (600 s)",
 )
-WORK_AT_ONCE: Final = _wait(
-    "room for work", "work of its own to end, so that there is room for more", _STALL, "loops/tasks.py:serve"
-)
+WORK_AT_ONCE: Final = _wait("room for work", "work of its own to end, so that there is room for more", "loops/tasks.py:serve")
 OUTSIDE: Final = _wait(
     "outside",
     "a process from outside: a client that generates or trains",
-    "queue.lease_seconds, and the client's own timeout",
-    "run/desk.py:TrainDesk.publish run/desk.py:TrainDesk.take run/desk.py:TrainDesk.update"
-    " service/generation.py:OutsideEngine.generate service/generation.py:OutsideEngine.install"
-    " service/generation.py:OutsideEngine.put service/generation.py:OutsideEngine.take service/workers.py:OutsideWorkers.join"
-    " service/workers.py:OutsideWorkers.hold service/workers.py:OutsideWorkers.leave cli/join.py:JoinedGenerator._generate"
-    " cli/join.py:_rest",
+    "run/desk.py:TrainDesk.publish TrainDesk.take TrainDesk.update service/generation.py:OutsideEngine.generate"
+    " OutsideEngine.install OutsideEngine.put OutsideEngine.take service/workers.py:OutsideWorkers.join OutsideWorkers.hold"
+    " OutsideWorkers.leave cli/join.py:JoinedGenerator._generate _rest",
+    ends="queue.lease_seconds, and the client's own timeout",
 )
 
 SITUATION: Final = _wait(
     "situation",
     "the disk, for the file that `asyncflow why` reads",
-    "a second (SECONDS), after which it is left alone",
-    "run/standstill.py:Standstill._write run/standstill.py:Standstill.ended",
+    "run/standstill.py:Standstill._write Standstill.ended",
+    ends="a second (SECONDS), after which it is left alone",
 )
 
 # -- between processes ---------------------------------------------------------------------------------------------------------
@@ -453,63 +363,52 @@ SITUATION: Final = _wait(
 ANSWER: Final = _wait(
     "answer",
     "the answer of another process's service, where it has a name of its own",
-    "the loss of the connection, which is an error at once",
-    "transport/peer.py:Peer.call transport/peer.py:Peer.connect cluster/wire.py:SimulatedPeer.call"
-    " transport/server.py:Server.close transfer_queue/directory.py:Places._dial transfer_queue/directory.py:Directory.describe",
+    "transport/peer.py:Peer.call Peer.connect cluster/wire.py:SimulatedPeer.call transport/server.py:Server.close"
+    " transfer_queue/directory.py:Places._dial Directory.describe",
+    ends="the loss of the connection, which is an error at once",
 )
 UNIT: Final = _wait(
     "storage unit",
     "storage unit {unit} to store {rows} rows",
-    "queue.lease_seconds",
-    "transfer_queue/unit_store.py:UnitStore._drop transfer_queue/unit_store.py:UnitStore._store"
-    " transfer_queue/unit_store.py:UnitStore._to_its_end transfer_queue/unit_store.py:UnitStore.admit"
-    " transfer_queue/unit_store.py:UnitStore.close transfer_queue/freeing.py:Freeing.__init__"
-    " transfer_queue/freeing.py:Freeing.free transfer_queue/client.py:_all_that_answer"
-    " transfer_queue/client.py:TransferQueueClient.complete",
+    "transfer_queue/unit_store.py:UnitStore._drop UnitStore._store UnitStore._to_its_end UnitStore.admit UnitStore.close"
+    " transfer_queue/freeing.py:Freeing.__init__ Freeing.free transfer_queue/client.py:_all_that_answer",
+    ends="queue.lease_seconds",
 )
-CAPACITY: Final = _wait(
-    "room in a unit",
-    "room for {rows} rows in a storage unit",
-    _STALL,
-    "transfer_queue/capacity.py:Capacity.reserve",
-)
+CAPACITY: Final = _wait("room in a unit", "room for {rows} rows in a storage unit", "transfer_queue/capacity.py:Capacity.reserve")
 NOTICES: Final = _wait(
     "notices",
     "notices of a storage unit",
-    "the loss of the connection, after which it follows anew",
-    "transfer_queue/unit_subscription.py:UnitSubscription.caught_up transfer_queue/unit_subscription.py:UnitSubscription.follow",
+    "transfer_queue/unit_subscription.py:UnitSubscription.caught_up UnitSubscription.follow",
+    ends="the loss of the connection, after which it follows anew",
 )
 STORE: Final = _wait(
     "store",
     "the store behind a storage unit (Redis, Mooncake)",
-    "queue.storage's timeout_seconds",
     "transfer_queue/storage/servers/key_value.py:KeyValueStorage.__init__"
     " transfer_queue/storage/servers/mooncake.py:MooncakeKeyValue._call"
     " transfer_queue/storage/servers/redis.py:RedisKeyValue._deadline",
+    ends="queue.storage's timeout_seconds",
 )
 ARENA: Final = _wait(
     "arena",
     "another thread's use of the shared memory",
-    "that use, which does no I/O",
-    "transport/arena.py:- transport/arena.py:Arena.__init__ transport/arena.py:Arena._settle",
+    "transport/arena.py:- Arena.__init__ Arena._settle",
+    ends="that use, which does no I/O",
 )
 MODEL_FILES: Final = _wait(
     "model files",
     "the model's files from the driver's machine",
-    "CHUNK_SECONDS (60 s) without a chunk",
     "run/model_files.py:_chunks run/model_source.py:run_module",
+    ends="CHUNK_SECONDS (60 s) without a chunk",
 )
 LOADER: Final = _wait(
     "loader",
     "the next batch of a data loader of somebody else's trainer",
-    "the loader's own timeout",
     "transfer_queue/loader/broadcast.py:GroupBroadcast._broadcast"
-    " transfer_queue/loader/dataloader.py:StreamDataLoader._from_queue transfer_queue/loader/dataloader.py:StreamDataLoader._next"
-    " transfer_queue/loader/prefetch.py:Ahead.__init__ transfer_queue/loader/prefetch.py:Ahead.run"
-    " transfer_queue/loader/prefetch.py:Ahead.take transfer_queue/loader/prefetch.py:StreamFeed._main"
-    " transfer_queue/loader/prefetch.py:StreamFeed.call transfer_queue/loader/prefetch.py:StreamFeed.close"
-    " transfer_queue/loader/prefetch.py:StreamFeed.wait transfer_queue/loader/prefetch.py:StreamSource.connect"
-    " transfer_queue/loader/prefetch.py:_end_with",
+    " transfer_queue/loader/dataloader.py:StreamDataLoader._from_queue StreamDataLoader._next"
+    " transfer_queue/loader/prefetch.py:Ahead.__init__ Ahead.run Ahead.take StreamFeed._main StreamFeed.call StreamFeed.close"
+    " StreamFeed.wait StreamSource.connect _end_with",
+    ends="the loader's own timeout",
 )
 
 # -- beginning and ending ------------------------------------------------------------------------------------------------------
@@ -517,92 +416,81 @@ LOADER: Final = _wait(
 WORKERS_START: Final = _wait(
     "workers' start",
     "the cluster to start {workers} workers",
-    "an interrupt, or the cluster's own deadline (start_seconds on Ray)",
-    "run/running.py:Running.start cluster/forking.py:ForkServer.fork cluster/forking.py:- cluster/forking.py:ForkServer._hear",
+    "run/running.py:Running.start cluster/forking.py:ForkServer.fork - ForkServer._hear",
+    ends="an interrupt, or the cluster's own deadline (start_seconds on Ray)",
 )
 RAY_ROOM: Final = _wait(
     "room on Ray",
     "room in the Ray cluster for {workers}",
-    "start_seconds of the cluster (120 s)",
-    "cluster/ray/places.py:_in_thread cluster/ray/places.py:RayPlaces.reserve cluster/ray/cluster.py:RayCluster._spawn",
+    "cluster/ray/places.py:_in_thread cluster/ray/cluster.py:RayCluster._spawn",
+    ends="start_seconds of the cluster (120 s)",
 )
 RAY: Final = _wait(
     "Ray",
     "an answer of Ray, or of a host that it has placed",
-    "HOST_SECONDS (30 s), UNAVAILABLE_SECONDS (60 s)",
-    "cluster/ray/cluster.py:RayCluster._look_apart cluster/ray/cluster.py:RayCluster._look_for_devices"
-    " cluster/ray/cluster.py:RayCluster.stop"
-    " cluster/ray/connection.py:RayConnection._begin_cluster cluster/ray/connection.py:RayConnection.disconnect"
-    " cluster/ray/connection.py:_answers cluster/ray/guard.py:guard cluster/ray/host.py:RayHost.__init__"
-    " cluster/ray/host.py:RayHost._end_predecessor cluster/ray/host.py:RayHost._read cluster/ray/host.py:RayHost._wait"
-    " cluster/ray/host.py:RayHost.listen cluster/ray/places.py:RayPlaces._leave cluster/ray/process.py:RayProcess._follow"
-    " cluster/ray/process.py:RayProcess._kill",
+    "cluster/ray/cluster.py:RayCluster._look_apart RayCluster._look_for_devices RayCluster.stop"
+    " cluster/ray/connection.py:RayConnection._begin_cluster RayConnection.disconnect _answers cluster/ray/guard.py:guard"
+    " cluster/ray/host.py:RayHost.__init__ RayHost._end_predecessor RayHost._read RayHost._wait RayHost.listen"
+    " cluster/ray/places.py:RayPlaces._leave cluster/ray/process.py:RayProcess._follow RayProcess._kill",
+    ends="HOST_SECONDS (30 s), UNAVAILABLE_SECONDS (60 s)",
 )
 HANDOVER: Final = _wait(
     "handover",
     "{workers} workers that may stay for the next attempt to let go of this one",
-    "STAY_SECONDS (5 s)",
     "run/handover.py:Handover.staying",
+    ends="STAY_SECONDS (5 s)",
 )
-NEXT_ATTEMPT: Final = _wait(
-    "next attempt", "the next attempt of the run, after a worker's death", _STALL, "run/connection.py:next_attempt"
-)
-UNITS: Final = _wait("units", "{units} storage units to come", "UNITS_SECONDS (60 s)", "run/driver.py:Driver._units_there")
+NEXT_ATTEMPT: Final = _wait("next attempt", "the next attempt of the run, after a worker's death", "run/connection.py:next_attempt")
+UNITS: Final = _wait("units", "{units} storage units to come", "run/driver.py:Driver._units_there", ends="UNITS_SECONDS (60 s)")
 WORKER_ENDS: Final = _wait(
     "worker's end",
     "a worker's process to end",
-    _WORKER_ENDS,
-    "run/job.py:Job._restart_after cluster/forking.py:ForkServer._end cluster/forking.py:ForkedProcess.wait"
+    "run/job.py:Job._restart_after cluster/forking.py:ForkServer._end ForkedProcess.wait"
     " cluster/supervised.py:SupervisedCluster._keep_alive cluster/torchrun.py:run_rank",
+    ends="the worker's end, which its cluster tells of",
 )
 STOPPING: Final = _wait(
     "stopping",
     "workers, or work under way, to end",
-    "run.stop_grace_seconds, then SIGKILL",
-    "cluster/inline.py:InlineCluster.end cluster/inline.py:InlineCluster.stop cluster/simulated.py:SimulatedCluster.end"
-    " cluster/simulated.py:SimulatedCluster.stop cluster/supervised.py:SupervisedCluster._end"
-    " cluster/supervised.py:SupervisedCluster.end cluster/torchrun.py:_end run/background.py:BackgroundTasks.settle"
-    " trainer.py:Trainer.stop client.py:Client.close service/server.py:HttpServer.stop",
+    "cluster/inline.py:InlineCluster.end InlineCluster.stop cluster/simulated.py:SimulatedCluster.end SimulatedCluster.stop"
+    " cluster/supervised.py:SupervisedCluster._end SupervisedCluster.end cluster/torchrun.py:_end"
+    " run/background.py:BackgroundTasks.settle trainer.py:Trainer.stop client.py:Client.close"
+    " service/server.py:HttpServer.stop",
+    ends="run.stop_grace_seconds, then SIGKILL",
 )
 SCALING: Final = _wait(
     "scaling",
     "workers to come or to leave",
-    "the command's --grace, ANSWER_SECONDS (180 s)",
-    "run/scaling.py:Scaling.__init__ run/scaling.py:Scaling.scale cli/cluster.py:_scale",
+    "run/scaling.py:Scaling.__init__ Scaling.scale cli/cluster.py:_scale",
+    ends="the command's --grace, ANSWER_SECONDS (180 s)",
 )
 TRIAL: Final = _wait(
     "trial",
     "a process that looks at the machine, at the user's own engines, or at a layer's costs",
-    "its own deadline",
-    "run/devices_there.py:check_devices run/parts_there.py:check_engines run/profile.py:_until_ended run/profile.py:profile "
-    "cli/verify.py:_Run.group",
+    "run/devices_there.py:check_devices run/parts_there.py:check_engines run/profile.py:_until_ended profile"
+    " cli/verify.py:_Run.group",
+    ends="its own deadline",
 )
 HTTP: Final = _wait(
     "HTTP",
     "a client's request, or its repetition",
-    "the limits of the service (service/limits.py)",
-    "service/app.py:Gate._paced.paced service/hosted.py:HostedRun.__init__"
-    " service/watching.py:WatchedRun.__init__"
+    "service/app.py:Gate._paced.paced service/hosted.py:HostedRun.__init__ service/watching.py:WatchedRun.__init__"
     " service/repeats.py:Repeats.begin",
+    ends="the limits of the service (service/limits.py)",
 )
 TINKER: Final = _wait(
     "Tinker's API",
     "the request of a model before this one, or a place to sample",
-    "RETRIEVE_SECONDS (20 s), after which the client asks again",
-    "service/tinker/results.py:Results.get service/tinker/samplers.py:Samplers._granted"
-    " service/tinker/samplers.py:_Held.have_arrived service/tinker/trained_model.py:TrainedModel.run"
-    " service/tinker/trained_model.py:answered",
+    "service/tinker/results.py:Results.get service/tinker/samplers.py:Samplers._granted _Held.have_arrived"
+    " service/tinker/trained_model.py:TrainedModel.run answered",
+    ends="RETRIEVE_SECONDS (20 s), after which the client asks again",
 )
 SIMULATION: Final = _wait(
     "simulation",
     "virtual time, or a process that simulates",
-    "the simulated run's own deadlines, RUN_SECONDS (1800 s)",
-    "engines/sleeping.py:SleepingRolloutEngine._decode engines/sleeping.py:SleepingRolloutEngine._generate"
-    " engines/sleeping.py:SleepingRolloutEngine._hand_in engines/sleeping.py:SleepingRolloutEngine._run"
-    " engines/sleeping.py:SleepingPasses.compute"
-    " engines/sleeping.py:SleepingPasses.compute.help_out"
-    " engines/sleeping.py:SleepingTrainEngine.__init__ engines/sleeping.py:SleepingTrainEngine.forward_backward"
-    " simulation/run.py:SimulatedJob._place simulation/run.py:_Scorer.__init__ simulation/run.py:_Scorer.score"
-    " simulation/run.py:_run environments/sleeping.py:SleepingEpisode.step"
-    " simulation/seeds.py:Simulators.outcomes simulation/seeds.py:_end simulation/seeds.py:outcomes",
+    "engines/sleeping.py:SleepingRolloutEngine._decode SleepingRolloutEngine._generate SleepingRolloutEngine._hand_in"
+    " SleepingRolloutEngine._run SleepingPasses.compute SleepingPasses.compute.help_out SleepingTrainEngine.__init__"
+    " SleepingTrainEngine.forward_backward simulation/run.py:SimulatedJob._place _Scorer.__init__ _run"
+    " simulation/seeds.py:Simulators.outcomes _end outcomes",
+    ends="the simulated run's own deadlines, RUN_SECONDS (1800 s)",
 )

@@ -13,7 +13,7 @@ import pytest
 
 from asyncflow import waits
 from asyncflow.config import Config
-from asyncflow.waits import WAITS, OpenWaits, waiting
+from asyncflow.waits import WAITS, OpenWaits, Wait, waiting
 
 PACKAGE = Path(waits.__file__).parent
 CALLS = frozenset(
@@ -34,10 +34,11 @@ NONE_OF_THEM = frozenset(
         "telemetry/spans.py",  # `waiting` of a lane, whose callers are registered
     }
 )
+NAMES = frozenset(name for name, value in vars(waits).items() if isinstance(value, Wait))
 
 
 def waits_in(source: str) -> set[str]:
-    """Functions (`Class.function`) that wait, or make a lock, in a module's source."""
+    """Functions (`Class.function`) that wait, or make a lock, in a module's source, and do not say in the call which wait it is."""
     found: set[str] = set()
 
     def visit(node: ast.AST, names: tuple[str, ...], is_awaited: bool) -> None:
@@ -55,13 +56,18 @@ def waits_in(source: str) -> set[str]:
 
 
 def _waits(call: ast.Call, is_awaited: bool) -> bool:
-    function = call.func
-    name = function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    function, name = call.func, _last_name(call.func)
+    if any(_last_name(each) in NAMES for each in call.args):
+        return False  # it says so itself
     if name == "join":  # of a thread; text is joined of something, and what is awaited waits elsewhere
         return isinstance(function, ast.Attribute) and not call.args and not is_awaited
     if name == "get":  # of an asyncio.Queue
         return is_awaited and not call.args and not call.keywords
     return name in CALLS or name in LOCKS
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 @cache
@@ -71,8 +77,16 @@ def places() -> set[str]:
     return {f"{name}:{each}" for name, path in files.items() if name not in NONE_OF_THEM for each in waits_in(path.read_text())}
 
 
+def registered_places() -> list[str]:
+    """All places of the registry, `file:class.function` each."""
+    found: list[str] = []
+    for place in (place for wait in WAITS.values() for place in wait.places.split()):
+        found.append(place if ":" in place else f"{found[-1].partition(':')[0]}:{place}")
+    return found
+
+
 def test_every_wait_of_the_code_is_registered() -> None:
-    registered = {place for wait in WAITS.values() for place in wait.places.split()}
+    registered = set(registered_places())
     new, gone = places() - registered, registered - places()
     assert not new, f"these wait: register each in asyncflow/waits.py, with a name and a deadline: {sorted(new)}"
     assert not gone, f"nothing waits there any more: {sorted(gone)}"
@@ -87,7 +101,8 @@ def test_every_wait_of_the_code_is_registered() -> None:
         "def f(thread):\n    thread.join()",
         "async def f(queue):\n    return await queue.get()",
         "class A:\n    def __init__(self):\n        self.lock = asyncio.Lock()",
-        "def f(reader):\n    with waiting(FETCH):\n        pass",
+        "def f(reader):\n    with waiting(wait):\n        pass",
+        "async def f(self):\n    with waiting(FETCH):\n        await self.changed.wait()",
     ],
 )
 def test_a_wait_is_found(source: str) -> None:
@@ -95,6 +110,7 @@ def test_a_wait_is_found(source: str) -> None:
 
 
 def test_what_is_no_wait_is_not_found() -> None:
+    assert waits_in("async def f(self):\n    await self.signal.until(lambda: True, FETCH)") == set()
     assert (
         waits_in("async def f(names, own):\n    await asyncio.sleep(1)\n    ', '.join(names)\n    own.get()\n    await own.call()")
         == set()
@@ -102,7 +118,7 @@ def test_what_is_no_wait_is_not_found() -> None:
 
 
 def test_no_place_has_two_names_but_a_lane_that_waits_for_room_of_its_own() -> None:
-    counted = Counter(place for wait in WAITS.values() for place in wait.places.split())
+    counted = Counter(registered_places())
     assert {place for place, count in counted.items() if count > 1} == {"loops/tasks.py:serve"}
 
 
