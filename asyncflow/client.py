@@ -209,8 +209,7 @@ class AsyncClient:
     async def init_engines(self, rollout: Place | None = None, train: Place | None = None) -> int | None:
         """Say which engines the run starts itself (`own`) and which clients provide (`outside`), in one call or one by one; without
         any the configuration says it. Returns the step that the run begins with, None while an engine is still to be named."""
-        begun: int | None = (await self._post("/v1/init_engines", {"rollout": rollout, "train": train}))["step"]
-        return begun
+        return (await self._post("/v1/init_engines", {"rollout": rollout, "train": train}))["step"]
 
     async def step(self) -> dict[str, float] | None:
         """Train one step and return its metrics; None when `run.steps` are done. See `Trainer.step`."""
@@ -231,8 +230,7 @@ class AsyncClient:
 
     async def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
         """Have all rollout workers serve the weights of the last committed step; returns their version. See `Trainer`."""
-        version: int = (await self._post("/v1/weight_sync_notify", {"timeout_seconds": timeout_seconds}))["version"]
-        return version
+        return (await self._post("/v1/weight_sync_notify", {"timeout_seconds": timeout_seconds}))["version"]
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
         """Let rollout workers join or leave. See `Trainer.scale_rollout`."""
@@ -241,13 +239,11 @@ class AsyncClient:
 
     async def checkpoint(self) -> int:
         """Have a checkpoint written with the next step that is committed; returns its version."""
-        version: int = (await self._post("/v1/checkpoint"))["version"]
-        return version
+        return (await self._post("/v1/checkpoint"))["version"]
 
     async def status(self) -> dict[str, Any]:
         """State of the run, its workers and its queue."""
-        found: dict[str, Any] = await self._get("/v1/status")
-        return found
+        return await self._get("/v1/status")
 
     async def metrics(self) -> str:
         """The queue's metrics in Prometheus' text form."""
@@ -388,14 +384,11 @@ class AsyncGeneratorWorker:
     async def get_prompts_data(self, prompts: int = 1, timeout_seconds: float = 20.0) -> PromptsData:
         """Lease prompts, so many at most, under the version that this process serves. Waits for some; asking is a sign of life."""
         found = await self._client._post(f"{self._path}/prompts", {"prompts": prompts, "timeout_seconds": timeout_seconds})
-        given = [PromptToAnswer(**one) for one in found["prompts"]]
-        return PromptsData(version=found["version"], prompts=given, install=found["install"], is_over=found["is_over"])
+        return msgspec.convert(found, PromptsData)
 
     async def put_experience_data(self, responses: Sequence[ResponseData]) -> list[str]:
         """Put responses. Returns for each `stored`, or why it does not count, such as that another one was first."""
-        body = [{field: getattr(one, field) for field in ResponseData.__dataclass_fields__} for one in responses]
-        stored: list[str] = (await self._client._post(f"{self._path}/experience", {"responses": body}))["outcomes"]
-        return stored
+        return (await self._client._post(f"{self._path}/experience", {"responses": list(responses)}))["outcomes"]
 
     async def fetch_weights(self, version: int, target: str | Path) -> Path:
         """Fetch the version that this process is to install (`PromptsData.install`, not 0) as a safetensors file."""
@@ -465,8 +458,7 @@ class AsyncTrainerWorker:
                 return await self.publish(step, file, **figures)
         query = f"grad_norm={grad_norm}&learning_rate={learning_rate}&timeout_seconds={timeout_seconds}"
         answer = await self._client._request("PUT", f"/v1/weights/{self.name}/{step}?{query}", file=Path(weights))
-        version: int = msgspec.json.decode(answer.content)["version"]
-        return version
+        return msgspec.json.decode(answer.content)["version"]
 
     async def publish_folder(
         self, step: int, path: str | Path, *, grad_norm: float = 0.0, learning_rate: float = 0.0, timeout_seconds: float = 120.0
@@ -474,8 +466,7 @@ class AsyncTrainerWorker:
         """`publish` for a folder in Hugging Face format, or a file, on the server's machine; "": the update is skipped."""
         body = {"step": step, "path": str(path), "grad_norm": grad_norm, "learning_rate": learning_rate}
         answer = await self._client._post(f"{self._path}/weights", {**body, "timeout_seconds": timeout_seconds})
-        version: int = answer["version"]
-        return version
+        return answer["version"]
 
     async def leave(self) -> None:
         """Train no more: groups that were not acknowledged are given to others."""
@@ -483,7 +474,8 @@ class AsyncTrainerWorker:
 
 
 class Client:
-    """`AsyncClient` for code without an event loop: every method blocks until it is done. A context; `connect` makes it."""
+    """`AsyncClient` for code without an event loop: every method blocks until it is done, and has the arguments of that one's. A
+    context; `connect` makes it."""
 
     def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop
@@ -643,13 +635,12 @@ class TrainerWorker:
 def read_key(path: Path) -> str:
     """Secret of the first key in a service's key file. Raises `UserError`."""
     try:
-        secret: str = msgspec.json.decode(path.read_bytes())["keys"][0]["secret"]
+        return msgspec.json.decode(path.read_bytes())["keys"][0]["secret"]
     except (OSError, msgspec.DecodeError, LookupError, TypeError) as error:
         why = f" ({error.strerror})" if isinstance(error, OSError) else ""
         raise UserError(
             f"{path} holds no key of a service{why}: name the server's runs/NAME.service/keys.json, or a copy"
         ) from error
-    return secret
 
 
 def _groups(columns: Mapping[str, Array]) -> list[GroupData]:

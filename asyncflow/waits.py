@@ -201,9 +201,8 @@ LANE: Final = _wait(
     "lane",
     "the cause that the lane names",
     "loops/algorithm1.py:train Publishing.begin Publishing.ended loops/critic.py:_install publish_critic train_critic"
-    " loops/rollout.py:Rollout._show_lane loops/tasks.py:serve run/workers.py:_go_on _led add_log_probs compute_values"
-    " critic_worker roll_out score_groups train_worker run/saving.py:CheckpointWriter.save"
-    " simulation/run.py:SimulatedJob._critic_worker SimulatedJob._train_worker service/generation.py:PublishedFiles.fetch",
+    " loops/rollout.py:Rollout._show_lane loops/tasks.py:serve run/workers.py:_go_on _led compute_values critic_worker leave"
+    " train_worker run/saving.py:CheckpointWriter.save service/generation.py:PublishedFiles.fetch",
     ends="that of the wait it names",
 )
 

@@ -38,24 +38,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(quickstart)
-app.command()(init)
-app.command()(train)
-app.command()(serve)
-app.command()(join)
-app.command(name="eval")(evaluate)
-app.command()(replay)
-app.command()(merge)
-app.command()(verify)
-app.command()(simulate)
-app.command()(plan)
-app.command()(reward)
-app.command()(report)
-app.command()(watch)
-app.command()(compare)
-app.command()(status)
-app.command()(why)
-app.command()(check)
+VERBS = (
+    quickstart, init, train, serve, join, evaluate, replay, merge, verify, simulate, plan, reward, report, watch, compare, status,
+    why, check,
+)  # fmt: skip
+for _verb in VERBS:
+    app.command(name="eval" if _verb is evaluate else None)(_verb)
 app.add_typer(cluster, name="cluster")
 app.add_typer(queue, name="queue")
 

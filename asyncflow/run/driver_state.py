@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +21,10 @@ import numpy as np
 from asyncflow.config import parse_dumped
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.record import RecordState
-from asyncflow.run_dir import replace
+from asyncflow.run_dir import replace as replace_file
+from asyncflow.telemetry.batches import joined
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
-from asyncflow.types import Batch, Ragged, RunError
+from asyncflow.types import Batch, RunError
 
 DRIVER_FILE: Final = "driver.msgpack"
 ROWS_FILE: Final = "rows.afp"
@@ -138,7 +139,7 @@ def write_added(path: Path, state: DriverState, *, is_whole: bool = False) -> No
     row."""
     resumed_at = state.record.resumed_at
     later = LaterDriverState(state.position, state.pushed, state.steps, is_whole, state.num_pushed, resumed_at)
-    replace(path, msgspec.msgpack.encode(later))
+    replace_file(path, msgspec.msgpack.encode(later))
 
 
 def read_driver(folder: Path, added: Path | None = None) -> Resumed:
@@ -157,18 +158,7 @@ def read_driver(folder: Path, added: Path | None = None) -> Resumed:
         if (folder / ROWS_FILE).exists():
             with (folder / ROWS_FILE).open("rb") as file:
                 batches = [batch for _, batch in read_frames(file)]
-            rows = _joined(batches)
+            rows = replace(joined(batches), groups=np.empty(0, np.int64))
     except (OSError, msgspec.DecodeError, ValueError) as error:
         raise RunError(f"the checkpoint {folder} cannot be read: {error}") from error
     return Resumed(folder, state, rows, is_whole)
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    columns: dict[str, Any] = {}
-    for name, first in batches[0].columns.items():
-        if isinstance(first, Ragged):
-            columns[name] = Ragged.from_arrays([part for batch in batches for part in batch.ragged(name)], first.values.dtype.name)
-        else:
-            columns[name] = np.concatenate([batch.dense(name) for batch in batches])
-    indices = np.concatenate([batch.indices for batch in batches])
-    return Batch(indices, np.empty(0, np.int64), columns)

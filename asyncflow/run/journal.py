@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, Final
@@ -22,10 +22,11 @@ from typing import IO, Any, Final
 import msgspec
 import numpy as np
 
-from asyncflow.run_dir import replace
+from asyncflow.run_dir import replace as replace_file
+from asyncflow.telemetry.batches import joined
 from asyncflow.transfer_queue.batches import taken
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
-from asyncflow.types import Array, Batch, Ragged, Values
+from asyncflow.types import Array, Batch
 
 PROMPT_HASH: Final = "prompt_hash"
 """Column of the rows' file, int64: of the prompt that a row answers (`prompt_hash`)."""
@@ -85,7 +86,7 @@ class Journal:
                 write_frame(content, [], kept)
         self._rows.close()
         self._rows = None
-        replace(self._rows_path, content.getvalue())
+        replace_file(self._rows_path, content.getvalue())
         self._limit = max(MAX_BYTES, 2 * len(content.getvalue()))
 
     def read(self, num_prompts: int, first_group: int, completed: Batch | None, outputs: Container[str]) -> Kept:
@@ -148,11 +149,6 @@ def _of_groups(batch: Batch, group_bits: int, first: int) -> Batch:
 def _joined(batches: Sequence[Batch], outputs: Container[str]) -> Batch:
     """Rows of several batches, each once, with these columns."""
     names = [name for name in batches[0].columns if name in outputs and all(name in batch.columns for batch in batches)]
-    columns: dict[str, Values] = {}
-    for name in names:
-        if isinstance(first := batches[0].columns[name], Ragged):
-            columns[name] = Ragged.from_arrays([part for batch in batches for part in batch.ragged(name)], first.values.dtype.name)
-        else:
-            columns[name] = np.concatenate([batch.dense(name) for batch in batches])
-    indices, positions = np.unique(np.concatenate([batch.indices for batch in batches]), return_index=True)
-    return Batch(indices, np.empty(0, np.int64), {name: taken(values, positions) for name, values in columns.items()})
+    rows = joined([replace(batch, columns={name: batch.columns[name] for name in names}) for batch in batches])
+    indices, positions = np.unique(rows.indices, return_index=True)
+    return Batch(indices, np.empty(0, np.int64), {name: taken(values, positions) for name, values in rows.columns.items()})

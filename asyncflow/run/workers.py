@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncflow.cluster.remote_node import own_address, remote_node
 from asyncflow.config import Config
@@ -61,6 +61,12 @@ from asyncflow.weight_sync.base import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:
     from asyncflow.engines.train.helpers import Helpers
+
+
+class ToClose(Protocol):
+    """An engine, or an end of the weight sync."""
+
+    async def close(self) -> None: ...
 
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
@@ -120,8 +126,7 @@ async def roll_out(
     by_worker = ResponseScoring(score if run.config.reward.place == "rollout" else None, decode, _sample_filter(run))
     async with background(*widened):
         await Rollout(context, engine, weights, by_worker, task, episodes, run.config.episodes_at_once).run()
-    run.reporter.recorder.waiting("stop")
-    await weights.receiver.close()
+    await leave(run, weights.receiver)
 
 
 async def unit_worker(name: str, run_dir: Path) -> None:
@@ -164,7 +169,7 @@ async def score_groups(run: RunConnection, score: Callable[[Sample], Awaitable[S
     work = reward(ResponseScoring(score, decode, _sample_filter(run)), run.shape)
     at_once = run.config.reward.num_workers + 1  # of each lease there is a row at least: every process has one, and another waits
     await serve("reward", loop_context(run), work, at_once=at_once)
-    run.reporter.recorder.waiting("stop")
+    await leave(run)
 
 
 async def train_worker(name: str, run_dir: Path) -> None:
@@ -194,10 +199,15 @@ async def train_worker(name: str, run_dir: Path) -> None:
                 copy_tokenizer(Path(run.job.model), folder)
         spans.waiting("checkpoint")
         await saving.written()
-        spans.waiting("stop")
-        if sender is not None:
-            await sender.close()
-        await engine.close()
+        await leave(run, sender, engine)
+
+
+async def leave(run: RunConnection, *ends: ToClose | None) -> None:
+    """The worker has nothing left to do: it waits for the run's end, and closes what is its own of these."""
+    run.reporter.recorder.waiting("stop")
+    for end in ends:
+        if end is not None:
+            await end.close()
 
 
 @asynccontextmanager
@@ -262,8 +272,7 @@ async def reference_worker(name: str, run_dir: Path) -> None:
 async def add_log_probs(run: RunConnection, engine: LogProbEngine) -> None:
     """A reference worker's work, with what was built for it, which is closed at the end."""
     await serve("reference", loop_context(run), reference(engine, run.shape))
-    run.reporter.recorder.waiting("stop")
-    await engine.close()
+    await leave(run, engine)
 
 
 async def critic_worker(name: str, run_dir: Path) -> None:
@@ -278,10 +287,7 @@ async def critic_worker(name: str, run_dir: Path) -> None:
             await engine.save(folder)
         run.reporter.recorder.waiting("checkpoint")
         await saving.written()
-        run.reporter.recorder.waiting("stop")
-        if sender is not None:
-            await sender.close()
-        await engine.close()
+        await leave(run, sender, engine)
 
 
 async def critic_steps(run: RunConnection, engine: CriticEngine, sender: WeightSender | None) -> tuple[CheckpointWriter, int]:
@@ -320,9 +326,7 @@ async def compute_values(run: RunConnection, engine: CriticEngine, receiver: Wei
     """Work of a values worker, with what was built for it, which is closed at the end."""
     run.reporter.recorder.waiting("rows")
     await add_values(loop_context(run), engine, run.critic_versions, receiver)
-    run.reporter.recorder.waiting("stop")
-    await receiver.close()
-    await engine.close()
+    await leave(run, receiver, engine)
 
 
 def loop_context(run: RunConnection) -> LoopContext:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ import numpy as np
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
-from asyncflow.cluster.simulated import SimulatedCluster
+from asyncflow.cluster.simulated import Main, SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import CheckpointConfig, Config, parse
 from asyncflow.engines.cores import Cores, TurnsOnDevices
@@ -63,7 +64,8 @@ from asyncflow.run.factories import (
 from asyncflow.run.helper_devices import num_helpers, num_on_cores
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
-from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, roll_out, score_groups, train_steps
+from asyncflow.run.worker_start import MAINS
+from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, leave, roll_out, score_groups, train_steps
 from asyncflow.simulation.audit import Audit
 from asyncflow.simulation.storage import SleepingStorage
 from asyncflow.telemetry.spans import Span
@@ -103,57 +105,42 @@ def simulate(
     seed: int = 0,
     run_dir: Path | None = None,
     listener: Listener | None = None,
+    ends: Sequence[float] = (),
 ) -> Simulated:
     """Run a configuration to its end under a virtual clock.
 
     `seed` is added to the run's and decides what is late. `run_dir`: where the run's files and its report are kept, over an earlier
     run's; without it nothing is kept. Raises `UserError` for a configuration that no run could start with.
+
+    `ends`: there are several attempts; each of them but the last is over after so many virtual seconds, all at once, as when the
+    power fails, and the next one resumes from what is on the disk. A checkpoint is written after every step, unless the
+    configuration says how often. The laws are those of one run: what an attempt trained beyond the checkpoint that the next one
+    resumes from does not count. The result is that of the last attempt.
     """
     check_choices(config)
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-        variant = _variant(config, costs, seed, run_dir or Path(scratch) / "run")
-        loop = VirtualLoop()
-        job = SimulatedJob(variant, costs or Costs(), faults, loop, listener, keeps_report=run_dir is not None)
-        job.has_units_apart = config.queue.place == "workers"
-        try:
-            _run(loop, job)
-            spans, rows = read_spans(variant.run_dir / SPANS_FILE), job.rows.since(0)
-        finally:
-            loop.finish()
-    return Simulated(seed, loop.now, rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
-
-
-def simulate_lives(
-    config: Config, ends: Sequence[float], *, costs: Costs | None = None, faults: Faults = NO_FAULTS, seed: int = 0
-) -> Simulated:
-    """Run in several attempts: each is over after so many virtual seconds, all at once, as when the power fails, and the next one
-    resumes from what is on the disk. The last one runs to the end. A checkpoint is written after every step, unless the
-    configuration says how often.
-
-    The laws are those of one run: what an attempt trained beyond the checkpoint that the next one resumes from does not count. The
-    result is that of the last attempt.
-    """
-    check_choices(config)
-    how_often = config.checkpoint.model_dump(include={"every_steps", "every_minutes"})
-    if how_often == CheckpointConfig().model_dump(include=set(how_often)):
-        how_often = {"every_steps": 1}
-    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-        run_dirs = [Path(scratch) / str(attempt) / "run" for attempt in range(len(ends) + 1)]
+        run_dirs = [*(Path(scratch) / str(attempt) / "run" for attempt in range(len(ends))), run_dir or Path(scratch) / "run"]
         audit: Audit | None = None
-        for attempt, run_dir in enumerate(run_dirs):
-            variant = _variant(config, costs, seed, run_dir, how_often)
+        for own, end, following in zip(run_dirs, [*ends, None], [*run_dirs[1:], None], strict=True):
+            variant = _variant(config, costs, seed, own, _how_often(config) if ends else NO_CHECKPOINTS)
             loop = VirtualLoop()
-            job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, audit=audit)
+            job = SimulatedJob(variant, costs or Costs(), faults, loop, listener, keeps_report=own == run_dir, audit=audit)
             job.has_units_apart = config.queue.place == "workers"
             audit = job.audit
             try:
-                _run(loop, job, ends[attempt] if attempt < len(ends) else None)
-                spans, rows = read_spans(run_dir / SPANS_FILE), job.rows.since(0)
-                if attempt < len(ends):
-                    shutil.copytree(run_dir, run_dirs[attempt + 1])  # before anything else is written there
+                _run(loop, job, end)
+                spans, rows = read_spans(own / SPANS_FILE), job.rows.since(0)
+                if following is not None:
+                    shutil.copytree(own, following)  # before anything else is written there
             finally:
                 loop.finish()
     return Simulated(seed, loop.now, rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
+
+
+def _how_often(config: Config) -> Mapping[str, Any]:
+    """How often checkpoints are written, by the configuration; after every step, where it does not say."""
+    own = config.checkpoint.model_dump(include={"every_steps", "every_minutes"})
+    return {"every_steps": 1} if own == CheckpointConfig().model_dump(include=set(own)) else own
 
 
 def _run(loop: VirtualLoop, job: SimulatedJob, end: float | None = None) -> None:
@@ -196,9 +183,7 @@ def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
     return replace(drawn, deaths=drawn.deaths + deaths, slow={**drawn.slow, **slow}, stalls=drawn.stalls + stalls)
 
 
-def _variant(
-    config: Config, costs: Costs | None, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS
-) -> Config:
+def _variant(config: Config, costs: Costs | None, seed: int, run_dir: Path, checkpoint: Mapping[str, Any]) -> Config:
     """Configuration with what the simulation chooses itself: where files go, and what would need a machine."""
     tree = config.model_dump(mode="json")
     tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
@@ -296,15 +281,16 @@ class SimulatedJob(Job):
                 own = asyncio.Lock() if self.has_units_apart else turn
                 unit.holdings.storage = SleepingStorage(unit.holdings.storage, self._costs, own)
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
-        mains = {
-            "asyncflow.run.workers:rollout_worker": self._rollout_worker,
-            "asyncflow.run.workers:evaluator": self._evaluator,
-            "asyncflow.run.workers:reward_worker": self._reward_worker,
-            "asyncflow.run.workers:reference_worker": self._reference_worker,
-            "asyncflow.run.workers:train_worker": self._train_worker,
-            "asyncflow.run.workers:critic_worker": self._critic_worker,
-            "asyncflow.run.workers:values_worker": self._values_worker,
+        mains: dict[str, Main] = {
+            "rollout_worker": partial(self._generate, is_evaluator=False),
+            "evaluator": partial(self._generate, is_evaluator=True),
+            "reward_worker": self._reward_worker,
+            "reference_worker": self._reference_worker,
+            "train_worker": self._train_worker,
+            "critic_worker": self._critic_worker,
+            "values_worker": self._values_worker,
         }
+        mains = {f"{MAINS}:{name}": main for name, main in mains.items()}
         self._simulated = SimulatedCluster(wire, mains, self._faults)
         self._ranks = asyncio.Barrier(self.config.layout.dp)
         if not self._num_restarts:
@@ -351,12 +337,6 @@ class SimulatedJob(Job):
             run.reporter.recorder.enter("load")
             await asyncio.sleep(self._costs_of(name).load_seconds)
             yield run
-
-    async def _rollout_worker(self, name: str, peer: SimulatedPeer) -> None:
-        await self._generate(name, peer, is_evaluator=False)
-
-    async def _evaluator(self, name: str, peer: SimulatedPeer) -> None:
-        await self._generate(name, peer, is_evaluator=True)
 
     async def _generate(self, name: str, peer: SimulatedPeer, *, is_evaluator: bool) -> None:
         async with self._joined(name, peer) as run:
@@ -414,10 +394,7 @@ class SimulatedJob(Job):
             async with background(*([lend(run.cores, passes, run.reporter.recorder)] if num_helpers(self.config) else [])):
                 saving = await train_steps(run, engine, sender)
             await saving.written()
-            run.reporter.recorder.waiting("stop")
-            if sender is not None:
-                await sender.close()
-            await engine.close()
+            await leave(run, sender, engine)
 
     async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
@@ -426,10 +403,7 @@ class SimulatedJob(Job):
             sender = self._critic_sync.sender(name) if self.config.plan.values.num_workers else None
             saving, _ = await critic_steps(run, engine, sender)
             await saving.written()
-            run.reporter.recorder.waiting("stop")
-            if sender is not None:
-                await sender.close()
-            await engine.close()
+            await leave(run, sender, engine)
 
     async def _values_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:

@@ -14,7 +14,7 @@ from asyncflow.config import parse
 from asyncflow.control import SCHEDULES
 from asyncflow.registry import build
 from asyncflow.run.job import Listener
-from asyncflow.simulation.run import Simulated, simulate, simulate_lives
+from asyncflow.simulation.run import Simulated, simulate
 from asyncflow.weight_sync.sleeping import SleepingSender
 from tests.depth import deep, in_gate
 
@@ -212,7 +212,7 @@ def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> 
     begins, ends = generation(whole, 2, evaluation=True)
     killed = begins + 0.5 * (ends - begins)
     assert max(span.end for span in whole.spans if span.task == "publish" and span.step == 2) < killed - 0.5
-    again = simulate_lives(parse(tree), [killed])
+    again = simulate(parse(tree), ends=[killed])
     assert not again.violations and again.counts["lives"] == 1
     steps = [row["step"] for row in again.evaluations]
     assert steps[0] == 2 and steps[-1] == 8  # 0 was evaluated in the life before
@@ -229,7 +229,7 @@ def test_what_was_left_out_is_told_by_the_run_that_goes_on(mode: str) -> None:
     whole = simulate(parse(tree))
     killed = max(span.end for span in whole.spans if span.task == "publish" and span.step == 4) + 0.1
     assert killed < generation(whole, 0, evaluation=True)[1]
-    again = simulate_lives(parse(tree), [killed])
+    again = simulate(parse(tree), ends=[killed])
     assert not again.violations and again.counts["lives"] == 1
     steps = [row["step"] for row in again.evaluations]
     assert steps[0] == 0 and steps[-1] == 6

@@ -20,7 +20,7 @@ from asyncflow.run import saving
 from asyncflow.run.factories import make_algorithm
 from asyncflow.run.job import Listener
 from asyncflow.simulation.audit import Audit
-from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate, simulate_lives
+from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate
 from asyncflow.types import Batch, GroupMeta
 from tests.depth import few, in_gate
 from tests.schedules.configurations import MODES, drawn
@@ -35,7 +35,7 @@ def lives(mode: str, seed: int) -> Simulated:
     faults = drawn_faults(config, costs, seed) if seed % 2 else NO_FAULTS
     whole, rng = simulate(config, costs=costs, faults=faults, seed=seed), random.Random(seed)
     ends = [rng.uniform(0.2, 0.9) * whole.seconds for _ in range(2)]
-    run = simulate_lives(config, ends, costs=costs, faults=faults, seed=seed)
+    run = simulate(config, ends=ends, costs=costs, faults=faults, seed=seed)
     assert len(run.rows) == config.run.steps or run.violations
     assert {row["step"] for row in run.evaluations} <= {row["step"] for row in whole.evaluations}
     return run
@@ -67,10 +67,10 @@ def test_checkpoints_by_the_virtual_clock_are_of_one_step_for_the_policy_and_its
     whole, resumed_at = simulate(config, costs=costs), list[int]()
     monkeypatch.setattr(saving, "MAX_SHARE", 1e9)  # each of them may take as long as it will
     monkeypatch.setattr(Audit, "go_back", noted := mock.Mock(side_effect=lambda version, rows: resumed_at.append(version)))
-    run = simulate_lives(config, [0.6 * whole.seconds], costs=costs)
+    run = simulate(config, ends=[0.6 * whole.seconds], costs=costs)
     assert noted.called and resumed_at[0] > 0 and run.rows.keys() == whole.rows.keys()
     monkeypatch.setattr(saving, "MAX_SHARE", 1e-9)
-    run = simulate_lives(config, [0.6 * whole.seconds], costs=costs)
+    run = simulate(config, ends=[0.6 * whole.seconds], costs=costs)
     assert resumed_at[1] in (0, 1)  # after the first there was none for ever
 
 
