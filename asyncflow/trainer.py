@@ -54,7 +54,7 @@ class Trainer:
         if self._run is not None:
             raise RunError("this trainer has been started already")
         self._thread.start()
-        self._run = self._call(self._make())
+        self._run = StepwiseRun(self.config, self._listener, resume=self._resume)
         self._call(self._run.start())
 
     def step(self) -> Mapping[str, float] | None:
@@ -116,7 +116,7 @@ class Trainer:
     def checkpoint(self) -> int:
         """Have a checkpoint written with the next step that is committed; returns the number of its steps. `--resume` goes on from
         it. Raises `UserError` where the run keeps none (`checkpoint.keep`), or has no step left."""
-        return self._call(self._checkpoint())
+        return self._call(self._started.checkpoint())
 
     def stop(self) -> None:
         """Stop the workers and write the model, the trace and the report. Nothing if the run is not running."""
@@ -139,12 +139,6 @@ class Trainer:
         if self._run is None:
             raise RunError("this trainer is not running: call start first")
         return self._run
-
-    async def _make(self) -> StepwiseRun:
-        return StepwiseRun(self.config, self._listener, resume=self._resume)
-
-    async def _checkpoint(self) -> int:
-        return self._started.checkpoint()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._thread.is_alive():

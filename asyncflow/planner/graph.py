@@ -21,6 +21,7 @@ from asyncflow.engines.base import SampleKey
 from asyncflow.engines.costs import Costs
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
+from asyncflow.planner.part import workers_of
 from asyncflow.run.factories import make_schedule, tasks_before_training, tokens_per_pass, update_plan
 from asyncflow.run.helper_devices import num_on_devices
 from asyncflow.types import Array
@@ -141,15 +142,13 @@ def on_shared_devices(config: Config, busy: Mapping[str, float]) -> list[Task]:
     """Work of devices that tasks share (`plan.shares`), on average. `busy`: of each task, of one worker.
 
     Left out: a reward model's beside reward processes, of which only one may be what takes the time."""
-    pools = {"train": config.layout.dp, "reference": config.plan.reference.num_workers, "values": config.plan.values.num_workers}
-    pools |= {"reward": config.plan.reward.num_workers, "critic": 1}
     known = {name: seconds for name, seconds in busy.items() if name != "reward" or not config.reward.parts}
     found = []
     for other in dict.fromkeys(config.plan.shares.values()):
         guests = [task for task, host in config.plan.shares.items() if host == other and task != "helpers"]
         if not guests:
             continue
-        own = [known.get(task, 0.0) * min(1.0, pools[task] / pools[other]) for task in guests]
+        own = [known.get(task, 0.0) * min(1.0, workers_of(config, task) / workers_of(config, other)) for task in guests]
         found.append(Task(f"{' and '.join([other, *guests])} on the same devices", known.get(other, 0.0) + sum(own), 0.0, 0.0, 0.0))
     return found
 
@@ -224,9 +223,7 @@ def helped(training: Task, num_helpers: int) -> Task:
 def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Task:
     """A task between rollout and training: `reward`, `reference` or `values`, by its pool, or else by one worker. The time of
     rewards, which are random, is the expected one. A worker's reward processes and its reward model work side by side."""
-    plan = config.plan
-    pools = {"reward": plan.reward.num_workers, "reference": plan.reference.num_workers, "values": plan.values.num_workers}
-    workers = max(1, pools[name])
+    workers = max(1, workers_of(config, name))
     if name == "reward" and config.reward.place == "rollout":
         workers = config.rollout.num_workers
     if name == "reward":

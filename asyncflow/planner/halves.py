@@ -15,19 +15,8 @@ from asyncflow.config import Config
 from asyncflow.engines.families import check_layout
 from asyncflow.planner import cost
 from asyncflow.planner.cost import Figure, Model, Moments
-from asyncflow.run.factories import tasks_before_training
 from asyncflow.run.helper_devices import num_on_devices, with_helpers
-from asyncflow.run.memory import (
-    GIB,
-    MemoryUse,
-    critic_parts,
-    helper_parts,
-    reference_parts,
-    reward_model_parts,
-    rollout_parts,
-    training_parts,
-    values_parts,
-)
+from asyncflow.run.memory import GIB, helper_parts, rollout_parts, training_parts, uncut_parts
 from asyncflow.settings import Choice
 from asyncflow.types import Layout, UserError
 
@@ -61,7 +50,10 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
     def beside(number: int, is_checkpointing: bool) -> tuple[Mapping[str, float], tuple[Figure, ...]]:
         chosen = {"responses_per_micro_batch": number, "activation_checkpointing": is_checkpointing}
         of_pieces = config.model_copy(update={"train": train.model_copy(update=chosen)})
-        return _beside_gib(of_pieces, model, longest), tuple(cost.others(of_pieces, model))
+        shapes, context = model.shapes, longest + config.rollout.max_new_tokens
+        parts = uncut_parts(of_pieces, shapes, model.of_critic or shapes, model.of_reward or shapes, longest, context)
+        gib = {name: sum(part.num_bytes for part in each) / GIB for name, each in parts.items()}
+        return gib, tuple(cost.others(of_pieces, model))
 
     for layout in _layouts(fields, most, model.hardware.per_node, prompts, train.engine.name):
         for number in pieces:
@@ -89,20 +81,6 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
                     beside_rollout = sum(part.num_bytes for part in helper_parts(each, model.shapes, longest)) / GIB if num else 0.0
                     kind = (0, beside_rollout) if num else (1, 0.0)  # neither with helpers nor without beats the other
                     yield Half(each, layout.size, layout.dp, memory, (*figures, *others), (*times, *kind), gib, beside_rollout)
-
-
-def _beside_gib(config: Config, model: Model, longest: int) -> dict[str, float]:
-    """GiB of each device of the tasks that are not cut over devices. `longest`: tokens of the longest prompt."""
-    tasks, critic = tasks_before_training(config), model.of_critic or model.shapes
-    parts: dict[str, list[MemoryUse]] = {}
-    if "reference" in tasks:
-        parts["reference"] = reference_parts(config, model.shapes, longest)
-    if "values" in tasks:
-        parts["critic"] = critic_parts(config, critic, longest)
-        parts["values"] = values_parts(config, critic, longest)
-    if config.reward.model is not None:
-        parts["reward"] = reward_model_parts(config, model.of_reward or model.shapes, longest + config.rollout.max_new_tokens)
-    return {name: sum(part.num_bytes for part in each) / GIB for name, each in parts.items()}
 
 
 def _layouts(fields: Mapping[str, Any], most: int, per_node: int, prompts: int, engine: str) -> Iterator[Layout]:

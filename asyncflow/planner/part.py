@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from asyncflow.config import Config, parse
-from asyncflow.control.schedule import Schedule
 from asyncflow.engines.costs import Costs
 from asyncflow.loops.samples import SELECT_TASK
 from asyncflow.run.factories import make_schedule, tasks_before_training
@@ -28,35 +26,19 @@ STEPS: Final = 3
 """Steps of a simulated run, at most, and two at least. The first is not counted: nothing is under way before it."""
 ROWS_OF_RUN: Final = 2_048
 """Rows of a simulated run that there are fewer steps for."""
+POOLS: Final = ("reference", "values", "reward")
+"""Tasks with pools of workers that are not cut over devices: sections of `plan`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of a part's pools, and how many times as long each piece of their work takes, where they could not be divided."""
-
-    reference: int
-    slow_reference: int
-    values: int
-    slow_values: int
-    units: int
-    slow_units: int
-    reward: int
-    processes: int
-    slow_rewards: int
-    slow_reward_model: int
-
-    @classmethod
-    def of(cls, config: Config, part: int) -> Sizes:
-        """Sizes of the pools of one of `part` equal parts. A pool is divided as far as it can be: its workers, then the processes
-        of each."""
-        reference, by_reference = _divided(config.plan.reference.num_workers, part)
-        values, by_values = _divided(config.plan.values.num_workers, part)
-        pools = (reference, by_reference, values, by_values, *_divided(config.queue.num_units, part))
-        if config.reward.place == "rollout":  # beside each rollout worker, which is divided
-            return cls(*pools, config.plan.reward.num_workers, config.reward.num_workers, 1, 1)
-        reward, left = _divided(config.plan.reward.num_workers, part)
-        processes, slow = _divided(config.reward.num_workers, left)
-        return cls(*pools, reward, processes, slow, left)
+def sizes_of(config: Config, part: int) -> dict[str, tuple[int, int]]:
+    """Sizes of the pools of one of `part` equal parts, and how many times as long each piece of their work takes, where they could
+    not be divided. A pool is divided as far as it can be: its workers, then the `processes` of each reward worker."""
+    found = {name: _divided(getattr(config.plan, name).num_workers, part) for name in ("reference", "values")}
+    found["units"] = _divided(config.queue.num_units, part)
+    if config.reward.place == "rollout":  # beside each rollout worker, which is divided
+        return found | {"reward": (config.plan.reward.num_workers, 1), "processes": (config.reward.num_workers, 1)}
+    found["reward"] = _divided(config.plan.reward.num_workers, part)
+    return found | {"processes": _divided(config.reward.num_workers, found["reward"][1])}
 
 
 def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None = None) -> int:
@@ -75,25 +57,23 @@ def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None =
 
 
 def workers_of(config: Config, task: str) -> int:
-    """Workers of a task that is not cut over devices."""
+    """Workers that share a task: each is one device, or, where it is training, a data-parallel group of them."""
     plan = config.plan
     known = {"reference": plan.reference.num_workers, "values": plan.values.num_workers, "reward": plan.reward.num_workers}
-    return known.get(task, 1)
+    return known.get(task, config.layout.dp if task == "train" else 1)
 
 
 def divided(config: Config, part: int) -> Config:
     """Configuration of one of `part` equal parts, unchecked: of a whole plan, or of one of its halves."""
     layout = config.plan.train.model_copy(update={"dp": max(1, config.layout.dp // part)})
-    sizes = Sizes.of(config, part)
-    reference = config.plan.reference.model_copy(update={"num_workers": sizes.reference})
-    values = config.plan.values.model_copy(update={"num_workers": sizes.values})
-    reward = config.plan.reward.model_copy(update={"num_workers": sizes.reward})
+    sizes = {name: size for name, (size, _) in sizes_of(config, part).items()}
+    pools = {name: getattr(config.plan, name).model_copy(update={"num_workers": sizes[name]}) for name in POOLS}
     return config.model_copy(
         update={
-            "plan": config.plan.model_copy(update={"train": layout, "reference": reference, "values": values, "reward": reward}),
+            "plan": config.plan.model_copy(update={"train": layout, **pools}),
             "rollout": config.rollout.model_copy(update={"num_workers": max(1, config.rollout.num_workers // part)}),
-            "reward": config.reward.model_copy(update={"num_workers": sizes.processes}),
-            "queue": config.queue.model_copy(update={"num_units": sizes.units}),
+            "reward": config.reward.model_copy(update={"num_workers": sizes["processes"]}),
+            "queue": config.queue.model_copy(update={"num_units": sizes["units"]}),
             "train": config.train.model_copy(update={"prompts_per_step": config.train.prompts_per_step // part}),
         }
     )
@@ -105,10 +85,10 @@ def config_of_part(config: Config, part: int) -> Config:
     layout = of_part.layout
     tree["run"]["steps"] = steps_of(config, part)
     tree["plan"] |= {"train": {"dp": layout.dp, "tp": layout.tp if config.plan.shares else 1, "pp": layout.pp}}
-    tree["plan"] |= {name: getattr(of_part.plan, name).model_dump() for name in ("reference", "values", "reward")}
+    tree["plan"] |= {name: getattr(of_part.plan, name).model_dump() for name in POOLS}
     tree["queue"]["num_units"] = of_part.queue.num_units
     tree["reward"]["num_workers"] = of_part.reward.num_workers
-    tree["reward"]["deadline_seconds"] *= Sizes.of(config, part).slow_rewards
+    tree["reward"]["deadline_seconds"] *= sizes_of(config, part)["processes"][1]
     devices = (config.train.device, config.rollout.device) if num_on_devices(config) else ("cpu", "cpu")
     if not num_on_devices(config):
         tree["plan"]["shares"].pop("helpers", None)
@@ -127,28 +107,28 @@ def costs_of_part(costs: Costs, config: Config, part: int) -> Costs:
     """Costs of one part: what of a pool is not divided has a part of its rows, so each takes it that many times as long."""
     if part == 1:
         return costs
-    sizes, trained = Sizes.of(config, part), costs.of_critic()  # the critic is one worker
-    by_units = sizes.slow_units if config.queue.place == "workers" else part  # those of the driver's process are one
+    slow, trained = {name: times for name, (_, times) in sizes_of(config, part).items()}, costs.of_critic()  # which is one worker
+    by_units = slow["units"] if config.queue.place == "workers" else part  # those of the driver's process are one
     return msgspec.structs.replace(
         costs,
-        reference_seconds=costs.reference_seconds * sizes.slow_reference,
-        reference_token_seconds=costs.reference_token_seconds * sizes.slow_reference,
+        reference_seconds=costs.reference_seconds * slow["reference"],
+        reference_token_seconds=costs.reference_token_seconds * slow["reference"],
         critic_seconds=trained.forward_backward_seconds * part,
         critic_token_seconds=trained.train_token_seconds * part,
-        value_token_seconds=costs.values(1) * sizes.slow_values,
-        reward_seconds=costs.reward_seconds * sizes.slow_rewards,
-        scorer_seconds={name: seconds * sizes.slow_rewards for name, seconds in costs.scorer_seconds.items()},
-        reward_model_token_seconds=costs.reward_model_token_seconds * sizes.slow_reward_model,
+        value_token_seconds=costs.values(1) * slow["values"],
+        reward_seconds=costs.reward_seconds * slow["processes"],
+        scorer_seconds={name: seconds * slow["processes"] for name, seconds in costs.scorer_seconds.items()},
+        reward_model_token_seconds=costs.reward_model_token_seconds * slow["reward"],
         unit_seconds=costs.unit_seconds * by_units,
         unit_row_seconds=costs.unit_row_seconds * by_units,
         unit_byte_seconds=costs.unit_byte_seconds * by_units,
     )
 
 
-def steps_of(config: Config, part: int, schedule: Schedule | None = None) -> int:
-    """Steps of a simulated run, more where weights come later. `schedule`: the configuration's."""
+def steps_of(config: Config, part: int) -> int:
+    """Steps of a simulated run, more where weights come later."""
     rows = config.train.prompts_per_step * config.rollout.group_size // part
-    return max(2, min(STEPS, ROWS_OF_RUN // rows)) + (schedule or make_schedule(config)).max_staleness
+    return max(2, min(STEPS, ROWS_OF_RUN // rows)) + make_schedule(config).max_staleness
 
 
 def rows_of(config: Config, part: int) -> int:

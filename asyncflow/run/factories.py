@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
-from asyncflow.config import Config
+from asyncflow.config import Config, TrainConfig
 from asyncflow.control import SCHEDULES
 from asyncflow.control.ledger import TaskPlan, UpdatePlan
 from asyncflow.control.schedule import Schedule
@@ -213,39 +214,24 @@ def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
 
 
 def train_engine_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> TrainEngineOptions:
-    """Options of every train engine, from the configuration. `fields`: of the model's `config.json`."""
+    """Options of every train engine: keys of `train` that have their names, and others that follow from the configuration.
+    `fields`: of the model's `config.json`."""
     train, algorithm = config.train, make_algorithm(config)
-    return TrainEngineOptions(
-        layout=config.layout,
-        pipeline_fill=train.pipeline_fill,
-        learning_rate=train.learning_rate,
-        warmup_steps=train.warmup_steps,
-        learning_rate_schedule=train.learning_rate_schedule,
-        min_learning_rate=train.min_learning_rate,
-        num_updates=max(0, config.run.steps - algorithm.held_steps) * train.epochs * train.mini_batches,
-        betas=train.betas,
-        epsilon=train.epsilon,
-        weight_decay=train.weight_decay,
-        no_weight_decay=train.no_weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        temperature=config.rollout.temperature,
-        seed=config.run.seed,
-        device=train.device,
-        dtype=train.dtype,
-        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
-        num_threads=train.least_threads,
-        accumulate=train.accumulate,
-        old=train.old,
-        is_corrected=algorithm.correction != "none",
-        has_reference=algorithm.needs_reference and train.reference == "fused",
-        frozen_dtype=train.frozen_dtype,
-        offload=train.offload,
-        check_shared_prompt=train.check_shared_prompt,
-        activation_checkpointing=train.activation_checkpointing,
-        offload_optimizer=train.offload_optimizer,
-        lora=config.lora,
-        tokens_per_pass=tokens_per_pass(config, fields),
-    )
+    names = {option.name for option in fields_of(TrainEngineOptions)} & TrainConfig.model_fields.keys()
+    options: dict[str, Any] = {name: getattr(train, name) for name in names}
+    options |= {
+        "layout": config.layout,
+        "num_updates": max(0, config.run.steps - algorithm.held_steps) * train.epochs * train.mini_batches,
+        "temperature": config.rollout.temperature,
+        "seed": config.run.seed,
+        "num_threads": train.least_threads,
+        "is_corrected": algorithm.correction != "none",
+        "has_reference": algorithm.needs_reference and train.reference == "fused",
+        "lora": config.lora,
+        "tokens_per_pass": tokens_per_pass(config, fields),
+        "helpers": (),  # the trainer's process names their devices
+    }
+    return TrainEngineOptions(**options)
 
 
 def critic_options(config: Config) -> TrainEngineOptions:

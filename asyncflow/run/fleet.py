@@ -13,7 +13,7 @@ from asyncflow.devices import COUNTED_AS, CPU, SHOWN_BY, kind_of
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.loops.samples import VALUES_TASK
-from asyncflow.run.factories import device_of, own_devices_each, shared_devices, tasks_before_training
+from asyncflow.run.factories import device_key, device_of, own_devices_each, shared_devices, tasks_before_training
 from asyncflow.run.rendezvous import AT_DRIVER
 from asyncflow.run.worker_start import MAINS, imports, rollout_imports, train_imports, training
 from asyncflow.threads import thread_environment
@@ -51,21 +51,10 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     if is_training and not are_trainers_there:
         specs += trainers(config, f"{MAINS}:train_worker", weights_dir)
     if is_training and "reference" in tasks:
-        needs, known = devices(config.train.device, config.train.least_threads), train_imports(config, config.train.device)
-        there = asked("train.device", config.train.device)
-        specs += [
-            WorkerSpec(f"reference/{i}", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known, device=there)
-            for i in range(config.plan.reference.num_workers)
-        ]
+        specs += [_training(config, "reference", f"reference/{i}") for i in range(config.plan.reference.num_workers)]
     if is_training and VALUES_TASK in tasks:
-        device = config.train.critic.device
-        needs, known = devices(device, config.train.least_threads), train_imports(config, device)
-        mains = {"critic": "critic_worker"} | {f"values/{i}": "values_worker" for i in range(config.plan.values.num_workers)}
-        there = asked("train.critic.device", device)
-        specs += [
-            WorkerSpec(name, f"{MAINS}:{main}", training(config), needs=needs, imports=known, device=there)
-            for name, main in mains.items()
-        ]
+        specs.append(_training(config, "critic", "critic"))
+        specs += [_training(config, VALUES_TASK, f"values/{i}") for i in range(config.plan.values.num_workers)]
     hosts = shared_devices(config)
     return [_sharing(config, spec, hosts[spec.name]) if spec.name in hosts else spec for spec in specs]
 
@@ -109,6 +98,19 @@ def _generating(config: Config, name: str, main: str, key: str, device: str) -> 
     )
 
 
+def _training(config: Config, task: str, name: str) -> WorkerSpec:
+    """Specification of a worker of a task that computes as the trainer does."""
+    device, num_threads = device_of(config, task), config.train.least_threads
+    return WorkerSpec(
+        name,
+        f"{MAINS}:{task}_worker",
+        training(config),
+        needs=devices(device, num_threads),
+        imports=train_imports(config, device),
+        device=asked(device_key(task), device),
+    )
+
+
 def storage_unit(number: int) -> WorkerSpec:
     """Storage unit of the queue, in a process of its own. One that replaces it asks its storage for the rows that are left."""
     needs = devices("cpu", 1)
@@ -119,13 +121,9 @@ def storage_unit(number: int) -> WorkerSpec:
 def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
     """Workers of the trainer, one for each rank of the layout. They find each other in `folder`, which is theirs alone, or, on
     several machines, at the driver."""
-    size, needs = config.layout.size, devices(config.train.device, config.train.least_threads)
-    environment, apart = training(config) | {RANKS_STORE: f"file://{folder}/ranks"}, {RANKS_STORE: AT_DRIVER}
-    known, there = train_imports(config, config.train.device), asked("train.device", config.train.device)
-    return [
-        WorkerSpec(f"trainer/{rank}", entry, environment | _rank(rank, size), needs=needs, apart=apart, imports=known, device=there)
-        for rank in range(size)
-    ]
+    size, spec = config.layout.size, replace(_training(config, "train", "trainer"), entry=entry, apart={RANKS_STORE: AT_DRIVER})
+    environment = {**spec.environment, RANKS_STORE: f"file://{folder}/ranks"}
+    return [replace(spec, name=f"trainer/{rank}", environment=environment | _rank(rank, size)) for rank in range(size)]
 
 
 def _rank(rank: int, size: int) -> dict[str, str]:

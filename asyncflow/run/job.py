@@ -41,7 +41,7 @@ from asyncflow.run.context import Observer
 from asyncflow.run.driver import Driver
 from asyncflow.run.driver_state import Resumed
 from asyncflow.run.factories import advice, queue_schema, shape_of
-from asyncflow.run.fleet import rollout_worker, workers
+from asyncflow.run.fleet import workers
 from asyncflow.run.journal import Journal, Kept
 from asyncflow.run.model_card import push_model
 from asyncflow.run.prepare import Prepared, prepare
@@ -149,15 +149,8 @@ class Job:
         self.watch = watch = Watch(driver, self.standstill)
         driver.serve("status", watch)
         self._running = Running(driver, cluster, self._interrupted, listener.log)
-        self.scaling = Scaling(
-            config,
-            driver.versions,
-            cluster,
-            driver.devices,
-            spec=partial(rollout_worker, config),
-            start=driver.background.start,
-            log=listener.log,
-        )
+        start = driver.background.start
+        self.scaling = Scaling(config, driver.versions, cluster, driver.devices, start=start, log=listener.log)
         driver.serve("scaling", self.scaling)
         self.driver = driver
         await driver.transfer_queue.open()

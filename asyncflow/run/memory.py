@@ -306,18 +306,29 @@ def own_shapes(folder: Path | None, otherwise: Shapes | None) -> Shapes | None:
 
 def parts_by_task(config: Config, shapes: Shapes, prompt_tokens: int, context: int) -> dict[str, list[MemoryUse]]:
     """Parts of the memory of each device, by the task that it has. A reward model is left out whose folder is not here."""
-    tasks = tasks_before_training(config)
+    reward, of_critic = config.reward.model, own_shapes(critic_folder(config), shapes) or shapes
+    of_reward = None if reward is None else own_shapes(Path(reward.path), None)
     found = {"train": training_parts(config, shapes, prompt_tokens), "rollout": rollout_parts(config, shapes, context)}
     if num_on_devices(config):
         found["helpers"] = helper_parts(config, shapes, prompt_tokens)
+    found |= uncut_parts(config, shapes, of_critic, of_reward, prompt_tokens, context)
+    if not config.plan.values.num_workers:
+        found.pop("values", None)
+    return found
+
+
+def uncut_parts(
+    config: Config, shapes: Shapes, of_critic: Shapes, of_reward: Shapes | None, prompt_tokens: int, context: int
+) -> dict[str, list[MemoryUse]]:
+    """Parts of the memory of each device, by its task, where that is not cut over devices. `of_reward`: None: the reward model is
+    left out."""
+    tasks, found = tasks_before_training(config), dict[str, list[MemoryUse]]()
     if "reference" in tasks:
         found["reference"] = reference_parts(config, shapes, prompt_tokens)
     if VALUES_TASK in tasks:
-        of_critic = own_shapes(critic_folder(config), shapes) or shapes
         found["critic"] = critic_parts(config, of_critic, prompt_tokens)
-        if config.plan.values.num_workers:
-            found["values"] = values_parts(config, of_critic, prompt_tokens)
-    if (reward := config.reward.model) is not None and (of_reward := own_shapes(Path(reward.path), None)):
+        found["values"] = values_parts(config, of_critic, prompt_tokens)
+    if config.reward.model is not None and of_reward is not None:
         found["reward"] = reward_model_parts(config, of_reward, context)
     return found
 

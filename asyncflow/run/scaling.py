@@ -19,10 +19,11 @@ from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
-from asyncflow.cluster.base import Cluster, WorkerSpec
+from asyncflow.cluster.base import Cluster
 from asyncflow.config import Config
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.run.factories import devices_each
+from asyncflow.run.fleet import rollout_worker
 from asyncflow.run.prepare import check_rollout_engine
 from asyncflow.transport import remote
 from asyncflow.types import RunError, UserError
@@ -53,7 +54,7 @@ class Devices:
 
 
 class Scaling:
-    """The service. `spec(name)` is what starts a rollout worker; `start` runs work beside the run."""
+    """The service. `start` runs work beside the run."""
 
     def __init__(
         self,
@@ -62,12 +63,11 @@ class Scaling:
         cluster: Cluster,
         devices: Devices,
         *,
-        spec: Callable[[str], WorkerSpec],
         start: Callable[[Coroutine[Any, Any, None]], None],
         log: Callable[[str], None],
     ) -> None:
         self._config, self._versions, self._cluster, self._devices = config, versions, cluster, devices
-        self._spec, self._start, self._log = spec, start, log
+        self._start, self._log = start, log
         self._one_by_one = asyncio.Lock()
         self._is_open = False
         self._under_way: set[asyncio.Task[str]] = set()
@@ -133,7 +133,7 @@ class Scaling:
                 self._start(self._end(name, grace_seconds))
             for number, name in enumerate(coming):
                 try:
-                    await self._cluster.start([self._spec(name)])
+                    await self._cluster.start([rollout_worker(self._config, name)])
                 except (OSError, UserError, RunError) as error:  # no room: the run goes on with those that it has
                     self._versions.never_came(coming[number:])
                     why = error.strerror if isinstance(error, OSError) else error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ NEWEST: Final = 256
 """Rows in memory."""
 
 
-class StepRows(MutableMapping[int, Mapping[str, float]]):
+class StepRows(Mapping[int, Mapping[str, float]]):
     """Rows of a run whose steps come in order, each after its line has been written to the file. Rows before the newest are read
     from there, all in one reading."""
 
@@ -46,9 +46,6 @@ class StepRows(MutableMapping[int, Mapping[str, float]]):
             return False
         place = bisect_left(self._steps, step)
         return place < len(self._steps) and self._steps[place] == step
-
-    def __delitem__(self, step: int) -> None:
-        raise TypeError("rows of metrics stay")
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._steps)

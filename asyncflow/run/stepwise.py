@@ -67,7 +67,7 @@ class StepwiseRun:
         """Let so many steps of the run be trained, without anybody who waits for them."""
         self.driver.ledger.allow(min(max(steps, self.steps_done), self.config.run.steps), self.config.run.steps)
 
-    def checkpoint(self) -> int:
+    async def checkpoint(self) -> int:
         """Have a checkpoint written with the next step that is committed. See `Trainer.checkpoint`."""
         config = self.config
         if not config.checkpoint.keep:

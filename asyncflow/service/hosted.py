@@ -118,9 +118,9 @@ class HostedRun:
         """See `Trainer.weight_sync_notify`."""
         return await self.run.weight_sync_notify(timeout_seconds)
 
-    def checkpoint(self) -> int:
+    async def checkpoint(self) -> int:
         """See `StepwiseRun.checkpoint`."""
-        return self.run.checkpoint()
+        return await self.run.checkpoint()
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float) -> str:
         """See `Trainer.scale_rollout`."""

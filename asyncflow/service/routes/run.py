@@ -107,7 +107,7 @@ def add_calls(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/checkpoint", tags=["run"])
     async def checkpoint() -> PolicyVersion:
         """Have a checkpoint written with the next step that is committed, and answer at once with its version."""
-        return PolicyVersion(version=hosted.checkpoint())
+        return PolicyVersion(version=await hosted.checkpoint())
 
     @router.post("/stop", tags=["run"], dependencies=[needs("admin")])
     async def stop() -> Confirmation:

@@ -60,7 +60,6 @@ class World:
             self.versions,
             self.cluster,  # type: ignore[arg-type]
             self.devices,
-            spec=lambda name: WorkerSpec(name, "main"),
             start=self._start,
             log=self.said.append,
         )
@@ -128,7 +127,6 @@ async def test_before_the_first_workers_are_started_nobody_joins_or_leaves() -> 
         world.versions,
         world.cluster,  # type: ignore[arg-type]
         world.devices,
-        spec=lambda name: WorkerSpec(name, "main"),
         start=world._start,
         log=world.said.append,
     )

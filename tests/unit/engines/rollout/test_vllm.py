@@ -834,7 +834,7 @@ def test_what_asyncflow_sets_for_good_is_in_the_command_line_and_is_refused() ->
 async def test_no_worker_joins_one_with_given_servers() -> None:
     nothing = cast(Any, None)
     config = config_of({"engine": {"addresses": ["unix:/a"]}})
-    scaling = Scaling(config, nothing, nothing, nothing, spec=nothing, start=nothing, log=nothing)
+    scaling = Scaling(config, nothing, nothing, nothing, start=nothing, log=nothing)
     with pytest.raises(UserError, match="2 rollout workers would install their weights"):
         await scaling.scale("rollout", 2, 1.0)
 
