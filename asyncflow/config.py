@@ -626,8 +626,11 @@ class PredictedConfig(Section):
     """Share of time in which the workers of each pool work."""
 
 
-class _UncutPool(Section):
-    """Workers of one task, each with one device."""
+class PoolConfig(Section):
+    """Workers of one task."""
+
+    num_workers: PositiveInt = 1
+    """So many workers share the task; each has an engine of its own, or reward processes of its own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -637,14 +640,7 @@ class _UncutPool(Section):
         return given
 
 
-class PoolConfig(_UncutPool):
-    """Workers of one task."""
-
-    num_workers: PositiveInt = 1
-    """So many workers share the task; each has an engine of its own, or reward processes of its own."""
-
-
-class ValuesPoolConfig(_UncutPool):
+class ValuesPoolConfig(PoolConfig):
     """Workers of the critic's values."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0

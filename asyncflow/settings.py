@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -42,6 +42,14 @@ class Section(BaseModel):
         if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError(f"{str(value).lower()} is neither a number nor a name here")
         return value
+
+    def changed(self, **changes: Any) -> Self:
+        """Copy with other values, unchecked. Of a section below it, a mapping changes these keys alone."""
+        update = {}
+        for key, value in changes.items():
+            below = getattr(self, key)
+            update[key] = below.changed(**value) if isinstance(below, Section) and isinstance(value, Mapping) else value
+        return self.model_copy(update=update)
 
     @model_validator(mode="before")
     @classmethod

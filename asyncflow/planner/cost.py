@@ -242,9 +242,7 @@ def others(config: Config, model: Model) -> list[Figure]:
     figures = []
     if make_algorithm(config).critic is not None:
         shapes = replace(model.of_critic or model.shapes, vocabulary=0)  # the value head is a vector
-        plan = config.plan.model_copy(update={"train": LayoutConfig()})
-        train = config.train.model_copy(update={"old": "current", "reference": "task"})
-        alone = config.model_copy(update={"plan": plan, "train": train})
+        alone = config.changed(plan={"train": LayoutConfig()}, train={"old": "current", "reference": "task"})
         names = {
             "forward_backward_seconds": "critic_seconds",
             "train_token_seconds": "critic_token_seconds",
@@ -252,7 +250,7 @@ def others(config: Config, model: Model) -> list[Figure]:
             "optim_step_seconds": "critic_optim_step_seconds",
         }
         works = {each.name: each.work for each in training(alone, replace(model, shapes=shapes))}
-        figures += [model.figure(name, works[of], train.dtype) for of, name in names.items()]
+        figures += [model.figure(name, works[of], alone.train.dtype) for of, name in names.items()]
     if (reward := config.reward.model) is not None:
         shapes = model.of_reward or model.shapes
         moments = Moments.of(model.lengths, config.rollout.max_new_tokens)

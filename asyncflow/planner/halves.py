@@ -49,7 +49,7 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
     @cache
     def beside(number: int, is_checkpointing: bool) -> tuple[Mapping[str, float], tuple[Figure, ...]]:
         chosen = {"responses_per_micro_batch": number, "activation_checkpointing": is_checkpointing}
-        of_pieces = config.model_copy(update={"train": train.model_copy(update=chosen)})
+        of_pieces = config.changed(train=chosen)
         shapes, context = model.shapes, longest + config.rollout.max_new_tokens
         parts = uncut_parts(of_pieces, shapes, model.of_critic or shapes, model.of_reward or shapes, longest, context)
         gib = {name: sum(part.num_bytes for part in each) / GIB for name, each in parts.items()}
@@ -58,13 +58,9 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
     for layout in _layouts(fields, most, model.hardware.per_node, prompts, train.engine.name):
         for number in pieces:
             for checkpoints in sorted({train.activation_checkpointing, True}):
-                cut = config.plan.train.model_copy(update={"dp": layout.dp, "tp": layout.tp, "pp": layout.pp})
                 chosen = {"responses_per_micro_batch": number, "activation_checkpointing": checkpoints}
-                tried = config.model_copy(
-                    update={
-                        "plan": config.plan.model_copy(update={"train": cut}), "train": train.model_copy(update=chosen)
-                    }
-                )  # fmt: skip
+                cut = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp}
+                tried = config.changed(plan={"train": cut}, train=chosen)
                 helped = with_helpers(tried)
                 ways = [helped] if "helpers" in config.plan.shares else [tried, helped] if num_on_devices(helped) else [tried]
                 tried = ways[0]
@@ -112,8 +108,7 @@ def rollout_halves(config: Config, model: Model, num: int) -> Iterator[Half]:
             for slots in sorted({min(instances * n, most) for n in powers(1024)} | {most}):
                 options = {**rollout.engine.options, "tensor_parallel": tp, "instances": instances} if is_cut else None
                 engine = rollout.engine if options is None else Choice(name="vllm", options=options)
-                chosen = rollout.model_copy(update={"engine": engine, "num_workers": workers, "num_slots": slots})
-                tried = config.model_copy(update={"rollout": chosen})
+                tried = config.changed(rollout={"engine": engine, "num_workers": workers, "num_slots": slots})
                 memory = sum(part.num_bytes for part in rollout_parts(tried, model.shapes, context)) / GIB
                 figures = tuple(cost.rollout(tried, model))
                 times = (*(figure.seconds for figure in figures), 1.0 / tp, 1.0 / slots)

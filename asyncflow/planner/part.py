@@ -65,17 +65,13 @@ def workers_of(config: Config, task: str) -> int:
 
 def divided(config: Config, part: int) -> Config:
     """Configuration of one of `part` equal parts, unchecked: of a whole plan, or of one of its halves."""
-    layout = config.plan.train.model_copy(update={"dp": max(1, config.layout.dp // part)})
     sizes = {name: size for name, (size, _) in sizes_of(config, part).items()}
-    pools = {name: getattr(config.plan, name).model_copy(update={"num_workers": sizes[name]}) for name in POOLS}
-    return config.model_copy(
-        update={
-            "plan": config.plan.model_copy(update={"train": layout, **pools}),
-            "rollout": config.rollout.model_copy(update={"num_workers": max(1, config.rollout.num_workers // part)}),
-            "reward": config.reward.model_copy(update={"num_workers": sizes["processes"]}),
-            "queue": config.queue.model_copy(update={"num_units": sizes["units"]}),
-            "train": config.train.model_copy(update={"prompts_per_step": config.train.prompts_per_step // part}),
-        }
+    return config.changed(
+        plan={"train": {"dp": max(1, config.layout.dp // part)}, **{name: {"num_workers": sizes[name]} for name in POOLS}},
+        rollout={"num_workers": max(1, config.rollout.num_workers // part)},
+        reward={"num_workers": sizes["processes"]},
+        queue={"num_units": sizes["units"]},
+        train={"prompts_per_step": config.train.prompts_per_step // part},
     )
 
 

@@ -76,7 +76,7 @@ async def request(
         )
     chosen = hardware.find(named)
     if per_node is not None:
-        chosen = chosen.model_copy(update={"per_node": per_node})
+        chosen = chosen.changed(per_node=per_node)
     number = devices or (nodes * chosen.per_node if nodes is not None else None) or config.plan.devices or num_devices(config)
     if config.model.path.startswith(SHAPES):
         fields, prompt = check_shapes(config), None

@@ -167,8 +167,7 @@ class Halves:
         return every, kept, len(fitting)
 
     def _drawn(self, part: int) -> Drawn:
-        smaller = self.config.train.model_copy(update={"prompts_per_step": self.config.train.prompts_per_step // part})
-        of_part = self.config.model_copy(update={"train": smaller})
+        of_part = self.config.changed(train={"prompts_per_step": self.config.train.prompts_per_step // part})
         every = Drawn.of(of_part, Costs(lengths=self.model.lengths), steps_of(self.config, part))
         return Drawn(every.tokens[1:])  # as simulated steps are counted
 
@@ -215,7 +214,7 @@ class Space:
             valuing = of_part.plan.values.num_workers
             if valuing:
                 found["values"] = costs.values(1) * (halves.tokens(part) + prompts) / valuing
-            trained = of_part.model_copy(update={"train": halves.training[number].config.train})
+            trained = of_part.changed(train=halves.training[number].config.train)
             found["critic"] = critic(trained, costs, drawn).busy
         if config.reward.model is not None:
             read = costs.reward_model_token_seconds * (halves.tokens(part) + group * prompts)
@@ -282,8 +281,8 @@ class Space:
         """Configuration with both halves, and helpers where the one that trains has them."""
         own = {str(task): str(host) for task, host in self.config.plan.shares.items() if task != "helpers"}
         shares = own | ({"helpers": "rollout"} if half.helper_gib else {})
-        plan = self.config.plan.model_copy(update={"train": half.config.plan.train, "shares": shares})
-        return self.config.model_copy(update={"plan": plan, "train": half.config.train, "rollout": other.config.rollout})
+        plan = {"train": half.config.plan.train, "shares": shares}
+        return self.config.changed(plan=plan, train=half.config.train, rollout=other.config.rollout)
 
     def candidates(self, pair: Pair) -> Iterator[Candidate]:
         """Plans of a pair: with the reward processes and storage units of the configuration, and with more, as long as these bind,
@@ -291,7 +290,7 @@ class Space:
         halves, model = self._halves, self._halves.model
         half, other = halves.training[pair.train], halves.generating(pair.devices)[1][pair.generate]
         ((chosen, schedule), sync), part = halves.choices[pair.choice], pair.part
-        whole = self._joined(half, other).model_copy(update={"schedule": chosen, "weight_sync": sync})
+        whole = self._joined(half, other).changed(schedule=chosen, weight_sync=sync)
         figures = (*half.figures, *other.figures, *cost.weights(whole, model))
         costs = cost.joined(model, figures).costs
         first = halves.rollout_task(pair.devices, pair.generate, part, schedule.installs_in_flight)
@@ -343,12 +342,10 @@ def pools_of(config: Config, num: int) -> list[Config]:
     chosen = {name: _sizes(getattr(plan, name).num_workers, num) for name in names}
     every = []
     for sizes in itertools.product(*chosen.values()):
-        pools = {
-            name: getattr(plan, name).model_copy(update={"num_workers": size}) for name, size in zip(chosen, sizes, strict=True)
-        }
-        not_cut = [name for name in names if pools[name].num_workers] + ["critic"] * ("values" in tasks)
-        every += [{**pools, "shares": shares} for shares in _shares(config, not_cut)]
-    return [config.model_copy(update={"plan": plan.model_copy(update=each)}) for each in every]
+        pools = {name: {"num_workers": size} for name, size in zip(chosen, sizes, strict=True)}
+        not_cut = [name for name, size in zip(chosen, sizes, strict=True) if size] + ["critic"] * ("values" in tasks)
+        every += [config.changed(plan={**pools, "shares": shares}) for shares in _shares(config, not_cut)]
+    return every
 
 
 def _shares(config: Config, tasks: Sequence[str]) -> list[dict[str, str]]:
@@ -396,14 +393,8 @@ def _units(config: Config) -> list[tuple[int, ...]]:
 def _with_services(config: Config, rewards: tuple[int, ...], units: tuple[int, ...]) -> Config:
     """The configuration with so many reward workers and processes of each, and so many storage units."""
     workers, processes = rewards
-    pool = config.plan.reward.model_copy(update={"num_workers": workers})
-    return config.model_copy(
-        update={
-            "plan": config.plan.model_copy(update={"reward": pool}),
-            "reward": config.reward.model_copy(update={"num_workers": processes}),
-            "queue": config.queue.model_copy(update={"num_units": units[0]}),
-        }
-    )
+    pool, queue = {"reward": {"num_workers": workers}}, {"num_units": units[0]}
+    return config.changed(plan=pool, reward={"num_workers": processes}, queue=queue)
 
 
 def _schedules(config: Config) -> list[tuple[Choice, Schedule]]:
@@ -417,4 +408,4 @@ def _weight_syncs(config: Config, model: Model, num: int) -> list[Any]:
     sync = config.weight_sync
     if sync.name != "shared_memory" or num <= model.hardware.per_node:
         return [sync]
-    return [sync.model_copy(update={"name": name}) for name in ("network", "collective")]
+    return [sync.changed(name=name) for name in ("network", "collective")]

@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from asyncflow.cluster.base import OWN_DEVICES
 from asyncflow.cluster.remote_node import remote_node
-from asyncflow.config import Config, CriticConfig, RewardModelConfig, RolloutConfig, TrainConfig, load
+from asyncflow.config import Config, load
 from asyncflow.control.critic_versions import CriticVersions
 from asyncflow.control.ledger import LedgerService
 from asyncflow.control.policy_versions import PolicyVersions
@@ -48,7 +48,6 @@ EVALUATORS_VERSIONS = f"versions/{EVALUATORS}"
 CRITIC_VERSIONS = "versions/critic"
 """The service of the critic, and of the workers that compute values by it."""
 _LOOK_SECONDS = 0.02
-S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
 
 
 def model_begun_with(run_dir: Path) -> Path:
@@ -200,21 +199,20 @@ def config_of(run_dir: Path) -> Config:
         config = _unnumbered(config)
     if config.run_dir == run_dir:
         return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir.parent, "name": run_dir.name})})
+    return config.changed(run={"dir": run_dir.parent, "name": run_dir.name})
 
 
 def _unnumbered(config: Config) -> Config:
     """Configuration with devices by kind alone, `cuda` for `cuda:1`: their numbers are those of a machine all of whose devices are
     seen."""
 
-    def changed(section: S) -> S:
-        return section.model_copy(update={"device": kind_of(section.device)})
+    def by_kind(device: str | None) -> dict[str, Any]:
+        return {"device": device and kind_of(device)}
 
-    train = changed(config.train).model_copy(update={"critic": changed(config.train.critic)})
-    model = config.reward.model and changed(config.reward.model)
-    reward = config.reward.model_copy(update={"model": model})
-    held_out = config.eval.model_copy(update={"device": config.eval.device and kind_of(config.eval.device)})
-    return config.model_copy(update={"rollout": changed(config.rollout), "train": train, "reward": reward, "eval": held_out})
+    train = by_kind(config.train.device) | {"critic": by_kind(config.train.critic.device)}
+    model = config.reward.model and by_kind(config.reward.model.device)
+    generating, held_out = by_kind(config.rollout.device), by_kind(config.eval.device)
+    return config.changed(rollout=generating, train=train, reward={"model": model}, eval=held_out)
 
 
 @asynccontextmanager

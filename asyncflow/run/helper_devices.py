@@ -60,10 +60,10 @@ def with_helpers(config: Config) -> Config:
     """Configuration whose trainer has helpers on the devices that generate, if these and the layout allow that; else the same one,
     without any there."""
     shares = {task: other for task, other in config.plan.shares.items() if task != "helpers"}
-    asked = config.model_copy(update={"plan": config.plan.model_copy(update={"shares": {**shares, "helpers": "rollout"}})})
+    asked = config.changed(plan={"shares": {**shares, "helpers": "rollout"}})
     if kind_of(config.train.device) != CPU and config.train.helpers != 0 and not (_why_none(asked) or _why_not_on_devices(asked)):
         return asked
-    return config.model_copy(update={"plan": config.plan.model_copy(update={"shares": shares})})
+    return config.changed(plan={"shares": shares})
 
 
 def num_on_devices(config: Config) -> int:

@@ -249,10 +249,8 @@ def reference_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[
 def critic_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
     """Per device of a critic, which is trained on one and has no frozen models. `shapes`: of its own model, whose output layer it
     has not unless that is the embedding. `prompt_tokens`: of the longest prompt."""
-    train = config.train.model_copy(update={"old": "current", "reference": "task", "helpers": 0})
-    model = config.model.model_copy(update={"lora": None})
-    plan = config.plan.model_copy(update={"train": LayoutConfig(), "shares": {}})
-    alone = config.model_copy(update={"train": train, "model": model, "plan": plan})
+    plan = {"train": LayoutConfig(), "shares": {}}
+    alone = config.changed(train={"old": "current", "reference": "task", "helpers": 0}, model={"lora": None}, plan=plan)
     return [part for part in training_parts(alone, replace(shapes, is_tied=True), prompt_tokens) if part.name != "logits"]
 
 

@@ -1,24 +1,27 @@
-"""Check that engines and the queue's storage can be had on this machine, before any worker is started there."""
+"""Check that devices, engines and the queue's storage can be had on this machine, before any worker is started there."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
+from asyncflow.devices import CPU, kind_of
 from asyncflow.engines.rollout import ROLLOUT_ENGINE_ENVIRONMENTS, ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
+from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.registry import build, check_options
 from asyncflow.run.factories import make_storage, queue_schema
+from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device
 from asyncflow.transfer_queue import ASKED_STORAGES
 from asyncflow.types import RunError, UserError
 
-HERE: Final = ("local", "inline")
-"""Clusters whose workers are on the driver's machine."""
 IMPORT_SECONDS: Final = 300.0
 _OF_ROLLOUT = ("model_path", "num_slots", "max_context", "dtype", "device", "num_threads", "kv_on_install")
 
@@ -33,35 +36,38 @@ class AskedEngine(msgspec.Struct):
     given: list[str]
 
 
+async def check_devices(config: Config) -> None:
+    """Have PyTorch look for the configuration's devices. Raises `UserError` naming the key.
+
+    Nothing is asked where all is computed on the CPU, or where the workers are placed on other machines: there they look.
+    """
+    if config.cluster.name in ON_ONE_MACHINE and (wanted := list(_wanted(config))):
+        await _asked_of("asyncflow.engines.devices", wanted, b"", "a device is not there")
+
+
 async def check_engines(config: Config, *, is_training: bool = True) -> None:
-    """Import their classes in a process of its own, since this one imports no torch, and check their options. Raises `UserError`.
+    """Import their classes, and check their options. Raises `UserError`.
 
     Nothing is asked of a built-in engine without options or with a check of its own (`TRAIN_ENGINE_CHECKS`), or where the workers
     are placed on other machines.
     """
-    if config.cluster.name not in HERE:
+    if config.cluster.name not in ON_ONE_MACHINE:
         return
     chosen = config.rollout.engine
     if chosen.name in ROLLOUT_ENGINE_ENVIRONMENTS and config.rollout.num_workers:
         await asyncio.to_thread(build, "rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_ENVIRONMENTS)
     if asked := [each for each in _asked(config) if is_training or each.kind == "rollout engine"]:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "asyncflow.run.parts_there",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
         names = " and ".join(f"{each.kind} {each.name!r}" for each in asked)
         try:
-            _, errors = await asyncio.wait_for(process.communicate(msgspec.msgpack.encode(asked)), IMPORT_SECONDS)
+            async with asyncio.timeout(IMPORT_SECONDS):
+                await _asked_of("asyncflow.run.parts_there", [], msgspec.msgpack.encode(asked), f"{names} cannot be imported")
         except TimeoutError:
-            process.kill()
             raise UserError(f"{names} was not imported within {IMPORT_SECONDS:g} s: does the file wait for something?") from None
-        if process.returncode:
-            raise UserError((errors.decode(errors="replace").strip().splitlines() or [f"{names} cannot be imported"])[-1])
 
 
 async def check_storage(config: Config) -> None:
     """Check that the server of the queue's storage is there, where this machine uses it. Raises `UserError`."""
-    is_here = config.queue.place == "driver" or config.cluster.name in HERE
+    is_here = config.queue.place == "driver" or config.cluster.name in ON_ONE_MACHINE
     if config.queue.storage.name not in ASKED_STORAGES or not is_here:
         return
     storage = make_storage(config, 0)
@@ -70,6 +76,36 @@ async def check_storage(config: Config) -> None:
     except RunError as error:
         raise UserError(f"queue.storage: {error}") from error
     await storage.close()
+
+
+async def _asked_of(module: str, arguments: Sequence[str], given: bytes, otherwise: str) -> None:
+    """Run a module in a process of its own, since this one imports no torch, with `given` as its input. Raises `UserError` with its
+    last words, or `otherwise` if there are none, where it fails."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        _, errors = await process.communicate(given)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise UserError((errors.decode(errors="replace").strip().splitlines() or [otherwise])[-1])
+
+
+def _wanted(config: Config) -> Iterator[str]:
+    """`key=device=count` for every device that is not the CPU: so many processes take one each, if it has no number."""
+    devices = [("rollout.device", generating_device(config, f"rollout/{i}"), 1) for i in range(config.rollout.num_workers)]
+    devices += [("eval.device", generating_device(config, f"{EVALUATORS}/{i}"), 1) for i in range(config.eval.num_workers)]
+    if config.reward.model is not None:
+        devices.append(("reward.model.device", config.reward.model.device, 1))
+    if not launch_of(os.environ):  # else the trainers may be on other machines
+        devices.append(("train.device", config.train.device, config.layout.size))
+        devices.append(("train.critic.device", config.train.critic.device, 1))
+    for key, device, count in dict.fromkeys(devices):
+        if kind_of(device) != CPU:
+            yield f"{key}={device}={count}"
 
 
 def _asked(config: Config) -> Iterator[AskedEngine]:

@@ -27,7 +27,6 @@ from asyncflow.loops.samples import EVALUATION_GROUPS, VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, check_options, resolve
 from asyncflow.rewards import REWARDS
-from asyncflow.run.devices_there import check_devices
 from asyncflow.run.factories import (
     check_samplers,
     check_shares,
@@ -46,7 +45,7 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.model_card import may_push
 from asyncflow.run.model_source import SHAPES, Log, check_folder, is_made, model_folder
-from asyncflow.run.parts_there import check_engines, check_storage
+from asyncflow.run.parts_there import check_devices, check_engines, check_storage
 from asyncflow.run.prompts import read_source, short_enough, tokenize
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
