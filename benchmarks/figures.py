@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,13 @@ def parser(description: str | None, *, has_runs: bool = False) -> ArgumentParser
             "--dir", type=Path, metavar="FOLDER", help="keep each run, with its report, in FOLDER/<name of the run>"
         )
     return arguments
+
+
+def begin_again_as(worker: Mapping[str, str]) -> None:
+    """Begin the program again with what of a worker's environment the allocator reads at the start: it keeps freed memory then."""
+    wanted = {key: value for key, value in worker.items() if key.startswith("MALLOC_")}
+    if any(os.environ.get(key) != value for key, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 @contextmanager

@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from figures import Figure, finish, parser
+from figures import Figure, begin_again_as, finish, parser
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncflow.algorithms.grpo import GRPO
@@ -70,13 +70,6 @@ CASES = {
     "tiny": Case("quickstart", 32, 24, (4, 20), 0.42),
     "smollm2": Case("smollm2", 8, 42, (8, 12), 0.68),
 }
-
-
-def as_a_trainer() -> None:
-    """Begin again with a trainer's environment, of which the allocator reads its part at the start."""
-    wanted = {key: value for key, value in training(load(ROOT / "recipes/quickstart.yaml")).items() if key.startswith("MALLOC_")}
-    if any(os.environ.get(key) != value for key, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def smollm2(folder: Path) -> Path:
@@ -216,7 +209,6 @@ def on_two_ranks(name: str, kinds: list[Literal["exact", "fp32"]], repeats: int)
 
 def one_of_two(rank: int, name: str, sums: Literal["exact", "fp32"], repeats: int, store: str, answers: Any) -> None:
     """A rank's own process: the median ratio of its times."""
-    as_a_trainer()
     torch.set_num_threads(THREADS)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({key: str(value) for key, value in numbers.items()} | {RANKS_STORE: store})
@@ -251,7 +243,7 @@ def main() -> int:
     arguments.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[])
     arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()
-    as_a_trainer()
+    begin_again_as(training(load(ROOT / "recipes/quickstart.yaml")))
     torch.set_num_threads(THREADS)
     print(f"instruction set: {torch.backends.cpu.get_cpu_capability()}, threads: {THREADS}")
     figures = []

@@ -15,7 +15,7 @@ from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.run.factories import device_key, device_of, own_devices_each, shared_devices, tasks_before_training
 from asyncflow.run.rendezvous import AT_DRIVER
-from asyncflow.run.worker_start import MAINS, imports, rollout_imports, train_imports, training
+from asyncflow.run.worker_start import MAINS, generating, imports, rollout_imports, train_imports, training
 from asyncflow.threads import thread_environment
 
 _UNIT_RESTARTS: Final = 3
@@ -85,14 +85,13 @@ def _generating(config: Config, name: str, main: str, key: str, device: str) -> 
     rollout = config.rollout
     num_devices = own_devices_each(config)
     needs, there = devices(device, rollout.least_threads, num_devices), asked(key, device) if num_devices else ""
-    environment, known = thread_environment(rollout.least_threads), rollout_imports(config, device)
     return WorkerSpec(
         name,
         f"{MAINS}:{main}",
-        environment,
+        generating(config),
         rollout.max_restarts,
         needs,
-        imports=known,
+        imports=rollout_imports(config, device),
         device=there,
         may_stay=config.cluster.name == "local" and config.queue.place == "driver",
     )

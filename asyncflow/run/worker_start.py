@@ -16,7 +16,8 @@ from asyncflow.engines.train import TRAIN_ENGINE_IMPORTS
 from asyncflow.threads import thread_environment
 
 MAINS: Final = "asyncflow.run.workers"
-# Micro-batches allocate and free the same megabytes over and over: glibc is to keep them, not to map zeroed pages each time.
+# Micro-batches and decode steps allocate and free the same memory over and over: glibc is to keep it, not to map zeroed pages each
+# time.
 _KEEP_FREED_MEMORY: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(10**9),
     "MALLOC_MMAP_THRESHOLD_": str(10**9),
@@ -27,6 +28,11 @@ _KEEP_FREED_MEMORY: Final = {
 def training(config: Config) -> dict[str, str]:
     """The environment of a worker that computes as the trainer does."""
     return thread_environment(config.train.least_threads) | _KEEP_FREED_MEMORY
+
+
+def generating(config: Config) -> dict[str, str]:
+    """The environment of a worker that generates."""
+    return thread_environment(config.rollout.least_threads) | _KEEP_FREED_MEMORY
 
 
 def imports(*modules: str, device: str = CPU) -> tuple[str, ...]:

@@ -79,6 +79,8 @@ def test_each_worker_computes_with_as_many_threads_as_it_is_given() -> None:
     specs = {spec.name: spec.environment for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
     threads = {name: (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) for name, environment in specs.items()}
     assert threads == {"rollout/0": ("3", "3"), "trainer/0": ("2", "2"), "reference/0": ("2", "2"), "reward/0": ("1", "1")}
+    keeping = [name for name, environment in specs.items() if "MALLOC_TRIM_THRESHOLD_" in environment]
+    assert sorted(keeping) == ["reference/0", "rollout/0", "trainer/0"], "freed memory, which they need again at once"
 
 
 def test_what_may_be_imported_for_several_workers_is_imported_for_ours_on_a_cpu_alone() -> None:
