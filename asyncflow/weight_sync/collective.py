@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from asyncflow.threads import ComputeThread
@@ -32,7 +33,8 @@ from asyncflow.types import Array, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.door import Dialler, ServedSender
 from asyncflow.weight_sync.group import Group, GroupStore, reason
-from asyncflow.weight_sync.staging import Arriving, Staging
+from asyncflow.weight_sync.layout import FileLayout
+from asyncflow.weight_sync.staging import Arriving, expected
 
 log = logging.getLogger(__name__)
 
@@ -240,14 +242,16 @@ class CollectiveReceiver:
     """Implements `WeightReceiver`."""
 
     def __init__(self, options: WeightSyncOptions, name: str) -> None:
-        self._options, self._staging = options, Staging()
+        self._options = options
+        self._file = np.empty(0, np.uint8)  # of the version that was fetched last
+        self._layout: FileLayout | None = None
         self._dialler = Dialler(name, options, options.deadline_seconds)
         self._group: tuple[Peer, int, Group] | None = None  # the connection and the epoch that it belongs to
         self._thread = ComputeThread("weight-receiver")
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """See `WeightReceiver.fetch`."""
-        arriving, deadline = self._staging.begin(manifest), self._options.deadline_seconds
+        layout, deadline = expected(manifest, self._layout), self._options.deadline_seconds
         trainer = f"the trainer's sender at {manifest.served_at}"
         try:
             peer = await self._dialler.peer(manifest.served_at)
@@ -260,7 +264,7 @@ class CollectiveReceiver:
             raise WeightSyncError(f"{trainer} has gone: {error}") from error
         has_it = False
         try:
-            tensors = await self._thread.run(self._receive, asyncio.get_running_loop(), peer, seat, arriving, manifest)
+            tensors = await self._thread.run(self._receive, asyncio.get_running_loop(), peer, seat, layout, manifest)
             has_it = True
         except (RuntimeError, TimeoutError, ConnectionLost) as error:
             raise WeightSyncError(f"the broadcast of version {manifest.version} by {trainer} broke: {reason(error)}") from error
@@ -279,7 +283,7 @@ class CollectiveReceiver:
         self._thread.close()
 
     def _receive(
-        self, loop: asyncio.AbstractEventLoop, peer: Peer, seat: Seat, arriving: Arriving, manifest: Manifest
+        self, loop: asyncio.AbstractEventLoop, peer: Peer, seat: Seat, layout: FileLayout, manifest: Manifest
     ) -> Mapping[str, Tensor]:
         """Receive a version from the group. Runs in the thread."""
         group, self._group = self._group, None  # until it has held
@@ -288,9 +292,13 @@ class CollectiveReceiver:
                 group[2].close()
             store = _store(proxy(CollectiveSender, peer, "weights"), seat.epoch, loop, self._options.deadline_seconds)
             group = peer, seat.epoch, _group(store, seat, self._options)
+        if len(self._file) != manifest.num_bytes:
+            self._file = np.empty(manifest.num_bytes, np.uint8)
+        arriving = Arriving(self._file, layout, manifest)
         group[2].receive(manifest.num_bytes, arriving.write)
         self._group = group
-        return arriving.finish()
+        tensors, self._layout = arriving.finish(), layout
+        return tensors
 
 
 def _group(store: GroupStore, seat: Seat, options: WeightSyncOptions) -> Group:

@@ -20,7 +20,6 @@ from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.layout import FileLayout
 
-_ALIGNMENT = 64
 # Copied and hashed at once: fits the second-level cache, and is large against the cost of a call.
 _CHUNK_BYTES = 1 << 20
 
@@ -121,21 +120,26 @@ def expected(manifest: Manifest, before: FileLayout | None) -> FileLayout:
 
 def verified(file: Array, layout: FileLayout, manifest: Manifest) -> dict[str, Tensor]:
     """The tensors in a version's file (uint8 [num_bytes]), not copied. Raises `WeightSyncError` when it is not the manifest's."""
-    check_head(file[: len(layout.head)], layout, manifest)
+    check_head(file, layout, manifest)
     digest = xxhash.xxh3_128()
     for begin in range(0, len(file), _CHUNK_BYTES):
         digest.update(file[begin : begin + _CHUNK_BYTES].data)
     check_hash(digest.hexdigest(), manifest)
-    tensors = {}
+    return tensors_in(file, layout)
+
+
+def tensors_in(file: Array, layout: FileLayout) -> dict[str, Tensor]:
+    """The tensors in a file (uint8 [num_bytes]), not copied."""
+    whole, tensors = torch.from_numpy(file), {}
     for name, (begin, end) in layout.spans.items():
         spec = layout.specs[name]
-        tensors[name] = torch.from_numpy(file[begin:end]).view(_torch_dtype(spec.dtype)).view(spec.shape)
+        tensors[name] = whole[begin:end].view(_torch_dtype(spec.dtype)).view(spec.shape)
     return tensors
 
 
-def check_head(head: Array, layout: FileLayout, manifest: Manifest) -> None:
+def check_head(file: Array, layout: FileLayout, manifest: Manifest) -> None:
     """Raises `WeightSyncError` when a file begins as another's."""
-    if head.tobytes() != layout.head:
+    if file[: len(layout.head)].tobytes() != layout.head:
         raise WeightSyncError(f"{manifest.address} does not hold the names, shapes and dtypes of its manifest")
 
 
@@ -161,72 +165,23 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class Staging:
-    """The tensors of one version in one buffer, allocated once, each 64-byte aligned: matmul kernels give other bits for others."""
-
-    def __init__(self) -> None:
-        self._layout: FileLayout | None = None
-        self._tensors: dict[str, Tensor] = {}
-
-    def begin(self, manifest: Manifest) -> Arriving:
-        """Target for the bytes of a version. Raises `WeightSyncError` when its tensors are not those fetched before it."""
-        return Arriving(self, expected(manifest, self._layout), manifest)
-
-    def buffers(self, layout: FileLayout) -> dict[str, Tensor]:
-        """The tensors, by name."""
-        if self._layout is None:
-            self._tensors = _aligned(layout)
-            self._layout = layout
-        return self._tensors
-
-
 class Arriving:
     """A version on its way: `write` the bytes of its file in order, then `finish`."""
 
-    def __init__(self, staging: Staging, layout: FileLayout, manifest: Manifest) -> None:
-        self._staging, self._layout, self._manifest = staging, layout, manifest
+    def __init__(self, file: Array, layout: FileLayout, manifest: Manifest) -> None:
+        """`file`: memory for it, uint8 [num_bytes]."""
+        self._file, self._layout, self._manifest = file, layout, manifest
         self._digest = xxhash.xxh3_128()
-        self._head = np.empty(len(layout.head), np.uint8)
-        self._targets = [self._head]  # what is to be filled next comes last
-        self._at = 0  # in that
+        self._at = 0  # bytes that are there
 
     def write(self, piece: Array) -> None:
         """The next bytes of the file: uint8 [n], n above 0. Raises `WeightSyncError` when it begins as another's."""
-        while len(piece):
-            target = self._targets[-1]
-            count = min(len(piece), len(target) - self._at)
-            copy_and_hash(target[self._at : self._at + count], piece[:count], self._digest)
-            piece, self._at = piece[count:], self._at + count
-            if self._at == len(target):
-                self._targets.pop()
-                self._at = 0
-                if target is self._head:
-                    self._begin_tensors()
-
-    def _begin_tensors(self) -> None:
-        check_head(self._head, self._layout, self._manifest)
-        tensors = self._staging.buffers(self._layout)
-        self._targets = [tensors[name].view(-1).view(torch.uint8).numpy() for name in reversed(self._layout.spans)]
-        self._targets = [target for target in self._targets if len(target)]
+        before, self._at = self._at, self._at + len(piece)
+        copy_and_hash(self._file[before : self._at], piece, self._digest)
+        if before < len(self._layout.head) <= self._at:
+            check_head(self._file, self._layout, self._manifest)
 
     def finish(self) -> dict[str, Tensor]:
-        """The tensors, when all bytes are there. Raises `WeightSyncError` when their hash is not the manifest's."""
-        check_hash("" if self._targets else self._digest.hexdigest(), self._manifest)
-        return dict(self._staging.buffers(self._layout))
-
-
-def _aligned(layout: FileLayout) -> dict[str, Tensor]:
-    """Uninitialised tensors in one buffer."""
-    starts: dict[str, int] = {}
-    total = 0
-    for name, (begin, end) in layout.spans.items():
-        starts[name] = total
-        total += -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.empty(total + _ALIGNMENT, dtype=torch.uint8)
-    first = -buffer.data_ptr() % _ALIGNMENT
-    tensors = {}
-    for name, (begin, end) in layout.spans.items():
-        start = first + starts[name]
-        spec = layout.specs[name]
-        tensors[name] = buffer[start : start + end - begin].view(getattr(torch, spec.dtype)).view(spec.shape)
-    return tensors
+        """The tensors, not copied, when all bytes are there. Raises `WeightSyncError` when their hash is not the manifest's."""
+        check_hash(self._digest.hexdigest(), self._manifest)
+        return tensors_in(self._file, self._layout)

@@ -13,7 +13,7 @@ import xxhash
 from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.layout import FileLayout
-from asyncflow.weight_sync.staging import Filling, Staging, verified, wire_specs
+from asyncflow.weight_sync.staging import Arriving, Filling, expected, verified, wire_specs
 
 TENSORS = {
     "wide": torch.randn(700_001),  # casts in several chunks, the last one short
@@ -38,6 +38,10 @@ def published(dtype: str | None, order: Sequence[str] = tuple(TENSORS)) -> tuple
     return file, Manifest("first", 0, "file", digest, layout.num_bytes, layout.specs)
 
 
+def begun(manifest: Manifest) -> Arriving:
+    return Arriving(np.empty(manifest.num_bytes, np.uint8), expected(manifest, None), manifest)
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_file_does_not_know_in_which_order_its_tensors_came(dtype: str | None) -> None:
     file, manifest = published(dtype)
@@ -49,7 +53,7 @@ def test_the_file_does_not_know_in_which_order_its_tensors_came(dtype: str | Non
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_only_wider_floats_are_cast_and_as_torch_does_it(dtype: str | None) -> None:
     file, manifest = published(dtype)
-    arriving = Staging().begin(manifest)
+    arriving = begun(manifest)
     arriving.write(file)
     for name, tensor in arriving.finish().items():
         original = TENSORS[name]
@@ -62,8 +66,7 @@ def test_only_wider_floats_are_cast_and_as_torch_does_it(dtype: str | None) -> N
 def test_pieces_of_any_size_make_the_same_tensors(sizes: list[int]) -> None:
     file, manifest = published("bfloat16")
     small = file[:60_000] if sizes == [1] else file
-    staging = Staging()
-    arriving, at, turn = staging.begin(manifest), 0, 0
+    arriving, at, turn = begun(manifest), 0, 0
     while at < len(small):
         arriving.write(file[at : at + sizes[turn % len(sizes)]])
         at, turn = at + sizes[turn % len(sizes)], turn + 1
@@ -73,14 +76,14 @@ def test_pieces_of_any_size_make_the_same_tensors(sizes: list[int]) -> None:
 
 def test_bytes_that_are_missing_or_wrong_are_refused() -> None:
     file, manifest = published(None)
-    short = Staging().begin(manifest)
+    short = begun(manifest)
     short.write(file[:-1])
     with pytest.raises(WeightSyncError, match="hash"):
         short.finish()
     other = file.copy()
     other[12] ^= 1
     with pytest.raises(WeightSyncError, match="names, shapes and dtypes"):
-        Staging().begin(manifest).write(other)
+        begun(manifest).write(other)
 
 
 @pytest.mark.parametrize("at", [-1, 1 << 20])
@@ -91,23 +94,23 @@ def test_a_single_bit_that_is_another_is_refused_on_its_way_and_where_the_file_i
     file[at] ^= 1
     with pytest.raises(WeightSyncError, match="hash"):
         verified(file, layout, manifest)
-    arriving = Staging().begin(manifest)
+    arriving = begun(manifest)
     arriving.write(file)
     with pytest.raises(WeightSyncError, match="hash"):
         arriving.finish()
 
 
-def test_a_refused_version_leaves_the_staging_to_the_next() -> None:
+def test_a_refused_version_leaves_the_memory_to_the_next() -> None:
     file, manifest = published(None)
-    staging = Staging()
+    memory, layout = np.empty(manifest.num_bytes, np.uint8), expected(manifest, None)
     other = file.copy()
     other[12] ^= 1
     with pytest.raises(WeightSyncError):
-        staging.begin(manifest).write(other)
-    arriving = staging.begin(manifest)
+        Arriving(memory, layout, manifest).write(other)
+    arriving = Arriving(memory, layout, manifest)
     arriving.write(file)
     first = arriving.finish()
     _, narrow = published("bfloat16")
     with pytest.raises(WeightSyncError, match="other tensors"):
-        staging.begin(narrow)
+        expected(narrow, layout)
     assert torch.equal(first["wide"], TENSORS["wide"])
