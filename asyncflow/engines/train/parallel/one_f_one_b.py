@@ -33,19 +33,11 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int
     return [*forwards[:num_ahead], *in_turn, *backwards[num_micro_batches - num_ahead :]]
 
 
-def leaving(done: StagePass | None, stage: int, num_stages: int) -> Crossing | None:
-    """Message that a pass of `stage` sends."""
-    if done is None:
+def crossing(this: StagePass | None, stage: int, num_stages: int, *, is_before: bool) -> Crossing | None:
+    """Message that a pass of `stage` begins with (`is_before`), or sends at its end; None if there is no pass or no message."""
+    if this is None:
         return None
-    if done.kind == "forward":
-        return Crossing("hidden states", done.micro_batch, stage + 1) if stage < num_stages - 1 else None
-    return Crossing("gradient", done.micro_batch, stage - 1) if stage > 0 else None
-
-
-def arriving(following: StagePass | None, stage: int, num_stages: int) -> Crossing | None:
-    """Message that a pass of `stage` begins with."""
-    if following is None:
-        return None
-    if following.kind == "forward":
-        return Crossing("hidden states", following.micro_batch, stage - 1) if stage > 0 else None
-    return Crossing("gradient", following.micro_batch, stage + 1) if stage < num_stages - 1 else None
+    is_forward = this.kind == "forward"
+    peer = stage - 1 if is_forward == is_before else stage + 1
+    what: Literal["hidden states", "gradient"] = "hidden states" if is_forward else "gradient"
+    return Crossing(what, this.micro_batch, peer) if 0 <= peer < num_stages else None

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from asyncflow.engines.base import MicroBatchResult
 from asyncflow.engines.train.model.packing import Packed
-from asyncflow.engines.train.parallel.one_f_one_b import Crossing, StagePass, arriving, leaving, one_forward_one_backward
+from asyncflow.engines.train.parallel.one_f_one_b import Crossing, StagePass, crossing, one_forward_one_backward
 from asyncflow.engines.train.parallel.stages import PipelineStage
 from asyncflow.types import RunError
 
@@ -183,9 +183,9 @@ class Pipeline:
         made_PH: Tensor | None = None
         for done, this in zip_longest([None, *order], order):
             send, receive = None, None
-            if (out := leaving(done, *place)) is not None:
+            if (out := crossing(done, *place, is_before=False)) is not None:
                 send = self._message(out, packed, dtype, made_PH)
-            if (into := arriving(this, *place)) is not None:
+            if (into := crossing(this, *place, is_before=True)) is not None:
                 receive = self._message(into, packed, dtype)
             works = self._post(send, receive)
             if done is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from asyncflow.engines.train.parallel.one_f_one_b import Crossing, StagePass, arriving, leaving, one_forward_one_backward
+from asyncflow.engines.train.parallel.one_f_one_b import Crossing, StagePass, crossing, one_forward_one_backward
 from asyncflow.engines.train.parallel.stages import cut_stage, share_out
 from asyncflow.types import UserError
 from tests.depth import deep, in_gate
@@ -127,11 +127,11 @@ def test_no_stage_waits_for_one_that_waits_for_it_even_where_sends_wait_to_be_re
         for stage in range(num_stages):
             while not open_posts[stage] and posts[stage]:
                 open_posts[stage], has_moved = posts[stage].pop(0), True
-            for crossing in tuple(open_posts[stage]):
-                counterpart = crossing._replace(stage=stage)
-                if counterpart in open_posts[crossing.stage]:
-                    open_posts[stage].remove(crossing)
-                    open_posts[crossing.stage].remove(counterpart)
+            for post in tuple(open_posts[stage]):
+                counterpart = post._replace(stage=stage)
+                if counterpart in open_posts[post.stage]:
+                    open_posts[stage].remove(post)
+                    open_posts[post.stage].remove(counterpart)
                     has_moved = True
     assert not any(posts) and not any(open_posts)
 
@@ -139,7 +139,8 @@ def test_no_stage_waits_for_one_that_waits_for_it_even_where_sends_wait_to_be_re
 def exchanges(stage: int, num_stages: int, num_micro_batches: int) -> list[set[Crossing]]:
     order = one_forward_one_backward(stage, num_stages, num_micro_batches)
     both = zip([None, *order], [*order, None], strict=True)
-    return [{c for c in (leaving(a, stage, num_stages), arriving(b, stage, num_stages)) if c is not None} for a, b in both]
+    ends = [(crossing(a, stage, num_stages, is_before=False), crossing(b, stage, num_stages, is_before=True)) for a, b in both]
+    return [{c for c in messages if c is not None} for messages in ends]
 
 
 @pytest.mark.parametrize(
