@@ -41,6 +41,7 @@ from asyncflow.engines.base import (
 )
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.costs import Costs
+from asyncflow.engines.cuts import cut_by_size
 from asyncflow.types import Array, HeldWeights, Objective, Ragged, ValueObjective, WeightSource
 
 if TYPE_CHECKING:
@@ -342,15 +343,7 @@ class SleepingPasses:
 
     def cut(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """Packed tokens of each pass over these micro-batches."""
-        passes: list[int] = []
-        room = 0
-        for tokens in map(_packed_tokens, micro_batches):
-            if tokens > room:
-                passes.append(0)
-                room = self._tokens or 0
-            passes[-1] += tokens
-            room -= tokens
-        return passes
+        return [sum(tokens) for tokens in cut_by_size(map(_packed_tokens, micro_batches), int, self._tokens or 0)]
 
     async def compute(
         self, passes: Sequence[int], own: Callable[[int], Awaitable[None]], beside: Callable[[int], Awaitable[None]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from asyncflow.devices import CPU
 from asyncflow.engines.base import Hyperparameters, OptimResult, TrainEngineOptions
+from asyncflow.engines.cuts import cut_by_size
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -112,7 +113,8 @@ class Optimizer:
             for parameter in updated:
                 if not state[parameter]:
                     state[parameter] = _state(parameter, 0, parameter.device)
-            for together in _cached(_Piece(p, p.grad, **state[p]) for p in updated):
+            pieces = chain.from_iterable(_Piece(p, p.grad, **state[p]).cut() for p in updated)
+            for together in cut_by_size(pieces, lambda piece: piece.parameter.numel(), CACHED_ELEMENTS):
                 self.pieces.add(partial(_update, together, group))
             self.pieces.end()
             for parameter in updated:
@@ -123,7 +125,7 @@ class Optimizer:
         gradients = {p: p.grad for p in self._parameters.values() if p.grad is not None}
         for parameter in gradients:
             parameter.grad = None  # AdamW updates what has a gradient
-        for piece in _pieces(list(gradients)):
+        for piece in cut_by_size(list(gradients), Tensor.numel, PIECE_ELEMENTS):
             for parameter in piece:
                 parameter.grad = gradients.pop(parameter)
                 for kind, state in self.adamw.state[parameter].items():
@@ -212,29 +214,3 @@ def _update(together: Sequence[_Piece], group: Mapping[str, Any]) -> None:
         eps=group["eps"],
         maximize=False,
     )
-
-
-def _cached(wholes: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces that are updated together: some small ones, or one of a large one, of about `CACHED_ELEMENTS`."""
-    together: list[_Piece] = []
-    count = 0
-    for piece in chain.from_iterable(whole.cut() for whole in wholes):
-        if together and count + piece.parameter.numel() > CACHED_ELEMENTS:
-            yield together
-            together, count = [], 0
-        together.append(piece)
-        count += piece.parameter.numel()
-    if together:
-        yield together
-
-
-def _pieces(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters in order, in pieces of at most `PIECE_ELEMENTS` elements; a larger parameter is a piece alone."""
-    piece: list[nn.Parameter] = []
-    for parameter in parameters:
-        if piece and sum(p.numel() for p in (*piece, parameter)) > PIECE_ELEMENTS:
-            yield piece
-            piece = []
-        piece.append(parameter)
-    if piece:
-        yield piece

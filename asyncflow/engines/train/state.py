@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from asyncflow.engines.cuts import cut_by_size
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.types import RunError
 
@@ -218,13 +219,13 @@ class _RankWriter(HuggingFaceStorageWriter):
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Number of the file, from 1, that each tensor goes to, by the tensor's name."""
-    numbers, number, size = {}, 1, 0
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if size and size + local.nbytes > FILE_BYTES:
-            number, size = number + 1, 0
-        numbers[name], size = number, size + local.nbytes
-    return numbers
+
+    def size(name: str) -> int:
+        tensor = tensors[name]
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+    files = enumerate(cut_by_size(tensors, size, FILE_BYTES), 1)
+    return {name: number for number, names in files for name in names}
 
 
 def _writes(tensor: Tensor, is_first: bool) -> bool:

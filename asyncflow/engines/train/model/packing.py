@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncflow.engines.cuts import cut_by_size
 from asyncflow.types import Array, Ragged
 
 LEAST_TOKEN_RATIO = 1.1
@@ -244,41 +245,33 @@ def cut_into_passes(packed: Sequence[Packed], most_tokens: int | None, num_threa
         num_rounds = -(-sum(one.num_tokens for one in packed) // (most_tokens * num_threads))
         even = -(-sum(one.num_tokens for one in packed) // max(1, num_rounds * num_threads))
         most_tokens = min(most_tokens, even + max((one.num_tokens for one in packed), default=0) // 2)
-    ends: list[int] = []
-    tokens = 0
-    for i, one in enumerate(packed):
-        if i and (most_tokens is None or tokens + one.num_tokens > most_tokens):
-            ends.append(i)
-            tokens = 0
-        tokens += one.num_tokens
-    ends += [len(packed)] if packed else []
-    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    passes = cut_by_size(packed, lambda one: one.num_tokens, most_tokens or 0)
+    return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, passes), initial=0))]
 
 
 def filled_up(packed: Packed, num_tokens: int) -> Packed:
-    """Packed sequence of at least so many tokens: a shorter one gets a last segment as in `filled_alike`."""
-    return _filled(packed, num_tokens - packed.num_tokens) if packed.num_tokens < num_tokens else packed
+    """Packed sequence of at least so many tokens: a shorter one gets a last segment that no other segment sees and that predicts
+    nothing."""
+    if (missing := num_tokens - packed.num_tokens) <= 0:
+        return packed
+    zeros = packed.tokens_P.new_zeros(missing)  # token 0 at position 0, which every model has
+    layout = AttentionLayout(
+        segment_lengths=(*packed.layout.segment_lengths, missing),
+        prompts=packed.layout.prompts,
+        positions_P=torch.cat([packed.positions_P, zeros]),
+    )
+    return replace(packed, tokens_P=torch.cat([packed.tokens_P, zeros]), layout=layout, fill_tokens=packed.fill_tokens + missing)
 
 
 def filled_alike(packed: Sequence[Packed], at_most: float = 1.0) -> list[Packed]:
-    """Packed sequences of one length: shorter ones get a last segment that no other segment sees and that predicts nothing.
+    """Packed sequences of one length: shorter ones are filled up.
 
     If fill tokens would be more than the fraction `at_most` of all tokens, the sequences are returned as they are.
     """
     longest = max((one.num_tokens for one in packed), default=0)
     if longest * len(packed) * (1 - at_most) > sum(one.num_tokens for one in packed):
         return [*packed]
-    return [_filled(one, longest - one.num_tokens) if one.num_tokens < longest else one for one in packed]
-
-
-def _filled(packed: Packed, num_tokens: int) -> Packed:
-    zeros = packed.tokens_P.new_zeros(num_tokens)  # token 0 at position 0, which every model has
-    layout = AttentionLayout(
-        segment_lengths=(*packed.layout.segment_lengths, num_tokens),
-        prompts=packed.layout.prompts,
-        positions_P=torch.cat([packed.positions_P, zeros]),
-    )
-    return replace(packed, tokens_P=torch.cat([packed.tokens_P, zeros]), layout=layout, fill_tokens=packed.fill_tokens + num_tokens)
+    return [filled_up(one, longest) for one in packed]
 
 
 def token_ratio(prompt_length: int, response_lengths: Sequence[int]) -> float:
