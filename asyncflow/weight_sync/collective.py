@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ class CollectiveSender(ServedSender):
 
     def __init__(self, options: WeightSyncOptions, incarnation: str) -> None:
         super().__init__(options, incarnation, f"unix:{options.directory / SOCKET_FILE}")
-        self._options = options
+        self._options, self._groups = options, _Groups(options)
         self._asked: dict[int, dict[str, asyncio.Future[Seat]]] = {}  # by version and client key
         self._has: dict[int, set[str]] = {}  # by version: the names of those that have it
         self._here: set[str] = set()  # names of those that have asked, and have not gone
@@ -85,7 +85,6 @@ class CollectiveSender(ServedSender):
         self._missing: set[str] = set()  # members that have not said how the broadcast under way has ended
         self._lost: set[str] = set()  # members of it that have gone
         self._box: dict[str, asyncio.Future[bytes]] = {}  # of the epoch: what the members leave for one another
-        self._group: tuple[int, Group] | None = None
         self._changed = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._broadcast_thread = ComputeThread("weight-broadcast")
@@ -94,7 +93,7 @@ class CollectiveSender(ServedSender):
         """See `WeightSender.publish`."""
         manifest = await super().publish(version, source)
         self._has[version] = set()  # no receiver has it yet
-        for old in [old for old in self._has if not self.has(old)]:
+        for old in [old for old in self._has if self._files.get(old) is None]:
             del self._has[old]
         return manifest
 
@@ -193,7 +192,8 @@ class CollectiveSender(ServedSender):
             asked[key].set_result(Seat(self._epoch, rank, len(asked) + 1))
         why, patience_seconds = "no word of how it ended", self._options.deadline_seconds
         try:
-            await self._broadcast_thread.run(self._send, asyncio.get_running_loop(), self._epoch, len(asked) + 1, file)
+            own = Seat(self._epoch, 0, len(asked) + 1)
+            await self._broadcast_thread.run(self._send, own, asyncio.get_running_loop(), file)
         except (RuntimeError, WeightSyncError, TimeoutError) as error:
             why, patience_seconds = reason(error), 1.0  # the others find out as soon
         await self._until(lambda: not self._missing, patience_seconds)
@@ -202,16 +202,10 @@ class CollectiveSender(ServedSender):
             log.warning("version %d did not reach %s (%s): the next broadcast is a new group's", version, names, why)
             self._break(why)
 
-    def _send(self, loop: asyncio.AbstractEventLoop, epoch: int, size: int, file: Array) -> None:
+    def _send(self, seat: Seat, loop: asyncio.AbstractEventLoop, file: Array) -> None:
         """Send the file to the group. Runs in the thread."""
-        group, self._group = self._group, None  # until it has held
-        if group is None or group[0] != epoch:
-            if group is not None:
-                group[1].close()
-            store = _store(self, epoch, loop, self._options.deadline_seconds)
-            group = epoch, _group(store, Seat(epoch, 0, size), self._options)
-        group[1].send(file)
-        self._group = group
+        with self._groups.of(seat.epoch, seat, self, loop) as group:
+            group.send(file)
 
     def _break(self, why: str) -> None:
         """The group is not to be used again; nobody waits for it any more."""
@@ -246,7 +240,7 @@ class CollectiveReceiver:
         self._file = np.empty(0, np.uint8)  # of the version that was fetched last
         self._layout: FileLayout | None = None
         self._dialler = Dialler(name, options, options.deadline_seconds)
-        self._group: tuple[Peer, int, Group] | None = None  # the connection and the epoch that it belongs to
+        self._groups = _Groups(options)
         self._thread = ComputeThread("weight-receiver")
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
@@ -286,24 +280,35 @@ class CollectiveReceiver:
         self, loop: asyncio.AbstractEventLoop, peer: Peer, seat: Seat, layout: FileLayout, manifest: Manifest
     ) -> Mapping[str, Tensor]:
         """Receive a version from the group. Runs in the thread."""
-        group, self._group = self._group, None  # until it has held
-        if group is None or group[:2] != (peer, seat.epoch):
-            if group is not None:
-                group[2].close()
-            store = _store(proxy(CollectiveSender, peer, "weights"), seat.epoch, loop, self._options.deadline_seconds)
-            group = peer, seat.epoch, _group(store, seat, self._options)
+        sender = proxy(CollectiveSender, peer, "weights")
         if len(self._file) != manifest.num_bytes:
             self._file = np.empty(manifest.num_bytes, np.uint8)
         arriving = Arriving(self._file, layout, manifest)
-        group[2].receive(manifest.num_bytes, arriving.write)
-        self._group = group
+        with self._groups.of((peer, seat.epoch), seat, sender, loop) as group:
+            group.receive(manifest.num_bytes, arriving.write)
         tensors, self._layout = arriving.finish(), layout
         return tensors
 
 
-def _group(store: GroupStore, seat: Seat, options: WeightSyncOptions) -> Group:
-    timeout, is_local = options.deadline_seconds, options.listen is None
-    return Group(store, seat.rank, seat.size, device=options.device, timeout_seconds=timeout, is_local=is_local)
+class _Groups:
+    """Groups of one end: each is kept from one broadcast to the next, until one fails. For the thread that broadcasts."""
+
+    def __init__(self, options: WeightSyncOptions) -> None:
+        self._options = options
+        self._kept: tuple[object, Group] | None = None
+
+    @contextlib.contextmanager
+    def of(self, key: object, seat: Seat, sender: CollectiveSender, loop: asyncio.AbstractEventLoop) -> Iterator[Group]:
+        """The group of that `key`, in which this end has the seat: the one that is kept, or one that now meets at the sender."""
+        kept, self._kept = self._kept, None  # until it has held
+        if kept is None or kept[0] != key:
+            if kept is not None:
+                kept[1].close()
+            timeout, is_local = self._options.deadline_seconds, self._options.listen is None
+            store, device = _store(sender, seat.epoch, loop, timeout), self._options.device
+            kept = key, Group(store, seat.rank, seat.size, device=device, timeout_seconds=timeout, is_local=is_local)
+        yield kept[1]
+        self._kept = kept
 
 
 def _store(sender: CollectiveSender, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> GroupStore:

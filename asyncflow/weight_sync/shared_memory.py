@@ -79,10 +79,6 @@ class SharedMemorySender:
             raise WeightSyncError(f"version {version} of sender {incarnation} is no longer kept")
         return file
 
-    def has(self, version: int) -> bool:
-        """Whether a version is retained."""
-        return self._files.get(version) is not None
-
     async def close(self) -> None:
         """See `WeightSender.close`."""
         await self._thread.run(self._files.close)
