@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncflow.engines.families import DECODED, head_dim
+from asyncflow.engines.families import DECODED, Family, head_dim
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 READ = {
@@ -70,7 +70,7 @@ class DecoderConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qk_norm: bool
+    family: Family
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -80,14 +80,8 @@ class DecoderConfig:
     local_rope: Mapping[str, Any]  # `rope` of the layers whose windows are limited
     is_local: tuple[bool, ...]  # by layer
     max_window: int | None = None  # tokens up to which the model's windows are no limit
-    whole_qk_norm: bool = False
-    norms: str = "before"
-    norm_offset: float = 0.0
     has_late_rounding: bool = False  # norms multiply by their weights in float32
-    has_gelu: bool = False
-    is_fused: bool = False
     embedding_multiplier: float = 1.0
-    rounds_embedding_multiplier: bool = False  # to the weights' dtype
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
@@ -149,7 +143,7 @@ class DecoderConfig:
             rms_norm_eps=fields.get("rms_norm_eps", family.rms_norm_eps),
             max_position_embeddings=fields.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", family.is_tied)),
-            qk_norm=family.has_qk_norm,
+            family=family,
             qkv_bias=attention_bias or family.has_qkv_bias,
             output_bias=attention_bias,
             mlp_bias=bool(fields.get("mlp_bias")),
@@ -159,13 +153,7 @@ class DecoderConfig:
             local_rope=_rope_fields(local_fields, family.rope_theta)[0],
             is_local=is_local,
             max_window=fields.get("sliding_window", None if kind == "phi3" else 4096) if has_windows else None,
-            whole_qk_norm=family.has_whole_qk_norm,
-            norms=family.norms,
-            norm_offset=family.norm_offset,
             has_late_rounding=kind == "olmo2" or is_gemma,
-            has_gelu=family.has_gelu,
-            rounds_embedding_multiplier=family.scales_embedding,
-            is_fused=family.is_fused,
         )
 
 

@@ -22,7 +22,7 @@ class Family:
     norms: str = "before"  # where attention and MLP are normed: `before`, `behind` or `both`
     norm_offset: float = 0.0  # which norms add to their weights
     has_gelu: bool = False  # in the MLP, by the tanh; else SiLU
-    scales_embedding: bool = False  # by the square root of the hidden size
+    scales_embedding: bool = False  # by the square root of the hidden size, rounded to the weights' dtype
     is_fused: bool = False  # q, k and v are one matrix, gate and up another
     has_attention_bias: bool = True  # if its config.json says so
     has_mlp_bias: bool = False  # likewise

@@ -133,7 +133,7 @@ class Decoder:
         self.lm_head = self._linear([head], [config.vocab_size], config.hidden_size, None, tied)
 
         self._multiplier = config.embedding_multiplier
-        if config.rounds_embedding_multiplier:
+        if config.family.scales_embedding:
             self._multiplier = torch.tensor(self._multiplier, dtype=dtype).item()
         self._rotation = self._rotation_by(config.rope, max_context)
         self._local_rotation = self._rotation_by(config.local_rope, max_context) if any(config.is_local) else self._rotation
@@ -191,20 +191,20 @@ class Decoder:
             self.lora.add(AdaptableLayer(linear, parts, sizes, inputs, like=self.embedding))
             return linear
 
-        if c.is_fused:
+        if c.family.is_fused:
             qkv = linear("self_attn.qkv_proj", (q + 2 * kv,), c.hidden_size, c.qkv_bias)
             gate_up = linear("mlp.gate_up_proj", (2 * c.intermediate_size,), c.hidden_size, c.mlp_bias)
         else:
             qkv = linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", (q, kv, kv), c.hidden_size, c.qkv_bias)
             gate_up = linear("mlp.gate_proj mlp.up_proj", (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias)
-        qk_norm = self._buffer(sum(heads), c.head_dim) if c.qk_norm else None
+        qk_norm = self._buffer(sum(heads), c.head_dim) if c.family.has_qk_norm else None
         if qk_norm is not None:
             names = (f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight")
             self._name(qk_norm, *names, sizes=heads, shape=(c.head_dim,))
-        whole_qk_norms = (norm("self_attn.q_norm", q), norm("self_attn.k_norm", kv)) if c.whole_qk_norm else None
+        whole_qk_norms = (norm("self_attn.q_norm", q), norm("self_attn.k_norm", kv)) if c.family.has_whole_qk_norm else None
         output = linear("self_attn.o_proj", (c.hidden_size,), q, c.output_bias)
         down = linear("mlp.down_proj", (c.hidden_size,), c.intermediate_size, c.mlp_bias)
-        before, behind = NORMS[c.norms]
+        before, behind = NORMS[c.family.norms]
         norms_before = (norm(before[0]), norm(before[1])) if before else None
         norms_behind = (norm(behind[0]), norm(behind[1])) if behind else None
         return DecoderLayer(norms_before, norms_behind, qkv, qk_norm, whole_qk_norms, output, gate_up, down)
@@ -443,14 +443,14 @@ class Decoder:
             x_TE = self._added(layer.output(attended, adapted), layer.norms_behind and layer.norms_behind[0], x_TE)
             h_TE = self._normed(x_TE, layer.norms_before[1]) if layer.norms_before else x_TE
             gate, up = layer.gate_up(h_TE, adapted).chunk(2, -1)
-            activated = F.gelu(gate, approximate="tanh") if c.has_gelu else F.silu(gate)
+            activated = F.gelu(gate, approximate="tanh") if c.family.has_gelu else F.silu(gate)
             x_TE = self._added(layer.down(activated.mul_(up), adapted), layer.norms_behind and layer.norms_behind[1], x_TE)
         return self._normed(x_TE, self.norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """`rms_norm` by the model's constants."""
         c = self.config
-        return rms_norm(x, weight, c.rms_norm_eps, is_rounded_late=c.has_late_rounding, offset=c.norm_offset)
+        return rms_norm(x, weight, c.rms_norm_eps, is_rounded_late=c.has_late_rounding, offset=c.family.norm_offset)
 
     def _added(self, made_TE: Tensor, norm: Tensor | None, x_TE: Tensor) -> Tensor:
         """The sum of what attention or MLP has made and what went in; `norm`: that behind it."""

@@ -67,7 +67,7 @@ class Core:
             ffn_hidden_size=config.intermediate_size,
             normalization="RMSNorm",
             layernorm_epsilon=config.rms_norm_eps,
-            qk_layernorm=config.qk_norm,
+            qk_layernorm=config.family.has_qk_norm,
             add_bias_linear=False,
             add_qkv_bias=config.qkv_bias,
             gated_linear_unit=True,
@@ -91,7 +91,7 @@ class Core:
             persist_layer_norm=False,
         )
         specs = self._import("models.gpt.gpt_layer_specs")
-        spec = specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
+        spec = specs.get_gpt_layer_local_spec(qk_layernorm=config.family.has_qk_norm, normalization="RMSNorm")
         spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
         return self._import("models.gpt").GPTModel(
             transformer,

@@ -109,7 +109,7 @@ def _layer(config: DecoderConfig, prefix: str) -> dict[str, Origin]:
     }
     if config.qkv_bias:
         weights["self_attention.linear_qkv.bias"] = heads("bias")
-    if config.qk_norm:
+    if config.family.has_qk_norm:
         for kind in "qk":
             weights[f"self_attention.{kind}_layernorm.weight"] = Origin((f"{attention}{kind}_norm.weight",), "whole")
     return weights
