@@ -29,7 +29,6 @@ _NAME: Final = re.compile(r"step-(\d{6,})")
 _PARTIAL: Final = ".partial"
 _OVER: Final = ".over"
 _ADDED: Final = ".added"
-_PIECE_BYTES: Final = 4 << 20
 
 
 class HashedFile(msgspec.Struct, frozen=True):
@@ -175,9 +174,6 @@ def _hashed_and_synced(file: Path) -> HashedFile:
 
 
 def _hashed(file: Path) -> HashedFile:
-    digest, size = hashlib.sha256(), 0
     with file.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            digest.update(piece)
-            size += len(piece)
-    return HashedFile(size, digest.hexdigest())
+        digest = hashlib.file_digest(opened, "sha256")
+        return HashedFile(opened.tell(), digest.hexdigest())
