@@ -29,14 +29,11 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cores: int
     slowdown: Mapping[str, float] = {}
 
-    def factor(self, pool: str, num_busy: int) -> float:
-        """Times as long as alone that work of this pool takes, while `num_busy` workers compute, itself included."""
+    def among(self, pool: str, busy: Sequence[str]) -> float:
+        """Times as long as alone that work of this pool takes, while workers of these pools compute, itself included."""
+        num_busy = len(busy)
         share = (min(num_busy, self.cores) - 1) / (self.cores - 1) if self.cores > 1 else 0.0
         return (1.0 + self.slowdown.get(pool, 0.0) * share) * max(1.0, num_busy / self.cores)
-
-    def among(self, pool: str, busy: Sequence[str]) -> float:
-        """`factor`, while workers of these pools compute."""
-        return self.factor(pool, len(busy))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,9 @@ def test_work_is_slower_only_while_other_work_is_done() -> None:
 
 def test_more_workers_than_cores_take_turns() -> None:
     assert run(ends(Cores(TWO), *[("rollout", 0, 1.0)] * 4)) == pytest.approx([1.0 * 1.5 * 2] * 4)
-    assert TWO.factor("other", 2) == 1.0
-    assert Contention(cores=4, slowdown={"rollout": 0.6}).factor("rollout", 2) == pytest.approx(1.2)
-    assert Contention(cores=1).factor("rollout", 3) == 3.0
+    assert TWO.among("other", ["other"] * 2) == 1.0
+    assert Contention(cores=4, slowdown={"rollout": 0.6}).among("rollout", ["rollout"] * 2) == pytest.approx(1.2)
+    assert Contention(cores=1).among("rollout", ["rollout"] * 3) == 3.0
 
 
 def test_work_may_end_before_it_was_said_to() -> None:
