@@ -75,19 +75,14 @@ class PPO(StandardisedLoss):
         if group.values is None:
             raise UserError("algorithm ppo needs a critic's values, and none are computed: no task of this queue adds them.")
         kl = self.kl_of_tokens(group)
-        advantages: list[Array] = []
-        returns: list[Array] = []
+        estimates: list[tuple[Array, Array]] = []
         for i, (values, mask) in enumerate(zip(group.values, group.loss_mask, strict=True)):
             rewards = np.zeros(len(values)) if kl is None else -kl[i]
             if mask.any():
                 rewards[np.flatnonzero(mask)[-1]] += group.rewards[i]
-            for column, numbers in zip(
-                (advantages, returns),
-                functional.generalised_advantages(rewards, values, mask, self.discount, self.decay),
-                strict=True,
-            ):
-                column.append(numbers)
-        return Ragged.from_arrays(advantages, "float32"), Ragged.from_arrays(returns, "float32")
+            estimates.append(functional.generalised_advantages(rewards, values, mask, self.discount, self.decay))
+        advantages, returns = (Ragged.from_arrays([of_row[i] for of_row in estimates], "float32") for i in (0, 1))
+        return advantages, returns
 
     def advantages(self, group: ScoredGroup) -> Ragged:
         """A of the module's head, a number for each token."""

@@ -16,28 +16,26 @@ from asyncflow.algorithms.surrogate import Surrogate
 from asyncflow.types import Advantages, Ragged, ScoredGroup
 
 
-class GroupRelativeLoss(PolicyLoss):
-    """A `PolicyLoss` whose advantages are (r - mean r) / (std r + advantage_epsilon) over the group (PA 1)."""
-
-    def __init__(self, surrogate: Surrogate, advantage_epsilon: float, **shared: Unpack[SharedOptions]) -> None:
-        """Raises `UserError` if an option lies outside its range."""
-        super().__init__(surrogate, **shared)
-        check_above_zero(advantage_epsilon=advantage_epsilon)
-        self.advantage_epsilon = advantage_epsilon
-
-    def advantages(self, group: ScoredGroup) -> Advantages:
-        """float32 [R], see `functional.group_advantages`."""
-        return functional.group_advantages(self.rewards(group), self.advantage_epsilon)
-
-
-class StandardisedLoss(PolicyLoss):
-    """A `PolicyLoss` whose advantages have mean 0 and deviation 1 over a step (`Algorithm.waits_for_batch`)."""
+class DividedLoss(PolicyLoss):
+    """A `PolicyLoss` whose advantages are divided by a deviation."""
 
     def __init__(self, surrogate: Surrogate, advantage_epsilon: float, **shared: Unpack[SharedOptions]) -> None:
         """`advantage_epsilon` is added to the deviation. Raises `UserError` if an option lies outside its range."""
         super().__init__(surrogate, **shared)
         check_above_zero(advantage_epsilon=advantage_epsilon)
         self.advantage_epsilon = advantage_epsilon
+
+
+class GroupRelativeLoss(DividedLoss):
+    """A `PolicyLoss` whose advantages are (r - mean r) / (std r + advantage_epsilon) over the group (PA 1)."""
+
+    def advantages(self, group: ScoredGroup) -> Advantages:
+        """float32 [R], see `functional.group_advantages`."""
+        return functional.group_advantages(self.rewards(group), self.advantage_epsilon)
+
+
+class StandardisedLoss(DividedLoss):
+    """A `PolicyLoss` whose advantages have mean 0 and deviation 1 over a step (`Algorithm.waits_for_batch`)."""
 
     def statistics(self, group: ScoredGroup, advantages: Advantages) -> Sequence[float]:
         """The group's masked tokens, and the sums of their advantages and of the squares of these."""
