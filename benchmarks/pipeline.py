@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, filled_alike, pack
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.stages import cut_stage
@@ -97,7 +97,7 @@ def measure(rank: int, store: str, turns: int) -> list[tuple[float, float, float
     def timed(turn: Sequence[Packed]) -> tuple[float, Tensor]:
         def loss(i: int, hidden_PH: Tensor) -> Tensor:
             hidden_TH = turn[i].predicting(hidden_PH)
-            return log_probs_and_entropy(hidden_TH, module.lm_head.weight, turn[i].targets_T, chunk_tokens=1024)[0].sum()
+            return log_probs_and_entropy(hidden_TH, Head(module.lm_head.weight, 1024), turn[i].targets_T)[0].sum()
 
         module.zero_grad()
         dist.barrier()

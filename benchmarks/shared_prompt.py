@@ -44,7 +44,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
-from asyncflow.engines.train.model.log_probs import token_local_losses
+from asyncflow.engines.train.model.log_probs import Head, token_local_losses
 from asyncflow.engines.train.model.packing import Packed, pack, token_ratio
 from asyncflow.types import LossSums, Ragged
 
@@ -96,11 +96,10 @@ def forward(model: Qwen2ForCausalLM, packed: Packed) -> Tensor:
     ).last_hidden_state[0]
     return token_local_losses(
         packed.predicting(hidden_PH),
-        model.lm_head.weight,
+        Head(model.lm_head.weight, 1024),
         packed.targets_T,
         lambda _number, _part, log_probs_C, _entropy_C: LossSums(loss=-log_probs_C.sum(), metrics={}),
-        counts=packed.token_counts,
-        chunk_tokens=1024,
+        packed.token_counts,
     )[0]
 
 

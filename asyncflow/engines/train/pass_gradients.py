@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 
 from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulator
 from asyncflow.engines.train.model.causal_model import CausalModel
-from asyncflow.engines.train.model.log_probs import HeadSums, token_local_losses
+from asyncflow.engines.train.model.log_probs import Head, token_local_losses
 from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.model.products import rows_by, rows_by_transposed, write_rows_by_transposed
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
@@ -76,7 +76,7 @@ class PassState:
 
 
 class PassGradients:
-    """Gradients of a model's weights in passes of several micro-batches, on their way to its sums. Implements `HeadSums`."""
+    """Gradients of a model's weights in passes of several micro-batches, on their way to its sums."""
 
     pieces: Pieces = AT_ONCE
     """Pieces by which the gradients of matrices are computed: nothing in a pass waits for them."""
@@ -150,11 +150,11 @@ class PassGradients:
         return weight if self._gives_zeros else weight.detach()
 
     def mute(self, number: int) -> None:
-        """See `HeadSums`."""
+        """Add nothing of a micro-batch, in any layer: its loss is not finite."""
         self._now.muted.add(number)
 
     def is_muted(self, number: int) -> bool:
-        """See `HeadSums`."""
+        """Whether a micro-batch was muted."""
         return number in self._now.muted
 
     @property
@@ -163,8 +163,9 @@ class PassGradients:
         return self._state
 
     def add_head(self, grad_CV: Tensor, hidden_CH: Tensor, parts: Sequence[tuple[int, slice]]) -> None:
-        """See `HeadSums`. Where the embedding is the same matrix, rows that it has a gradient for are held back until that is
-        there: the sum of both is rounded, as it is of a micro-batch alone."""
+        """Add the head's gradient, the product grad^T hidden, over the rows of each of the `parts`: a micro-batch's number, and its
+        rows, which are all that it has. Where the embedding is the same matrix, rows that it has a gradient for are held back until
+        that is there: the sum of both is rounded, as it is of a micro-batch alone."""
         if self._head_name is None:
             return
         change = None
@@ -175,7 +176,7 @@ class PassGradients:
         self._add_products(self._head_name, grad_CV, hidden_CH, [rows for _, rows in parts], change)
 
     def add_head_whole(self, number: int, gradient_VH: Tensor) -> None:
-        """See `HeadSums`."""
+        """Add the head's gradient of a micro-batch."""
         if self._head_name is None:
             return
         if self._holds:
@@ -195,7 +196,8 @@ class PassGradients:
             block_BH[rows] = 0.0
 
     def product(self, rows_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by whoever has nothing else to compute."""
+        """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by whoever has nothing else to compute. A row's
+        bits do not depend on the others if there are `LEAST_ROWS`."""
         parts = self.pieces.parts(len(rows_PI), rows_PI.numel() * len(weight_OI))
         if len(parts) == 1:
             return rows_by_transposed(rows_PI, weight_OI, bias_O)
@@ -385,7 +387,7 @@ class ProbePass:
         self.alone = packed(1, 7, (9, 4, 2))
         self.together = joined([packed(50, 3, (5,)), self.alone, packed(90, 13, (21, 3, 17, 8))])
 
-    def loss(self, packed: Packed, hidden_TH: Tensor, head_VH: Tensor, head_sums: HeadSums | None, **options: Any) -> Tensor:
+    def loss(self, packed: Packed, hidden_TH: Tensor, head: Head) -> Tensor:
         """Loss of one of the two passes."""
         sign = -1.0 if packed is self.together else 1.0
 
@@ -393,11 +395,10 @@ class ProbePass:
             weights_C = torch.arange(len(log_probs_C), device=log_probs_C.device) % 3 - 0.5
             return LossSums(sign * (weights_C * log_probs_C).sum(), {})
 
-        if head_sums is not None:
-            head_sums.mute(0)
-            head_sums.mute(2)
-        of_all = {"counts": packed.token_counts, "head_sums": head_sums, **options}
-        return token_local_losses(hidden_TH, head_VH, packed.targets_T, of_tokens, **of_all)[0]
+        if head.sums is not None:
+            head.sums.mute(0)
+            head.sums.mute(2)
+        return token_local_losses(hidden_TH, head, packed.targets_T, of_tokens, packed.token_counts)[0]
 
 
 def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients) -> bool:
@@ -406,13 +407,12 @@ def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients) 
     The sums are empty before and after.
     """
     passes = ProbePass(model.pack, model.module.get_input_embeddings().weight.shape[0])
-    options: dict[str, Any] = {"chunk_tokens": model.chunk_tokens, "softcap": model.softcap}
     try:
-        torch.autograd.backward(passes.loss(passes.alone, *model.hidden(passes.alone), None, **options))
+        torch.autograd.backward(passes.loss(passes.alone, *model.hidden(passes.alone)))
         sums.add()
         with gradients.of(passes.together):
-            hidden_TH, head_VH = model.hidden(passes.together)
-            torch.autograd.backward(passes.loss(passes.together, hidden_TH, head_VH.detach(), gradients, **options))
+            hidden_TH, head = model.hidden(passes.together)
+            torch.autograd.backward(passes.loss(passes.together, hidden_TH, head.taken_by(gradients)))
         return sums.is_zero()
     finally:
         sums.clear()

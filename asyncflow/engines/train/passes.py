@@ -71,7 +71,7 @@ class Passes:
             self.models = TriModel(self.policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
         self.sums = make_accumulator(options.accumulate, self.policy.parameters)
         self.most_tokens = options.tokens_per_pass
-        self._chunk_tokens, self._is_to_check = options.log_prob_chunk_tokens, options.check_shared_prompt and first is None
+        self._is_to_check = options.check_shared_prompt and first is None
         self._gradients: PassGradients | None = None
         if first is not None:
             self.most_tokens = first.most_tokens
@@ -90,14 +90,13 @@ class Passes:
             check_sharing(self.policy, shared)
             self._is_to_check = False
         known = micro_step.given_all(self.models, together, micro_batches)
-        of_head: dict[str, Any] = {"chunk_tokens": self._chunk_tokens, "softcap": self.policy.softcap}
         if self._gradients is not None:
             with self._gradients.of(together):
-                hidden_TH, head_VH = self.policy.hidden(together)
-                made = micro_step.losses(known, objective, hidden_TH, head_VH.detach(), head_sums=self._gradients, **of_head)
+                hidden_TH, head = self.policy.hidden(together)
+                made = micro_step.losses(known, objective, hidden_TH, head.taken_by(self._gradients))
                 torch.autograd.backward(made.total)
             return made.results
-        made = micro_step.losses(known, objective, *self.policy.hidden(together), **of_head)
+        made = micro_step.losses(known, objective, *self.policy.hidden(together))
         if made.is_finite:
             torch.autograd.backward(made.total)
             self.sums.add()

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.engines.base import TrainEngineOptions
@@ -37,8 +36,10 @@ from asyncflow.engines.families import check_family
 from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
+from asyncflow.engines.train.model.log_probs import Head
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.parallel.fsdp import local_part
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.tensor import head_shard, shard_model
 from asyncflow.types import Objective, Ragged
@@ -168,7 +169,7 @@ def _time_head(
     device = packed.row_T.device
     hidden_TH = torch.randn(num_tokens, module.config.hidden_size, device=device, dtype=module.dtype).requires_grad_()
     local_VH, shard = head_shard(module.get_output_embeddings().weight)
-    head_VH = local_VH.detach().requires_grad_()
+    head = Head(local_VH.detach().requires_grad_(), options.log_prob_chunk_tokens, shard)
     known = micro_step.Given(
         packed=packed,
         rollout_T=torch.full((num_tokens,), -1.0, device=device),
@@ -182,13 +183,12 @@ def _time_head(
     )
     for number in watch.rounds():
         with watch.timed("head_loss", number, tokens=num_tokens):
-            of_head: dict[str, Any] = {"chunk_tokens": options.log_prob_chunk_tokens, "shard": shard}
-            torch.autograd.backward(micro_step.losses([known], objective, hidden_TH, head_VH, **of_head).total)
-        hidden_TH.grad = head_VH.grad = None
+            torch.autograd.backward(micro_step.losses([known], objective, hidden_TH, head).total)
+        hidden_TH.grad = head.weight_VH.grad = None
 
 
 def _time_optimizer(watch: Stopwatch, layer: nn.Module, options: TrainEngineOptions) -> None:
-    parameters = {name: nn.Parameter(_local(p).detach().float().clone()) for name, p in layer.named_parameters()}
+    parameters = {name: nn.Parameter(local_part(p).float().clone()) for name, p in layer.named_parameters()}
     num_bytes = sum(parameter.nbytes for parameter in parameters.values())
     sums, optimizer = make_accumulator(options.accumulate, parameters), Optimizer(parameters, options)
     gradients = [torch.randn_like(parameter) for parameter in parameters.values()]
@@ -235,8 +235,3 @@ def _packed(num_tokens: int, num_responses: int, vocabulary_size: int, device: t
     prompt_ids = rng.integers(vocabulary_size, size=length)
     responses = Ragged.from_arrays([rng.integers(vocabulary_size, size=length) for _ in range(num_responses)], "int64")
     return pack_thrifty(prompt_ids, responses, device)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Part of the parameter that this rank holds."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -42,7 +42,7 @@ from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions, load_module, recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, cut_into_passes, joined, pack_thrifty
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
@@ -158,7 +158,7 @@ class DeepSpeedTraining(GatheredTraining):
         results: list[MicroBatchResult] = []
 
         def loss(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
-            made = micro_step.losses(known, objective, hidden_TH, head_VH, chunk_tokens=self._options.log_prob_chunk_tokens)
+            made = micro_step.losses(known, objective, hidden_TH, Head(head_VH, self._options.log_prob_chunk_tokens))
             results.extend(made.results)
             return made.total
 
@@ -185,8 +185,7 @@ class DeepSpeedTraining(GatheredTraining):
 
     def _policy_log_probs(self, packed: Packed) -> Tensor:
         def of_targets(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
-            chunk_tokens = self._options.log_prob_chunk_tokens
-            return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=chunk_tokens)[0]
+            return log_probs_and_entropy(hidden_TH, Head(head_VH, self._options.log_prob_chunk_tokens), packed.targets_T)[0]
 
         return self._zero(packed, of_targets)
 

@@ -30,7 +30,7 @@ from asyncflow.devices import CPU
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, why_not_packed
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.lora import SharedBase, add_lora, fill_lora, shapes_for
 from asyncflow.engines.train.model.own_rows import Way, row_states
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
@@ -106,11 +106,11 @@ class CausalModel:
         self._loaded: Any = shared._loaded if shared else (base_of if lora else load_module)(path, weights_dtype, place)
         own = {id(w): w if lora else nn.Parameter(w.data, w.requires_grad) for w in self._loaded.parameters()}
         self.module = copy.deepcopy(self._loaded, own).eval()
-        self.chunk_tokens = passes.chunk_tokens
+        self._chunk_tokens = passes.chunk_tokens
         self.device, self.dtype, self.temperature = torch.device(passes.device), passes.dtype, passes.temperature
         self._divisor = passes.temperature / logit_scale(self.module.config)
         cap = getattr(self.module.config, "final_logit_softcapping", None)
-        self.softcap: float | None = None if cap is None else cap / passes.temperature
+        self._softcap: float | None = None if cap is None else cap / passes.temperature
         is_packed = self.module.config._attn_implementation == ATTENTION_NAME
         self.way: Way = first.way if first else "packed" if is_packed else "batched"
         """How micro-batches go through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
@@ -138,18 +138,18 @@ class CausalModel:
         """Pack a prompt and its responses for this model, see `pack_thrifty`; without sharing where it does not take the layout."""
         return pack_thrifty(prompt_ids, responses, self.device, targets, may_share=self.way == "packed")
 
-    def hidden(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, H] that predict the response tokens, and the output layer's weight [V, H] as a pass uses it.
+    def hidden(self, packed: Packed) -> tuple[Tensor, Head]:
+        """Hidden states [T, H] that predict the response tokens, and the output layer.
 
         The hidden states are divided by the temperature, and by what else the model divides its logits by, so that their product
-        with the weight gives the logits to sample from (but for `softcap`). A bias of the output layer is one more column of it.
+        with its weight gives the logits to sample from (but for the softcap). A bias of the output layer is one more column of it.
         """
         weights = self._cast()
         hidden_TH, head_VH = self._states(packed, weights, self._divisor), weights[self._head_name]
         if self._bias_name is not None:
             ones_T1 = hidden_TH.new_full((len(hidden_TH), 1), 1 / self._divisor)
             hidden_TH, head_VH = torch.cat((hidden_TH, ones_T1), 1), torch.cat((head_VH, weights[self._bias_name][:, None]), 1)
-        return hidden_TH, head_VH
+        return hidden_TH, Head(head_VH, self._chunk_tokens, softcap=self._softcap)
 
     def _cast(self) -> dict[str, Tensor]:
         """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""
@@ -175,9 +175,8 @@ class CausalModel:
 
     def log_probs(self, packed: Packed) -> Tensor:
         """Log-probs (float32 [T]) of the response tokens."""
-        hidden_TH, head_VH = self.hidden(packed)
-        options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "softcap": self.softcap, "counts": packed.token_counts}
-        return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, **options)[0]
+        hidden_TH, head = self.hidden(packed)
+        return log_probs_and_entropy(hidden_TH, head, packed.targets_T, packed.token_counts)[0]
 
     @torch.no_grad()
     def response_log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.train.accumulate import order_free_norm
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.types import RunError
@@ -37,10 +38,7 @@ def check_sharing(policy: CausalModel, micro_batch: MicroBatch) -> None:
     """
     shared, rows = both_ways(micro_batch, policy.device)
     (shared_T, gradients), (rows_T, expected) = (_computed(policy, packed) for packed in (shared, rows))
-    distance, size = (
-        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors])).item()
-        for tensors in ([a - b for a, b in zip(gradients, expected, strict=True)], expected)
-    )
+    distance, size = map(order_free_norm, ([a - b for a, b in zip(gradients, expected, strict=True)], expected))
     if not (rows_T.isfinite().all() and math.isfinite(size)):
         return  # the weights or the batch are broken without sharing, too; the check of the loss reports it
     refuse(log_prob_fault(shared_T, rows_T, shared, micro_batch, policy.dtype) or gradient_fault(distance, size, policy.dtype))
@@ -99,6 +97,5 @@ def refuse(fault: str) -> None:
 
 
 def _computed(policy: CausalModel, packed: Packed) -> tuple[Tensor, tuple[Tensor, ...]]:
-    hidden_TH, head_VH = policy.hidden(packed)
-    logprobs_T, _ = log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=policy.chunk_tokens)
+    logprobs_T, _ = log_probs_and_entropy(*policy.hidden(packed), packed.targets_T)
     return logprobs_T.detach(), torch.autograd.grad(logprobs_T.sum(), list(policy.parameters.values()))

@@ -14,48 +14,32 @@ chunks.
 
 Several micro-batches may come end to end (`counts`). All but the matrix products is then computed micro-batch by micro-batch, and
 rows of a product do not depend on the others, so each one's numbers have the bits that they have alone. The head's gradient mixes
-rows: a `HeadSums` takes it from each micro-batch by itself.
+rows: `Head.sums` takes it from each micro-batch by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from asyncflow.engines.cuts import cut_by_size
 from asyncflow.engines.train.model.products import over_rows, rows_by, rows_by_transposed
 from asyncflow.types import LossSums, is_maximum
+
+if TYPE_CHECKING:
+    from asyncflow.engines.train.pass_gradients import PassGradients
 
 # T response tokens, C tokens of a chunk or more, H hidden elements, V tokens of the vocabulary or of this rank's shard, R ranks.
 
 LEAST_ROWS: Final = 4
 """Rows of a matrix product from which on a row's bits do not depend on the others: with fewer, another routine is taken."""
-
-
-class HeadSums(Protocol):
-    """Sums that the head's gradient is added to, micro-batch by micro-batch."""
-
-    def product(self, rows_PI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Product rows W^T, [P, O], in which a row's bits do not depend on the others if there are `LEAST_ROWS`."""
-
-    def add_head(self, grad_CV: Tensor, hidden_CH: Tensor, parts: Sequence[tuple[int, slice]]) -> None:
-        """Add the product grad^T hidden over the rows of each of the `parts`: a micro-batch's number, and its rows, which are all
-        that it has."""
-
-    def add_head_whole(self, number: int, gradient_VH: Tensor) -> None:
-        """Add a micro-batch's gradient."""
-
-    def mute(self, number: int) -> None:
-        """Add nothing of a micro-batch, here and in other layers: its loss is not finite."""
-
-    def is_muted(self, number: int) -> bool:
-        """Whether a micro-batch was muted."""
 
 
 class Chunk(NamedTuple):
@@ -65,6 +49,10 @@ class Chunk(NamedTuple):
     tokens: slice
     is_whole: bool
     is_last: bool
+
+    def within(self, rows: slice) -> slice:
+        """Place of the chunk in the logits of all tokens `rows`, which are made together."""
+        return slice(self.tokens.start - rows.start, self.tokens.stop - rows.start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,44 +83,46 @@ class VocabularyShard:
         return whole_C, torch.linalg.vecdot((lse_RC - whole_C).exp(), expected_RC, dim=0), chosen_RC.sum(0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """Output layer as a pass uses it: its weight, with `shard` this rank's rows of it.
+
+    At most `chunk_tokens` rows of logits exist at a time. With `softcap` c the logits are c tanh(hidden weight^T / c). `sums` get
+    the weight's gradient, micro-batch by micro-batch, and autograd gets none.
+    """
+
+    weight_VH: Tensor
+    chunk_tokens: int
+    shard: VocabularyShard | None = None
+    softcap: float | None = None
+    sums: PassGradients | None = None
+
+    def taken_by(self, sums: PassGradients) -> Head:
+        """The same layer, whose gradient goes to `sums`."""
+        return replace(self, weight_VH=self.weight_VH.detach(), sums=sums)
+
+
 def log_probs_and_entropy(
-    hidden_TH: Tensor,
-    head_VH: Tensor,
-    targets_T: Tensor,
-    *,
-    chunk_tokens: int,
-    shard: VocabularyShard | None = None,
-    softcap: float | None = None,
-    counts: Sequence[int] | None = None,
-    head_sums: HeadSums | None = None,
+    hidden_TH: Tensor, head: Head, targets_T: Tensor, counts: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probs log softmax(hidden head^T)[target] and entropies of the softmax in nats, both float32 [T].
 
-    With `softcap` c the logits are c tanh(hidden head^T / c).
-
-    hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Both results carry
-    a gradient to hidden states and head; the gradient of entropies costs nothing if no loss uses them. At most `chunk_tokens` rows
-    of logits exist at a time. With `shard`, head_VH is this rank's part of the head; results and gradient of the hidden states are
-    those of the whole head. `counts`: tokens of each micro-batch; None: it is one. `head_sums` get the head's gradient, and head_VH
-    gets none.
+    Hidden states and head share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Both results carry
+    a gradient to hidden states and head; the gradient of entropies costs nothing if no loss uses them. With `Head.shard` results
+    and gradient of the hidden states are those of the whole head. `counts`: tokens of each micro-batch; None: it is one.
     """
-    chunks = _chunks(counts or [len(hidden_TH)], chunk_tokens)
+    chunks = _chunks(counts or [len(hidden_TH)], head.chunk_tokens)
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
-    log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunks, shard, softcap, head_sums)
+    log_probs_T, entropy_T = apply(hidden_TH, head.weight_VH, targets_T, chunks, head)
     return log_probs_T, entropy_T
 
 
 def token_local_losses(
     hidden_TH: Tensor,
-    head_VH: Tensor,
+    head: Head,
     targets_T: Tensor,
     loss: Callable[[int, slice, Tensor, Tensor], LossSums],
-    *,
     counts: Sequence[int],
-    chunk_tokens: int,
-    shard: VocabularyShard | None = None,
-    softcap: float | None = None,
-    head_sums: HeadSums | None = None,
 ) -> tuple[Tensor, list[LossSums], Tensor]:
     """Losses that are sums over tokens, of micro-batches of `counts` tokens: the scalar that is the sum over all, each one's own
     numbers, detached, its metrics joined over its chunks, and the detached log-probs (float32 [T]).
@@ -140,60 +130,48 @@ def token_local_losses(
     `loss` takes a micro-batch's number and a slice of its tokens, with that chunk's log-probs and entropies (leaves that require
     grad), both as in `log_probs_and_entropy`, and may not use other chunks. The gradients for hidden states and head are computed
     here already, chunk by chunk, and the scalar carries them: it can be run backward once. Without grad mode no gradient is
-    computed. `head_sums` get the head's gradient at once; a micro-batch whose loss or log-probs are not finite is then muted, and
-    its hidden states get a gradient of 0. `shard` and `softcap`: as in `log_probs_and_entropy`.
+    computed. `Head.sums` get the head's gradient at once; a micro-batch whose loss or log-probs are not finite is then muted, and
+    its hidden states get a gradient of 0.
     """
+    head_VH, sums_of_head = head.weight_VH, head.sums
     has_grad = torch.is_grad_enabled() and (hidden_TH.requires_grad or head_VH.requires_grad)
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
     losses = [LossSums(hidden_TH.new_zeros((), dtype=dtype), {}) for _ in counts]
     log_probs_T = hidden_TH.new_empty(len(hidden_TH), dtype=dtype)
-    grads = None
-    if has_grad:
-        is_summed_here = head_VH.requires_grad and head_sums is None
-        grads = torch.empty_like(hidden_TH), _no_gradient(head_VH, dtype, is_trained=is_summed_here)
+    gradients = _Gradients(hidden_TH, head, dtype, is_head_trained=head_VH.requires_grad) if has_grad else None
     begins = [0, *accumulate(counts)]
-    of_head = _HeadGradients(head_VH, dtype, head_sums) if has_grad and head_sums is not None else None
-    for together in _chunks(counts, chunk_tokens):
-        rows = slice(together[0].tokens.start, together[-1].tokens.stop)
+    for rows, together in _chunks(counts, head.chunk_tokens):
         with torch.no_grad():
-            logits_CV = _logits(hidden_TH[rows], head_VH, softcap, head_sums)
+            logits_CV = _logits(hidden_TH[rows], head)
             p_CV = torch.empty_like(logits_CV)
-        for number, tokens, _, is_last in together:
-            own = slice(tokens.start - rows.start, tokens.stop - rows.start)
+        for chunk in together:
+            number, tokens, own = chunk.number, chunk.tokens, chunk.within(rows)
             with torch.no_grad():
-                log_probs_C, entropy_C, _ = _softmax(logits_CV[own], p_CV[own], targets_T[tokens], head_VH, shard)
+                log_probs_C, entropy_C, _ = _softmax(logits_CV[own], p_CV[own], targets_T[tokens], head)
                 log_probs_T[tokens] = log_probs_C
             part = slice(tokens.start - begins[number], tokens.stop - begins[number])
             sums = loss(number, part, log_probs_C.requires_grad_(has_grad), entropy_C.requires_grad_(has_grad))
             losses[number] = _added(losses[number], sums)
-            if grads is not None:
+            if has_grad:
                 grad_C, grad_entropy_C = torch.autograd.grad(sums.loss, (log_probs_C, entropy_C), allow_unused=True)
                 bonus = None if grad_entropy_C is None else (grad_entropy_C, entropy_C.detach())
                 with torch.no_grad():
                     grad_C = torch.zeros_like(log_probs_C) if grad_C is None else grad_C
-                    _to_grad_logits(grad_C, bonus, p_CV[own], targets_T[tokens], logits_CV[own], head_VH, shard, softcap)
-            if head_sums is not None and is_last:
+                    _to_grad_logits(grad_C, bonus, p_CV[own], targets_T[tokens], logits_CV[own], head)
+            if sums_of_head is not None and chunk.is_last:
                 of_micro_batch = log_probs_T[begins[number] : begins[number + 1]]
                 if not bool(losses[number].loss.isfinite() & of_micro_batch.isfinite().all()):
-                    head_sums.mute(number)
-        if grads is not None:
-            with torch.no_grad():
-                grad_CV = p_CV.to(hidden_TH.dtype)
-                grads[0][rows] = rows_by(_enough(grad_CV), head_VH)[: len(grad_CV)]
-                if of_head is not None:
-                    of_head.add(grad_CV, hidden_TH[rows], together)
-                elif grads[1] is not None:
-                    grads[1].add_(over_rows(grad_CV, hidden_TH[rows]))
+                    sums_of_head.mute(number)
+        if gradients is not None:
+            gradients.add(p_CV, rows, together)
         del p_CV, logits_CV  # before the next chunk's logits
     total = torch.stack([sums.loss for sums in losses]).sum() if len(losses) > 1 else losses[0].loss
-    if grads is not None:
-        for number in range(len(counts)) if head_sums is not None else ():
-            if head_sums is not None and head_sums.is_muted(number):
-                grads[0][begins[number] : begins[number + 1]] = 0.0
-        if shard is not None:
-            dist.all_reduce(grads[0], group=shard.group)
+    if gradients is not None:
+        for number in range(len(counts)) if sums_of_head is not None else ():
+            if sums_of_head is not None and sums_of_head.is_muted(number):
+                gradients.of_hidden_TH[begins[number] : begins[number + 1]] = 0.0
         apply: Any = _KnownGradients.apply
-        total = apply(total, hidden_TH, head_VH, grads[0], None if grads[1] is None else grads[1].to(head_VH.dtype))
+        total = apply(total, hidden_TH, head_VH, *gradients.whole())
     return total, losses, log_probs_T
 
 
@@ -208,82 +186,88 @@ def _added(sums: LossSums, more: LossSums) -> LossSums:
     return LossSums(sums.loss + more.loss.detach(), metrics)
 
 
-class _HeadGradients:
-    """Head's gradients of micro-batches, on their way to `HeadSums`: at once, or, of one of several chunks, summed over these."""
+class _Gradients:
+    """Gradients of hidden states and head, from those of the logits, chunk by chunk. `Head.sums` get the head's: at once, or, of
+    one of several chunks of a micro-batch, summed over these."""
 
-    def __init__(self, head_VH: Tensor, dtype: torch.dtype, sums: HeadSums) -> None:
-        self._head_VH, self._dtype, self._sums = head_VH, dtype, sums
-        self._sum_VH: Tensor | None = None
+    def __init__(self, hidden_TH: Tensor, head: Head, dtype: torch.dtype, *, is_head_trained: bool) -> None:
+        """`dtype`: of sums over chunks. `is_head_trained`: whether autograd wants the head's, too."""
+        self._hidden_TH, self._head, self._dtype = hidden_TH, head, dtype
+        self.of_hidden_TH = torch.empty_like(hidden_TH)
+        self._sum_VH = self._zeros() if is_head_trained and head.sums is None else None
 
-    def add(self, grad_CV: Tensor, hidden_CH: Tensor, together: Sequence[Chunk]) -> None:
-        """Take the gradients of chunks, from those of their logits [C, V] and the hidden states [C, H]."""
-        first = together[0].tokens.start
-        rows = [(each, slice(each.tokens.start - first, each.tokens.stop - first)) for each in together]
-        if whole := [(each.number, own) for each, own in rows if each.is_whole and not self._sums.is_muted(each.number)]:
-            self._sums.add_head(grad_CV, hidden_CH, whole)
-        for each, own in rows:
+    @torch.no_grad()
+    def add(self, grad_CV: Tensor, rows: slice, together: Sequence[Chunk]) -> None:
+        """Take the gradient of the logits [C, V] of chunks, whose tokens are `rows`."""
+        grad_CV, hidden_CH = grad_CV.to(self._hidden_TH.dtype), self._hidden_TH[rows]
+        self.of_hidden_TH[rows] = rows_by(_enough(grad_CV), self._head.weight_VH)[: len(grad_CV)]
+        if self._head.sums is not None:
+            self._hand_over(self._head.sums, grad_CV, hidden_CH, [(chunk, chunk.within(rows)) for chunk in together])
+        elif self._sum_VH is not None:
+            self._sum_VH += over_rows(grad_CV, hidden_CH)
+
+    def whole(self) -> tuple[Tensor, Tensor | None]:
+        """Gradients of hidden states [T, H], over all shards, and head [V, H], None if autograd does not want it."""
+        if self._head.shard is not None:
+            dist.all_reduce(self.of_hidden_TH, group=self._head.shard.group)
+        return self.of_hidden_TH, None if self._sum_VH is None else self._sum_VH.to(self._head.weight_VH.dtype)
+
+    def _hand_over(self, sums: PassGradients, grad_CV: Tensor, hidden_CH: Tensor, together: Sequence[tuple[Chunk, slice]]) -> None:
+        if whole := [(each.number, own) for each, own in together if each.is_whole and not sums.is_muted(each.number)]:
+            sums.add_head(grad_CV, hidden_CH, whole)
+        for each, own in together:
             if each.is_whole:
                 continue
             if self._sum_VH is None:
-                self._sum_VH = torch.zeros_like(self._head_VH, dtype=self._dtype)
+                self._sum_VH = self._zeros()
             self._sum_VH += over_rows(grad_CV[own], hidden_CH[own])
             if each.is_last:
-                if not self._sums.is_muted(each.number):
-                    self._sums.add_head_whole(each.number, self._sum_VH.to(self._head_VH.dtype))
+                if not sums.is_muted(each.number):
+                    sums.add_head_whole(each.number, self._sum_VH.to(self._head.weight_VH.dtype))
                 self._sum_VH = None
 
-
-def _no_gradient(head_VH: Tensor, dtype: torch.dtype, *, is_trained: bool) -> Tensor | None:
-    """Zeros to add the head's gradient to; None for a head that is not trained."""
-    return torch.zeros_like(head_VH, dtype=dtype) if is_trained else None
+    def _zeros(self) -> Tensor:
+        return torch.zeros_like(self._head.weight_VH, dtype=self._dtype)
 
 
-def _chunks(counts: Sequence[int], chunk_tokens: int) -> list[list[Chunk]]:
+def _chunks(counts: Sequence[int], chunk_tokens: int) -> list[tuple[slice, list[Chunk]]]:
     """Chunks of at most `chunk_tokens` tokens, as few as possible for each micro-batch, of even sizes; those whose logits are
-    made together are in one list, and have at most `chunk_tokens` tokens, too.
+    made together are in one list, and have at most `chunk_tokens` tokens, too. With each list its tokens' places among all.
 
     A last chunk of 1 to 3 tokens would be multiplied by another routine, with other bits.
     """
-    lists: list[list[Chunk]] = []
-    room = 0
+    chunks: list[Chunk] = []
     for number, (begin, end) in enumerate(pairwise([0, *accumulate(counts)])):
-        num_tokens = end - begin
-        num_chunks = -(-num_tokens // chunk_tokens)
-        ends = [begin + num_tokens * i // num_chunks for i in range(num_chunks + 1)] if num_chunks else [begin]
-        for first, last in pairwise(ends):
-            if last - first > room:
-                lists.append([])
-                room = chunk_tokens
-            lists[-1].append(Chunk(number, slice(first, last), num_chunks == 1, last == end))
-            room -= last - first
-    return lists
+        num_chunks = -(-(end - begin) // chunk_tokens)
+        ends = [begin + (end - begin) * i // num_chunks for i in range(num_chunks + 1)] if num_chunks else [begin]
+        chunks += [Chunk(number, slice(first, last), num_chunks == 1, last == end) for first, last in pairwise(ends)]
+    lists = cut_by_size(chunks, lambda chunk: chunk.tokens.stop - chunk.tokens.start, chunk_tokens)
+    return [(slice(together[0].tokens.start, together[-1].tokens.stop), together) for together in lists]
 
 
-def _softmax(
-    logits_CV: Tensor, p_CV: Tensor, targets_C: Tensor, head_VH: Tensor, shard: VocabularyShard | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(logits_CV: Tensor, p_CV: Tensor, targets_C: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs [C] of the targets, entropies [C] and log-sum-exps [C] of one chunk. Writes the probabilities to `p_CV`."""
     lse_C = logits_CV.logsumexp(1)
     torch.sub(logits_CV, lse_C[:, None], out=p_CV).exp_()
     # H = - sum p log p = lse - sum p logit
     expected_C = torch.linalg.vecdot(p_CV, logits_CV)
-    if shard is None:
+    if head.shard is None:
         return logits_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C, lse_C - expected_C, lse_C
-    rows_C, is_here_C = shard.find(targets_C, len(head_VH))
+    rows_C, is_here_C = head.shard.find(targets_C, len(head.weight_VH))
     chosen_C = logits_CV.gather(1, rows_C[:, None]).squeeze(1).where(is_here_C, 0.0)
-    whole_C, expected_C, chosen_C = shard.join(lse_C, expected_C, chosen_C)
+    whole_C, expected_C, chosen_C = head.shard.join(lse_C, expected_C, chosen_C)
     p_CV.mul_((lse_C - whole_C).exp_()[:, None])
     return chosen_C - whole_C, whole_C - expected_C, whole_C
 
 
-def _logits(hidden_CH: Tensor, head_VH: Tensor, softcap: float | None, head_sums: HeadSums | None) -> Tensor:
+def _logits(hidden_CH: Tensor, head: Head) -> Tensor:
     """Logits [C, V], float32 or wider."""
-    if head_sums is not None and len(hidden_CH) >= LEAST_ROWS:
-        logits_CV = head_sums.product(hidden_CH, head_VH)
+    if head.sums is not None and len(hidden_CH) >= LEAST_ROWS:
+        logits_CV = head.sums.product(hidden_CH, head.weight_VH)
     else:
-        logits_CV = rows_by_transposed(_enough(hidden_CH), head_VH)[: len(hidden_CH)]
-    if softcap is not None:  # in the dtype of the product, as the model itself
-        logits_CV = logits_CV.div_(softcap).tanh_().mul_(softcap)
+        logits_CV = rows_by_transposed(_enough(hidden_CH), head.weight_VH)[: len(hidden_CH)]
+    if head.softcap is not None:  # in the dtype of the product, as the model itself
+        logits_CV = logits_CV.div_(head.softcap).tanh_().mul_(head.softcap)
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
 
 
@@ -299,18 +283,16 @@ def _to_grad_logits(
     p_CV: Tensor,
     targets_C: Tensor,
     logits_CV: Tensor,
-    head_VH: Tensor,
-    shard: VocabularyShard | None,
-    softcap: float | None,
+    head: Head,
 ) -> None:
     """Turn the probabilities `p_CV` into the gradient of the logits before the cap, from that of the log-probs, in place.
 
     d log p[target] / d logits = onehot(target) - p, and dH / d logits = - p (log p + H). `bonus`: the gradient of the entropies
-    [C] and the entropies [C], if the loss uses them. `logits_CV`: with the cap. With `shard` the result is this rank's part.
+    [C] and the entropies [C], if the loss uses them. `logits_CV`: with the cap. With `Head.shard` the result is this rank's part.
     """
     chosen_grad_C = grad_C
-    if shard is not None:
-        targets_C, is_here_C = shard.find(targets_C, len(head_VH))
+    if head.shard is not None:
+        targets_C, is_here_C = head.shard.find(targets_C, len(head.weight_VH))
         chosen_grad_C = grad_C.where(is_here_C, 0.0)
     bonus_CV = None
     if bonus is not None:
@@ -320,8 +302,8 @@ def _to_grad_logits(
     p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], chosen_grad_C[:, None])
     if bonus_CV is not None:
         p_CV.add_(bonus_CV)
-    if softcap is not None:  # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
-        p_CV.mul_((logits_CV / softcap).square_().neg_().add_(1.0))
+    if head.softcap is not None:  # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
+        p_CV.mul_((logits_CV / head.softcap).square_().neg_().add_(1.0))
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -329,28 +311,20 @@ class _ChosenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TH: Tensor,
-        head_VH: Tensor,
-        targets_T: Tensor,
-        chunks: list[list[Chunk]],
-        shard: VocabularyShard | None,
-        softcap: float | None,
-        head_sums: HeadSums | None,
+        ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, chunks: list[tuple[slice, list[Chunk]]], head: Head
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, float32 [T]."""
+        """Log-probs and entropies, float32 [T]. `head_VH`: the head's weight, for autograd."""
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=dtype) for _ in range(3))
-        for together in chunks:
-            rows = slice(together[0].tokens.start, together[-1].tokens.stop)
-            logits_CV = _logits(hidden_TH[rows], head_VH, softcap, head_sums)
-            for _, tokens, _, _ in together:
-                own_CV = logits_CV[tokens.start - rows.start : tokens.stop - rows.start]
-                found = _softmax(own_CV, torch.empty_like(own_CV), targets_T[tokens], head_VH, shard)
+        for rows, together in chunks:
+            logits_CV = _logits(hidden_TH[rows], head)
+            for chunk in together:
+                tokens, own_CV = chunk.tokens, logits_CV[chunk.within(rows)]
+                found = _softmax(own_CV, torch.empty_like(own_CV), targets_T[tokens], head)
                 log_probs_T[tokens], entropy_T[tokens], lse_T[tokens] = found
             del logits_CV, own_CV  # before the next chunk's logits
         ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T, entropy_T)
-        ctx.chunks, ctx.shard, ctx.softcap, ctx.head_sums = chunks, shard, softcap, head_sums
+        ctx.chunks, ctx.head = chunks, head
         ctx.set_materialize_grads(False)  # a result that no loss uses has None for a gradient
         return log_probs_T, entropy_T
 
@@ -358,34 +332,24 @@ class _ChosenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         """Gradients of hidden states and, if it is trained, head; None for both if no loss uses log-probs or entropies."""
         hidden_TH, head_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
         if grad_T is None and grad_entropy_T is None:
-            return None, None, None, None, None, None, None
+            return None, None, None, None, None
         grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
-        grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_head_VH = _no_gradient(head_VH, lse_T.dtype, is_trained=ctx.needs_input_grad[1])
-        of_head = None if ctx.head_sums is None else _HeadGradients(head_VH, lse_T.dtype, ctx.head_sums)
-        for together in ctx.chunks:
-            rows = slice(together[0].tokens.start, together[-1].tokens.stop)
-            logits_CV = _logits(hidden_TH[rows], head_VH, ctx.softcap, ctx.head_sums).to(lse_T.dtype)
+        head = replace(ctx.head, weight_VH=head_VH)
+        gradients = _Gradients(hidden_TH, head, lse_T.dtype, is_head_trained=ctx.needs_input_grad[1])
+        for rows, together in ctx.chunks:
+            logits_CV = _logits(hidden_TH[rows], head).to(lse_T.dtype)
             p_CV = torch.empty_like(logits_CV)
-            for _, tokens, _, _ in together:
-                own = slice(tokens.start - rows.start, tokens.stop - rows.start)
+            for chunk in together:
+                tokens, own = chunk.tokens, chunk.within(rows)
                 torch.sub(logits_CV[own], lse_T[tokens, None], out=p_CV[own]).exp_()
                 bonus = None if grad_entropy_T is None else (grad_entropy_T[tokens], entropy_T[tokens])
-                of_chunk = p_CV[own], targets_T[tokens], logits_CV[own], head_VH
-                _to_grad_logits(grad_T[tokens], bonus, *of_chunk, ctx.shard, ctx.softcap)
-            grad_CV = p_CV.to(hidden_TH.dtype)
-            grad_hidden_TH[rows] = rows_by(_enough(grad_CV), head_VH)[: len(grad_CV)]
-            if of_head is not None:
-                of_head.add(grad_CV, hidden_TH[rows], together)
-            elif grad_head_VH is not None:
-                grad_head_VH += over_rows(grad_CV, hidden_TH[rows])
-        if ctx.shard is not None:
-            dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
-        return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None, None, None
+                _to_grad_logits(grad_T[tokens], bonus, p_CV[own], targets_T[tokens], logits_CV[own], head)
+            gradients.add(p_CV, rows, together)
+        return *gradients.whole(), None, None, None
 
 
 class _KnownGradients(torch.autograd.Function):

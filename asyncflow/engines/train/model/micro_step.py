@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
-from asyncflow.engines.train.model.log_probs import (
-    HeadSums,
-    VocabularyShard,
-    log_probs_and_entropy,
-    token_local_losses,
-)
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy, token_local_losses
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.types import Array, LossSums, Objective, TokenBatch
@@ -112,30 +107,14 @@ def given_frozen(
     return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T, told)
 
 
-def losses(
-    known: Sequence[Given],
-    objective: Objective,
-    hidden_TH: Tensor,
-    head_VH: Tensor,
-    *,
-    chunk_tokens: int,
-    shard: VocabularyShard | None = None,
-    softcap: float | None = None,
-    head_sums: HeadSums | None = None,
-) -> PassLoss:
-    """Losses of a pass's micro-batches from the policy's hidden states [T, H] and its output layer [V, H], with their results.
+def losses(known: Sequence[Given], objective: Objective, hidden_TH: Tensor, head: Head) -> PassLoss:
+    """Losses of a pass's micro-batches from the policy's hidden states [T, H] and its output layer, with their results.
 
-    `chunk_tokens`: rows of logits that exist at a time, at most. With `shard`, `head_VH` is this rank's part of the output layer.
-    `softcap`: see `log_probs_and_entropy`. `head_sums`: where the gradient of the output layer goes; a micro-batch that is not
-    finite is muted there, and the total is without it.
-    Waits for the device once; with `head_sums` once more for each micro-batch.
+    With `Head.sums` a micro-batch that is not finite is muted there, and the total is without it.
+    Waits for the device once; with `Head.sums` once more for each micro-batch.
     """
     counts = [len(each.packed.targets_T) for each in known]
     targets_T = torch.cat([each.packed.targets_T for each in known]) if len(known) > 1 else known[0].packed.targets_T
-    of_head: dict[str, Any] = {
-        "chunk_tokens": chunk_tokens, "shard": shard, "softcap": softcap, "counts": counts, "head_sums": head_sums
-    }  # fmt: skip
-
     told: list[list[dict[str, Tensor]]] = [[] for _ in known]
 
     def part_loss(number: int, part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
@@ -158,17 +137,17 @@ def losses(
 
     sums: list[LossSums]
     if objective.is_token_local:
-        total, sums, logprobs_T = token_local_losses(hidden_TH, head_VH, targets_T, part_loss, **of_head)
+        total, sums, logprobs_T = token_local_losses(hidden_TH, head, targets_T, part_loss, counts)
         return PassLoss(total, _results(known, sums, logprobs_T.split_with_sizes(counts), told))
-    logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, **of_head)
+    logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head, targets_T, counts)
     of_micro_batches = zip(logprobs_T.split_with_sizes(counts), entropy_T.split_with_sizes(counts), strict=True)
     sums = [part_loss(number, slice(None), *each) for number, each in enumerate(of_micro_batches)]
     detached = [LossSums(each.loss.detach(), {name: x.detach() for name, x in each.metrics.items()}) for each in sums]
     results = _results(known, detached, logprobs_T.detach().split_with_sizes(counts), told)
-    if head_sums is not None:
+    if head.sums is not None:
         for number, result in enumerate(results):
             if not result.is_finite:
-                head_sums.mute(number)
+                head.sums.mute(number)
         sums = [each for each, result in zip(sums, results, strict=True) if result.is_finite]
     total = torch.stack([each.loss for each in sums]).sum() if len(sums) > 1 else sums[0].loss if sums else logprobs_T.sum() * 0.0
     return PassLoss(total, results)

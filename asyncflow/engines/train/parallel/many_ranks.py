@@ -105,16 +105,15 @@ class ManyRanks(PolicyTraining):
         def loss(i: int, hidden_PH: Tensor) -> Tensor:
             if i >= len(passes):
                 return self._policy.nothing(hidden_PH)
-            head_VH, shard = self._policy.head()
+            head = self._policy.head()
             old_T, ref_T = (frozen[i] if frozen else None for frozen in (olds, refs))
             known = micro_step.given_all_frozen(self.models, packed[i], micro_batches[passes[i]], old_T, ref_T)
             hidden_TH = self._policy.predicting(packed[i], hidden_PH)
-            of_head: dict[str, Any] = {"chunk_tokens": self._chunk_tokens, "shard": shard, "head_sums": self._gradients}
             if self._gradients is not None:
-                made = micro_step.losses(known, objective, hidden_TH, head_VH.detach(), **of_head)
+                made = micro_step.losses(known, objective, hidden_TH, head.taken_by(self._gradients))
                 results.extend(made.results)
-                return self._gradients.loss_with(made.total, head_VH)
-            made = micro_step.losses(known, objective, hidden_TH, head_VH, **of_head)
+                return self._gradients.loss_with(made.total, head.weight_VH)
+            made = micro_step.losses(known, objective, hidden_TH, head)
             results.extend(replace(result, is_finite=made.is_finite) for result in made.results)
             # Stages before this one cannot know of it: in a pipeline, what is not finite stays so in all sums, and skips the step.
             if not made.is_finite and self.ranks.layout.pp == 1:
@@ -201,7 +200,7 @@ class ManyRanks(PolicyTraining):
 
     def _load(self, model_path: Path, options: TrainEngineOptions) -> None:
         self.data_parallel_rank = self.ranks.dp_rank if self.ranks.is_leader else None
-        self._model_path, self._chunk_tokens = model_path, options.log_prob_chunk_tokens
+        self._model_path = model_path
         self._is_to_check, self._tokens_per_pass = options.check_shared_prompt, options.tokens_per_pass
         cut = partial(ShardedModel, model_path, self.ranks)
         is_exact = options.accumulate == "exact"
@@ -266,11 +265,9 @@ class ManyRanks(PolicyTraining):
             state = None if of_pass is None else of_pass.begin(packed)
 
             def loss(_: int, hidden_PH: Tensor) -> Tensor:
-                head_VH, shard = policy.head()
-                weight_VH = head_VH if of_pass is None else head_VH.detach()
-                options: dict[str, Any] = {"chunk_tokens": self._chunk_tokens, "shard": shard}
-                total = probes.loss(packed, policy.predicting(packed, hidden_PH), weight_VH, of_pass, **options)
-                return total if of_pass is None else of_pass.loss_with(total, head_VH)
+                head = policy.head()
+                total = probes.loss(packed, policy.predicting(packed, hidden_PH), head.taken_by(of_pass) if of_pass else head)
+                return total if of_pass is None else of_pass.loss_with(total, head.weight_VH)
 
             self._pipeline.forward_backward(
                 policy,

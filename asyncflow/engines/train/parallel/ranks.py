@@ -19,7 +19,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -125,19 +125,16 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             if not is_lost(error):
                 raise
-            self._lost(what, error)
+            raise RunError(
+                f"rank {self.rank} of {self.size} lost the others over {what} ({_first_words(error)}): one of them has ended, or "
+                f"said nothing for {EXCHANGE_SECONDS:g} s, and its own last words say why"
+            ) from error
 
     def leave(self) -> None:
         """Let go of the others. A rank that still waits for this one notices it when its process ends, which closes its sockets."""
         if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
-
-    def _lost(self, what: str, error: BaseException) -> NoReturn:
-        raise RunError(
-            f"rank {self.rank} of {self.size} lost the others over {what} ({_first_words(error)}): one of them has ended, or said "
-            f"nothing for {EXCHANGE_SECONDS:g} s, and its own last words say why"
-        ) from error
 
     def _calls_group(self) -> tuple[int, dist.ProcessGroup | None]:
         """The leader of this rank's data-parallel group, and the group in which it tells its calls; None if it is alone."""

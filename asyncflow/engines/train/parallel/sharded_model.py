@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from asyncflow.engines.lora import initial_lora
 from asyncflow.engines.train.model.causal_model import PassOptions, compute_buffers, empty_module, recompute_activations
-from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.lora import LoraSwitch, SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.products import adopt
@@ -120,23 +120,20 @@ class ShardedModel:
         """On the last stage: the hidden states [T, H] that predict the response tokens, temperature applied."""
         return packed.predicting(hidden_PH, self._temperature)
 
-    def head(self) -> tuple[Tensor, VocabularyShard | None]:
-        """On the last stage, after its forward: the output layer's weight [V, H], or this rank's shard of it."""
-        root: Any = self._root
-        return head_shard(root.module.get_output_embeddings().weight)
+    def head(self) -> Head:
+        """On the last stage, after its forward: the output layer."""
+        head_VH, shard = head_shard(self.module.get_output_embeddings().weight)
+        return Head(head_VH, self._chunk_tokens, shard)
 
     def log_probs(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
         """On the last stage: log-probs (float32 [T]) of the response tokens, from its hidden states."""
         if not len(packed.targets_T):
             return hidden_PH.new_empty(0, dtype=torch.float32)
-        head_VH, shard = self.head()
-        hidden_TH = self.predicting(packed, hidden_PH)
-        return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=self._chunk_tokens, shard=shard)[0]
+        return log_probs_and_entropy(self.predicting(packed, hidden_PH), self.head(), packed.targets_T)[0]
 
     def nothing(self, hidden_PH: Tensor) -> Tensor:
         """On the last stage: 0, for which every parameter is used."""
-        head_VH, _ = self.head()
-        return (hidden_PH.sum() + head_VH.sum()) * 0.0
+        return (hidden_PH.sum() + self.head().weight_VH.sum()) * 0.0
 
     def let_go(self) -> None:
         """After passes without a backward: what is still gathered is not needed any more, and will soon be out of date."""

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.engines.families import check_family
 from asyncflow.engines.train.model import kernels
 from asyncflow.engines.train.model.attention import ATTENTION_NAME, packed_attention
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import AttentionLayout, Packed, SharedPrompt, pack
 from asyncflow.types import Ragged, UserError
 from tests.depth import in_gate
@@ -57,7 +57,7 @@ def packed_log_probs(model: Any, packed: Packed) -> Tensor:
         layout=packed.layout,
     ).last_hidden_state[0]
     log_probs_T, _ = log_probs_and_entropy(
-        packed.predicting(hidden_PH), model.get_output_embeddings().weight, packed.targets_T, chunk_tokens=16
+        packed.predicting(hidden_PH), Head(model.get_output_embeddings().weight, 16), packed.targets_T
     )
     return log_probs_T
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.types import LossSums
 from tests.unit.engines.train.training import token_local_loss
 
@@ -39,7 +39,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_a_log_softmax(chunk_tokens:
     hidden_TH, head_VH, targets_T, weight_T = make_inputs(torch.float64)
     log_p_TV = (hidden_TH @ head_VH.t()).log_softmax(1)
     expected_T = log_p_TV[torch.arange(T), targets_T]
-    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens)
+    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, Head(head_VH, chunk_tokens), targets_T)
     exact: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(log_probs_T, expected_T, **exact)
     expected_entropy_T = -(log_p_TV.exp() * log_p_TV).sum(1)
@@ -67,7 +67,7 @@ def test_an_entropy_of_nearly_one_token_has_a_finite_gradient() -> None:
                 hidden_TH, head_VH, targets_T, lambda _, __, entropy: LossSums(entropy.sum(), {}), chunk_tokens=2
             )
         else:
-            loss = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=2)[1].sum()
+            loss = log_probs_and_entropy(hidden_TH, Head(head_VH, 2), targets_T)[1].sum()
         assert loss.item() == pytest.approx(math.log(3))
         for gradient in gradients(loss, hidden_TH, head_VH):
             assert gradient.isfinite().all() and gradient.abs().max() < 1e-6  # the uniform one is at its maximum
@@ -78,7 +78,7 @@ def test_an_entropy_of_nearly_one_token_has_a_finite_gradient() -> None:
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 100])
 def test_a_token_local_loss_is_that_of_the_log_probs_of_all_tokens(dtype: torch.dtype, chunk_tokens: int, bonus: float) -> None:
     hidden_TH, head_VH, targets_T, weight_T = make_inputs(dtype)
-    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens)
+    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, Head(head_VH, chunk_tokens), targets_T)
     sums = clipped(log_probs_T, entropy_T, weight_T, bonus)
     total, metrics, own_log_probs_T = token_local_loss(
         hidden_TH,
@@ -158,7 +158,7 @@ def test_no_logits_of_all_tokens_are_made_and_a_token_local_loss_makes_them_once
                 hidden_TH, head_VH, targets_T, lambda _, log_probs, __: LossSums(log_probs.sum(), {}), chunk_tokens=chunk_tokens
             )
         else:
-            loss = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens)[0].sum()
+            loss = log_probs_and_entropy(hidden_TH, Head(head_VH, chunk_tokens), targets_T)[0].sum()
         loss.backward()
     assert 0 < watch.largest <= head_VH.numel() < num_tokens * vocabulary_size
     assert watch.logits == (1 if is_local else 2) * num_tokens // chunk_tokens
@@ -187,5 +187,5 @@ def backward(is_local: bool, hidden_TH: torch.Tensor, head_VH: torch.Tensor, tar
     if is_local:
         total, _, _ = token_local_loss(hidden_TH, head_VH, targets_T, loss, chunk_tokens=5)
     else:
-        total = loss(slice(None), *log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=5)).loss
+        total = loss(slice(None), *log_probs_and_entropy(hidden_TH, Head(head_VH, 5), targets_T)).loss
     total.backward()

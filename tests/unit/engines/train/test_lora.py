@@ -82,7 +82,8 @@ async def test_log_probs_and_gradients_are_those_of_peft_to_the_bit(
     packed = pack_thrifty(batch.prompt_ids, batch.response_ids)
     inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
     states_TH = packed.predicting(theirs.get_base_model().model(**inputs, use_cache=False).last_hidden_state[0])
-    hidden_TH, head_VH = policy.hidden(packed)
+    hidden_TH, head = policy.hidden(packed)
+    head_VH = head.weight_VH
     assert torch.equal(hidden_TH @ head_VH.t(), states_TH @ theirs.get_output_embeddings().weight.t())
     for made_TH in (hidden_TH, states_TH):
         (made_TH @ head_VH.t()).log_softmax(1).gather(1, packed.targets_T[:, None]).sum().backward()

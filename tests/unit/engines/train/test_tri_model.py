@@ -226,8 +226,8 @@ def sampled(policy: CausalModel, prompt: np.ndarray, lengths: Sequence[int]) -> 
     for row, length in enumerate(lengths):
         for _ in range(length):
             packed = pack(prompt, Ragged.from_arrays([np.append(responses[row], 0)], "int64"), "cpu", is_shared=False)
-            hidden_TH, head_VH = policy.hidden(packed)
-            odds = (hidden_TH[-1] @ head_VH.T).float().softmax(-1)
+            hidden_TH, head = policy.hidden(packed)
+            odds = (hidden_TH[-1] @ head.weight_VH.T).float().softmax(-1)
             responses[row] = np.append(responses[row], int(torch.multinomial(odds, 1, generator=generator)))
     return responses
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.config import parse
 from asyncflow.engines.base import FrozenOptions, MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.frozen_engine import FrozenEngine
-from asyncflow.engines.train.model.log_probs import VocabularyShard, token_local_losses
+from asyncflow.engines.train.model.log_probs import Head, VocabularyShard, token_local_losses
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.run.factories import train_engine_options
@@ -184,12 +184,9 @@ def token_local_loss(
     """`token_local_losses` of one micro-batch: the scalar, its metrics and the detached log-probs. `loss` takes a slice of T."""
     total, (sums,), log_probs_T = token_local_losses(
         hidden_TH,
-        head_VH,
+        Head(head_VH, chunk_tokens, shard, softcap),
         targets_T,
         lambda _, part, log_probs_C, entropy_C: loss(part, log_probs_C, entropy_C),
-        counts=[len(hidden_TH)],
-        chunk_tokens=chunk_tokens,
-        shard=shard,
-        softcap=softcap,
+        [len(hidden_TH)],
     )
     return total, dict(sums.metrics), log_probs_T

@@ -113,9 +113,7 @@ class MegatronTraining(GatheredTraining):
         results: dict[int, list[MicroBatchResult]] = {}  # by pass
 
         def loss(number: int, hidden_P1H: Tensor) -> Tensor:
-            hidden_TH, head_VH, shard = self._policy.head(batches[number], hidden_P1H)
-            chunk_tokens = self._options.log_prob_chunk_tokens
-            made = micro_step.losses(known[number], objective, hidden_TH, head_VH, chunk_tokens=chunk_tokens, shard=shard)
+            made = micro_step.losses(known[number], objective, *self._policy.head(batches[number], hidden_P1H))
             results[number] = [replace(result, is_finite=made.is_finite) for result in made.results]
             is_added = made.is_finite or self._options.layout.pp > 1
             return made.total if is_added else made.total.detach()

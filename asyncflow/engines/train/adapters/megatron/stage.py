@@ -12,7 +12,7 @@ from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.train.adapters.megatron.core import Core
 from asyncflow.engines.train.adapters.megatron.origins import padded_vocabulary, stage_origins
 from asyncflow.engines.train.model.causal_model import recompute_activations
-from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.types import UserError
 
@@ -81,8 +81,8 @@ class MegatronStage:
         angles_P11D = (packed.positions_P.float()[:, None] * self._frequencies_D)[:, None, None]
         return self._model.decoder(hidden_states=hidden_P1H, attention_mask=packed.layout, rotary_pos_emb=angles_P11D)
 
-    def head(self, packed: Packed, hidden_P1H: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-        """Inputs of the loss, on the last stage: hidden states [T, H], head [V, H], and the head's place in the vocabulary.
+    def head(self, packed: Packed, hidden_P1H: Tensor) -> tuple[Tensor, Head]:
+        """Inputs of the loss, on the last stage: hidden states [T, H], and the output layer.
 
         The hidden states are those that predict the response tokens, with the temperature applied. `hidden_P1H`: `enter`'s output.
         """
@@ -91,7 +91,7 @@ class MegatronStage:
         head_VH = self._model.embedding.word_embeddings.weight if own_VH is None else own_VH
         # Rows that only fill up the vocabulary are no tokens: without the cut their logits, 0, would be in the softmax.
         num_rows = self.config.vocab_size - (0 if self._shard is None else self._shard.offset)
-        return hidden_TH, head_VH[:num_rows], self._shard
+        return hidden_TH, Head(head_VH[:num_rows], self._chunk_tokens, self._shard)
 
     def run(self, batches: Sequence[Packed], loss: Callable[[int, Tensor], Tensor], *, has_grad: bool) -> None:
         """Run all micro-batches forward through the stages and, with `has_grad`, backward.
@@ -120,9 +120,7 @@ class MegatronStage:
         found: list[Tensor] = []
 
         def keep(_: int, hidden_P1H: Tensor) -> Tensor:
-            hidden_TH, head_VH, shard = self.head(packed, hidden_P1H)
-            chunk_tokens = self._chunk_tokens
-            found.append(log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=chunk_tokens, shard=shard)[0])
+            found.append(log_probs_and_entropy(*self.head(packed, hidden_P1H), packed.targets_T)[0])
             return found[0].sum()
 
         self.run([packed], keep, has_grad=False)

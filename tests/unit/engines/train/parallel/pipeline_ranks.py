@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.engines.base import RANKS_STORE, MicroBatchResult
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack, pack_inert
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.stages import PipelineStage, cut_stage
@@ -83,7 +83,7 @@ def loss_of(packed: Packed, hidden_PH: Tensor, head_VH: Tensor) -> Tensor:
     """A weighted sum of log-probs; of an empty micro-batch, times 0."""
     if not packed.response_lengths:
         return (hidden_PH.sum() + head_VH.sum()) * 0.0
-    log_probs_T, _ = log_probs_and_entropy(packed.predicting(hidden_PH), head_VH, packed.targets_T, chunk_tokens=16)
+    log_probs_T, _ = log_probs_and_entropy(packed.predicting(hidden_PH), Head(head_VH, 16), packed.targets_T)
     return (log_probs_T * torch.linspace(-1.0, 1.5, len(log_probs_T))).sum()
 
 

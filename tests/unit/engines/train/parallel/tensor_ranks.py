@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
-from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
+from asyncflow.engines.train.model.log_probs import Head, VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.parallel.stages import cut_stage
 from asyncflow.engines.train.parallel.tensor import head_shard, is_counted, shard_model, whole
@@ -72,7 +72,7 @@ def loss_of(hidden_PH: Tensor, head_VH: Tensor, packed: Packed, chunk_tokens: in
             hidden_TH, local_VH, packed.targets_T, sums_of, chunk_tokens=chunk_tokens, shard=shard
         )
         return loss, log_probs_T, metrics["entropy"]
-    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, local_VH, packed.targets_T, chunk_tokens=9, shard=shard)
+    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, Head(local_VH, 9, shard), packed.targets_T)
     return sums_of(slice(None), log_probs_T, entropy_T).loss, log_probs_T.detach(), entropy_T.sum()
 
 
@@ -320,5 +320,5 @@ def _head_loss(
             hidden_TH, head_VH, targets_T, sums_of, chunk_tokens=chunk_tokens, shard=shard
         )
         return loss, log_probs_T, metrics["entropy"]
-    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens, shard=shard)
+    log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, Head(head_VH, chunk_tokens, shard), targets_T)
     return sums_of(slice(None), log_probs_T, entropy_T).loss, log_probs_T.detach(), entropy_T.sum()
