@@ -17,6 +17,7 @@ from asyncflow.engines.base import Hyperparameters, MicroBatch
 from asyncflow.types import ARRAY_DTYPES, Array, Ragged, RunError
 
 ARGUMENTS: Final[dict[str, Any]] = {
+    "use_threads": tuple[int],
     "begin_step": tuple[()],
     "forward_backward": tuple[list[MicroBatch]],
     "optim_step": tuple[int],

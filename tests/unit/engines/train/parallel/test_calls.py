@@ -38,7 +38,8 @@ def test_a_turn_arrives_as_it_was_sent() -> None:
 
 def test_the_other_calls_arrive_with_their_arguments() -> None:
     nothing = np.empty(0, np.int64)
-    for call in (Call("begin_step"), Call("optim_step", (7,)), Call("gather", ("a.weight",)), Call("save", (Path("/a/b"),))):
+    numbers = Call("optim_step", (7,)), Call("use_threads", (3,))
+    for call in (Call("begin_step"), *numbers, Call("gather", ("a.weight",)), Call("save", (Path("/a/b"),))):
         assert decode(encode(call)) == call
     chosen = Hyperparameters(learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0, max_grad_norm=None)
     assert decode(encode(Call("set_hyperparameters", (chosen,)))).arguments == (chosen,)
