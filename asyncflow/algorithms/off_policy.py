@@ -70,11 +70,8 @@ class ImportanceWeights:
             raise UserError(f"algorithm.correction_low must lie in [0, 1], below the ratio on policy, but is {low}.")
         self.correction: Correction = correction
         self.level: Level = level
-
-    @property
-    def is_token_local(self) -> bool:
+        self.is_token_local = level == "token"
         """Whether a token's weight needs no other token, see `Objective.is_token_local`."""
-        return self.level == "token"
 
     def weigh(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The weights (float32 [T], no gradient) of what is not `none`, and their metrics.

@@ -110,7 +110,8 @@ class CriticTraining(OneModel):
         numbers = [sums.loss.detach(), mask_T.sum(), is_finite, *sums.metrics.values()]
         loss_sum, loss_tokens, finite, *metrics = torch.stack([number.double() for number in numbers]).tolist()
         if finite:
-            self._add(sums.loss)
+            torch.autograd.backward(sums.loss)
+            self._sums.add()
         return MicroBatchResult(
             loss_sum=loss_sum,
             loss_tokens=int(loss_tokens),

@@ -57,11 +57,6 @@ class OneModel(Training):
             return HeldWeights(self._parameters)
         return DeviceWeights(self._parameters, CopyStream(device))
 
-    def _add(self, loss: Tensor) -> None:
-        """Run a finite loss backward, and add the gradients to the step's sums."""
-        torch.autograd.backward(loss)
-        self._sums.add()
-
     def _update(self, normaliser: int) -> OptimResult:
         gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
         result = self._optimizer.update(gradients, order_free_norm(gradients, self._sums.pieces))

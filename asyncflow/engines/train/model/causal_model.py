@@ -304,10 +304,9 @@ def compute_buffers(module: Any, device: torch.device) -> None:
 
 def _config(path: Path | str) -> Any:
     try:
-        config = AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
-    return config
 
 
 def logit_scale(config: Any) -> float:

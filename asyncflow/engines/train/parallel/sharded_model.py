@@ -81,7 +81,7 @@ class ShardedModel:
             for layer in layers:
                 recompute_activations(layer)
         begins = {name: _begin(parameter, ranks) for name, parameter in module.named_parameters()}
-        self._root = _Passes(module)
+        self._root: Any = _Passes(module)
         self.units = _units(self._root, layers)
         cut_over_data(
             self._root,
@@ -112,8 +112,7 @@ class ShardedModel:
 
     def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
         """See `StageModel.stage_forward`."""
-        root: Any = self._root
-        made_PH: Tensor = root(packed, hidden_PH)[0]
+        made_PH: Tensor = self._root(packed, hidden_PH)[0]
         return made_PH
 
     def predicting(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
@@ -137,8 +136,7 @@ class ShardedModel:
 
     def let_go(self) -> None:
         """After passes without a backward: what is still gathered is not needed any more, and will soon be out of date."""
-        root: Any = self._root
-        root.reshard()
+        self._root.reshard()
 
     @torch.no_grad()
     def move_from(self, policy: ShardedModel) -> None:
