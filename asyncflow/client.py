@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import ssl
 import tempfile
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -32,7 +33,9 @@ import xxhash
 from asyncflow.attestation import Attestation
 from asyncflow.types import Array, RunError, UserError
 
+P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W")
 Place = Literal["own", "outside"]
 Scope = Literal["read", "drive", "admin"]
 PAUSE_SECONDS = 0.2
@@ -473,12 +476,32 @@ class AsyncTrainerWorker:
         await self._client._request("DELETE", self._path)
 
 
-class Client:
+class _Blocking(Generic[W]):
+    """An object of the asynchronous client for code without an event loop: it runs on one in another thread."""
+
+    def __init__(self, of: W, loop: asyncio.AbstractEventLoop) -> None:
+        self._of, self._loop = of, loop
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _blocking(call: Callable[Concatenate[W, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Blocking[W], P], T]:
+    """A call of the asynchronous client, with the same arguments, as one that blocks until it is done."""
+
+    @functools.wraps(call)
+    def blocking(self: _Blocking[W], /, *arguments: P.args, **named: P.kwargs) -> T:
+        return self._call(call(self._of, *arguments, **named))
+
+    return blocking
+
+
+class Client(_Blocking[AsyncClient]):
     """`AsyncClient` for code without an event loop: every method blocks until it is done, and has the arguments of that one's. A
     context; `connect` makes it."""
 
     def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
-        self._client, self._loop = client, loop
+        super().__init__(client, loop)
         self._thread = threading.Thread(target=loop.run_forever, name="asyncflow-client", daemon=True)
         self._thread.start()
 
@@ -496,140 +519,69 @@ class Client:
     def close(self) -> None:
         """Hang up. The run goes on."""
         if self._thread.is_alive():
-            self._call(self._client.close())
+            self._call(self._of.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    def init_engines(self, rollout: Place | None = None, train: Place | None = None) -> int | None:
-        """See `AsyncClient.init_engines`."""
-        return self._call(self._client.init_engines(rollout, train))
-
-    def step(self) -> dict[str, float] | None:
-        """See `AsyncClient.step`."""
-        return self._call(self._client.step())
-
-    def allow(self, steps: int) -> None:
-        """See `AsyncClient.allow`."""
-        self._call(self._client.allow(steps))
-
-    def steps(self, first: int = 0) -> dict[int, dict[str, float]]:
-        """See `AsyncClient.steps`."""
-        return self._call(self._client.steps(first))
-
-    def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `AsyncClient.put_prompts_data`."""
-        self._call(self._client.put_prompts_data(rows))
-
-    def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
-        """See `AsyncClient.weight_sync_notify`."""
-        return self._call(self._client.weight_sync_notify(timeout_seconds))
-
-    def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
-        """See `AsyncClient.scale_rollout`."""
-        return self._call(self._client.scale_rollout(num_workers, grace_seconds))
-
-    def checkpoint(self) -> int:
-        """See `AsyncClient.checkpoint`."""
-        return self._call(self._client.checkpoint())
-
-    def status(self) -> dict[str, Any]:
-        """See `AsyncClient.status`."""
-        return self._call(self._client.status())
-
-    def metrics(self) -> str:
-        """See `AsyncClient.metrics`."""
-        return self._call(self._client.metrics())
-
-    def make_key(self, name: str, scope: Scope, expires_seconds: float | None = None) -> str:
-        """See `AsyncClient.make_key`."""
-        return self._call(self._client.make_key(name, scope, expires_seconds))
-
-    def remove_key(self, name: str) -> None:
-        """See `AsyncClient.remove_key`."""
-        self._call(self._client.remove_key(name))
-
-    def stop(self) -> None:
-        """See `AsyncClient.stop`."""
-        self._call(self._client.stop())
-
-    def model(self, folder: str | Path) -> Path:
-        """See `AsyncClient.model`."""
-        return self._call(self._client.model(folder))
-
     def join_generators(self, num_slots: int = 64) -> GeneratorWorker:
         """See `AsyncClient.join_generators`."""
-        return GeneratorWorker(self, self._call(self._client.join_generators(num_slots)))
+        return GeneratorWorker(self._call(self._of.join_generators(num_slots)), self._loop)
 
     def join_trainers(self, *, is_fresh: bool = True) -> TrainerWorker:
         """See `AsyncClient.join_trainers`."""
-        return TrainerWorker(self, self._call(self._client.join_trainers(is_fresh=is_fresh)))
+        return TrainerWorker(self._call(self._of.join_trainers(is_fresh=is_fresh)), self._loop)
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    init_engines = _blocking(AsyncClient.init_engines)
+    step = _blocking(AsyncClient.step)
+    allow = _blocking(AsyncClient.allow)
+    steps = _blocking(AsyncClient.steps)
+    put_prompts_data = _blocking(AsyncClient.put_prompts_data)
+    weight_sync_notify = _blocking(AsyncClient.weight_sync_notify)
+    scale_rollout = _blocking(AsyncClient.scale_rollout)
+    checkpoint = _blocking(AsyncClient.checkpoint)
+    status = _blocking(AsyncClient.status)
+    metrics = _blocking(AsyncClient.metrics)
+    make_key = _blocking(AsyncClient.make_key)
+    remove_key = _blocking(AsyncClient.remove_key)
+    stop = _blocking(AsyncClient.stop)
+    model = _blocking(AsyncClient.model)
 
 
-class GeneratorWorker:
+class GeneratorWorker(_Blocking[AsyncGeneratorWorker]):
     """`AsyncGeneratorWorker` for code without an event loop."""
 
-    def __init__(self, client: Client, worker: AsyncGeneratorWorker) -> None:
-        self.name, self._client, self._worker = worker.name, client, worker
+    @property
+    def name(self) -> str:
+        """Name of this process in the run."""
+        return self._of.name
 
     @property
     def version(self) -> int:
         """The version that this process serves."""
-        return self._worker.version
+        return self._of.version
 
-    def get_prompts_data(self, prompts: int = 1, timeout_seconds: float = 20.0) -> PromptsData:
-        """See `AsyncGeneratorWorker.get_prompts_data`."""
-        return self._client._call(self._worker.get_prompts_data(prompts, timeout_seconds))
-
-    def put_experience_data(self, responses: Sequence[ResponseData]) -> list[str]:
-        """See `AsyncGeneratorWorker.put_experience_data`."""
-        return self._client._call(self._worker.put_experience_data(responses))
-
-    def fetch_weights(self, version: int, target: str | Path) -> Path:
-        """See `AsyncGeneratorWorker.fetch_weights`."""
-        return self._client._call(self._worker.fetch_weights(version, target))
-
-    def installed(self, version: int, attested: Attestation | None = None) -> None:
-        """See `AsyncGeneratorWorker.installed`."""
-        self._client._call(self._worker.installed(version, attested))
-
-    def alive(self, timeout_seconds: float = 0.0) -> None:
-        """See `AsyncGeneratorWorker.alive`."""
-        self._client._call(self._worker.alive(timeout_seconds))
-
-    def leave(self) -> None:
-        """See `AsyncGeneratorWorker.leave`."""
-        self._client._call(self._worker.leave())
+    get_prompts_data = _blocking(AsyncGeneratorWorker.get_prompts_data)
+    put_experience_data = _blocking(AsyncGeneratorWorker.put_experience_data)
+    fetch_weights = _blocking(AsyncGeneratorWorker.fetch_weights)
+    installed = _blocking(AsyncGeneratorWorker.installed)
+    alive = _blocking(AsyncGeneratorWorker.alive)
+    leave = _blocking(AsyncGeneratorWorker.leave)
 
 
-class TrainerWorker:
+class TrainerWorker(_Blocking[AsyncTrainerWorker]):
     """`AsyncTrainerWorker` for code without an event loop."""
 
-    def __init__(self, client: Client, worker: AsyncTrainerWorker) -> None:
-        self.name, self._client, self._worker = worker.name, client, worker
+    @property
+    def name(self) -> str:
+        """Name of this process in the run."""
+        return self._of.name
 
-    def get_experience_data(self, groups: int = 0, tokens: int = 0, timeout_seconds: float = 20.0) -> ExperienceData:
-        """See `AsyncTrainerWorker.get_experience_data`."""
-        return self._client._call(self._worker.get_experience_data(groups, tokens, timeout_seconds))
-
-    def acknowledge(self, groups: Sequence[GroupData]) -> None:
-        """See `AsyncTrainerWorker.acknowledge`."""
-        self._client._call(self._worker.acknowledge(groups))
-
-    def publish(self, step: int, weights: Mapping[str, Any] | str | Path, **figures: float) -> int:
-        """See `AsyncTrainerWorker.publish`."""
-        return self._client._call(self._worker.publish(step, weights, **figures))
-
-    def publish_folder(self, step: int, path: str | Path, **figures: float) -> int:
-        """See `AsyncTrainerWorker.publish_folder`."""
-        return self._client._call(self._worker.publish_folder(step, path, **figures))
-
-    def leave(self) -> None:
-        """See `AsyncTrainerWorker.leave`."""
-        self._client._call(self._worker.leave())
+    get_experience_data = _blocking(AsyncTrainerWorker.get_experience_data)
+    acknowledge = _blocking(AsyncTrainerWorker.acknowledge)
+    publish = _blocking(AsyncTrainerWorker.publish)
+    publish_folder = _blocking(AsyncTrainerWorker.publish_folder)
+    leave = _blocking(AsyncTrainerWorker.leave)
 
 
 def read_key(path: Path) -> str:
