@@ -22,7 +22,7 @@ import numpy as np
 from asyncflow.attestation import Attestation
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling, Timing
 from asyncflow.loops.samples import prompt_hash
-from asyncflow.transfer_queue.batches import taken
+from asyncflow.transfer_queue.batches import take
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places
 from asyncflow.transfer_queue.leases import Lease
@@ -291,7 +291,7 @@ class ToldQueue(TransferQueueClient):
                 self._engine.told(row, "it could not be stored")
             raise
         if is_stored.any():
-            stored_rows = _part(outputs, is_stored)
+            stored_rows = take(self.schema, outputs, np.flatnonzero(is_stored), np.arange(len(outputs.groups)))
             self._kept(stored_rows, self._engine.prompt_hashes(stored_rows.indices))
         for row, stored in zip(outputs.indices.tolist(), is_stored.tolist(), strict=True):
             self._engine.told(row, STORED if stored else OVER)
@@ -302,11 +302,3 @@ class ToldQueue(TransferQueueClient):
         await super().fail(lease, rows, error, is_final=is_final)
         for row in rows:
             self._engine.told(row, error)
-
-
-def _part(outputs: Batch, is_stored: np.ndarray) -> Batch:
-    """Rows of a group's outputs that were stored."""
-    if is_stored.all():
-        return outputs
-    chosen = np.flatnonzero(is_stored)
-    return Batch(outputs.indices[chosen], outputs.groups, {name: taken(values, chosen) for name, values in outputs.columns.items()})

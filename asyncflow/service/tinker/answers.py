@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ class Answer(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes, about."""
-        ...
+        return 1_000
 
     def json(self) -> dict[str, Any]:
         """Answer as a JSON object."""
@@ -31,7 +31,7 @@ class Answer(Protocol):
 
     def protobuf(self) -> bytes | None:
         """Answer as a protobuf message; None: it is always JSON."""
-        ...
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,8 @@ class Fields(Answer):
 
     fields: Mapping[str, Any]
 
-    @property
-    def nbytes(self) -> int:
-        return 1_000
-
     def json(self) -> dict[str, Any]:
         return dict(self.fields)
-
-    def protobuf(self) -> bytes | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +51,8 @@ class Failure(Answer):
     error: str
     category: Category = "user"
 
-    @property
-    def nbytes(self) -> int:
-        return 1_000
-
     def json(self) -> dict[str, Any]:
         return {"error": self.error, "category": self.category}
-
-    def protobuf(self) -> bytes | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +82,7 @@ class PassOutput(Answer):
         batched = record.fields["logprobs"]
         batched.data, batched.dtype = self.logprobs.values.astype("<f4").tobytes(), protobuf.FLOAT32
         batched.offsets = (self.logprobs.offsets * 4).astype("<i8").tobytes()  # in bytes
-        written: bytes = made.SerializeToString()
-        return written
+        return made.SerializeToString()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +99,7 @@ class SampleOutput(Answer):
     """Answer to `asample`. `prompt_logprobs`: float32 [Lp], NaN for tokens that were not scored, such as the first one."""
 
     sequences: Sequence[Sampled]
-    prompt_logprobs: Array | None = field(default=None)
+    prompt_logprobs: Array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -140,8 +125,7 @@ class SampleOutput(Answer):
             )
         if self.prompt_logprobs is not None:
             made.prompt_logprobs = self.prompt_logprobs.astype("<f4").tobytes()
-        written: bytes = made.SerializeToString()
-        return written
+        return made.SerializeToString()
 
 
 def _tensor(values: Array) -> dict[str, Any]:

@@ -9,26 +9,36 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from asyncflow.engines.base import Hyperparameters, Sampling
 from asyncflow.service.tinker import protobuf
 from asyncflow.service.tinker.examples import Example
 from asyncflow.types import Array
 
+T = TypeVar("T")
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Metadata = dict[str, Any] | None
 METADATA_BYTES: Final = 64 << 10
 LEAST_TEMPERATURE: Final = 1e-4
 DTYPES: Final = {"float32": np.float32, "int64": np.int64}
 _WIRE_DTYPES: Final[dict[int, np.dtype]] = {protobuf.FLOAT32: np.dtype("<f4"), protobuf.INT64: np.dtype("<i8")}
+
+
+def check_metadata(metadata: T) -> T:
+    """The metadata. Raises `ValueError` for some that take too much room."""
+    if metadata is not None and len(msgspec.json.encode(metadata)) > METADATA_BYTES:
+        raise ValueError(f"user_metadata may have {METADATA_BYTES} bytes as JSON")
+    return metadata
+
+
+Metadata = Annotated[dict[str, Any] | None, AfterValidator(check_metadata)]
 
 
 class WireMessage(BaseModel):
@@ -51,11 +61,6 @@ class CreateSession(WireMessage):
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = Field(None, max_length=1000)
-
-    @model_validator(mode="after")
-    def _small(self) -> CreateSession:
-        check_metadata(self.user_metadata)
-        return self
 
 
 class OfSession(WireMessage):
@@ -84,11 +89,6 @@ class CreateModel(WireMessage):
     user_metadata: Metadata = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
-
-    @model_validator(mode="after")
-    def _small(self) -> CreateModel:
-        check_metadata(self.user_metadata)
-        return self
 
 
 class OfModel(WireMessage):
@@ -130,12 +130,7 @@ class SaveWeights(Turn):
     path: str | None = None
     ttl_seconds: Annotated[int, Field(ge=1)] | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
-
-    @model_validator(mode="after")
-    def _small(self) -> SaveWeights:
-        check_metadata(self.user_metadata)
-        return self
+    user_metadata: Annotated[dict[str, str] | None, AfterValidator(check_metadata)] = None
 
 
 class SaveWeightsForSampler(SaveWeights):
@@ -162,7 +157,6 @@ class LoadWeights(WireMessage):
 
     @model_validator(mode="after")
     def _possible(self) -> LoadWeights:
-        check_metadata(self.user_metadata)
         if (self.model_id is None) == (self.session_id is None or self.model_seq_id is None):
             raise ValueError("say model_id, or session_id and model_seq_id: one of the two")
         return self
@@ -345,12 +339,6 @@ def pass_of_protobuf(body: bytes) -> Pass:
         for datum in made.data
     ]
     return Pass(made.model_id, made.seq_id, examples, made.loss_fn, options, made.forward_only)
-
-
-def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Raises `ValueError` for metadata that take too much room."""
-    if metadata is not None and len(msgspec.json.encode(metadata)) > METADATA_BYTES:
-        raise ValueError(f"user_metadata may have {METADATA_BYTES} bytes as JSON")
 
 
 def _tokens(chunks: Any) -> Array:
