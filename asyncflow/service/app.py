@@ -24,9 +24,10 @@ import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import ValidationError
 
 from asyncflow.service.keys import Key, KeyRing, Scope
-from asyncflow.service.limits import Busy, Callers, Limits, Room
+from asyncflow.service.limits import Callers, Denied, Limits, Room
 from asyncflow.service.reference import HEADERS, reference_page
 from asyncflow.service.repeats import HEADER, MAX_ID, Repeats, WholeAnswer
 from asyncflow.service.tickets import PREFIX as TICKETS
@@ -43,14 +44,6 @@ LOOKS: Final = ("GET", "HEAD", "OPTIONS")
 REPEATS_BYTES: Final = 32 << 20
 MAX_MESSAGE: Final = 2_000
 """Characters of an error's sentence at most."""
-
-
-class Denied(Exception):
-    """A request that gets no answer but this one."""
-
-    def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(why)
-        self.status, self.headers = status, dict(headers or {})
 
 
 class AuditLog:
@@ -118,10 +111,8 @@ class Gate:
             if scope["type"] != "http":
                 raise Denied(426, "this service speaks HTTP alone")
             await self._request(scope, receive, send)
-        except Busy as busy:
-            await _answer(scope, send, 429, str(busy), busy.headers)
         except Denied as refused:
-            await _answer(scope, send, refused.status, str(refused), refused.headers)
+            await _answer(scope, send, refused)
 
     async def _request(self, scope: Any, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -154,8 +145,8 @@ class Gate:
                 await send(message)
 
             await self._once(key, scope, headers, receive, noted)
-        except (Busy, Denied) as refused:
-            status = 429 if isinstance(refused, Busy) else refused.status
+        except Denied as refused:
+            status = refused.status
             raise
         finally:
             self._callers.leave(key.name)
@@ -163,7 +154,7 @@ class Gate:
                 self._note(scope, key, headers, status, time.monotonic() - began)
 
     def _key(self, scope: Any, headers: Mapping[bytes, bytes]) -> Key:
-        """Valid key of a request. Raises `Denied` or `Busy`."""
+        """Valid key of a request. Raises `Denied`."""
         secret = _secret(headers, is_look=scope["method"] in LOOKS)
         key = None if secret is None else self._keys.find(secret)
         if key is not None and not self._keys.is_over(key):
@@ -177,7 +168,7 @@ class Gate:
         raise Denied(401, why, ask)
 
     def _check_ticket(self, scope: Any, headers: Mapping[bytes, bytes]) -> None:
-        """Raises `Denied` or `Busy` for a link that is not good."""
+        """Raises `Denied` for a link that is not good."""
         assert self._tickets is not None
         if scope["method"] not in LOOKS or _length(headers):
             raise Denied(405, "a link is there to be fetched")
@@ -340,33 +331,27 @@ def make_app(
     async def docs() -> Response:
         return HTMLResponse(reference_page(app.openapi()), headers=HEADERS)
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Denied)
-        return _error(error.status, str(error), error.headers)
-
-    async def busy(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Busy)
-        return _error(429, str(error), error.headers)
-
-    async def malformed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:8]]
-        return _error(422, "; ".join(found))
-
-    async def mistaken(request: Request, error: Exception) -> Response:
-        return _error(400, str(error))
-
-    async def impossible(request: Request, error: Exception) -> Response:
-        return _error(409, str(error))
+    async def failed(request: Request, error: Exception) -> Response:
+        match error:
+            case Denied():
+                return _refusal(error)
+            case RequestValidationError():
+                return _refusal(Denied(422, misfits(error)))
+            case UserError():
+                return _refusal(Denied(400, str(error)))
+            case _:
+                return _refusal(Denied(409, str(error)))
 
     if tickets is not None:
         app.include_router(ticket_routes(tickets))
-    app.add_exception_handler(Denied, refused)
-    app.add_exception_handler(Busy, busy)
-    app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(UserError, mistaken)
-    app.add_exception_handler(RunError, impossible)
+    for kind in (Denied, RequestValidationError, UserError, RunError):
+        app.add_exception_handler(kind, failed)
     return app
+
+
+def misfits(error: RequestValidationError | ValidationError) -> str:
+    """What of a request does not fit: the first places, and why."""
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:8])
 
 
 def key_of(request: Request) -> Key:
@@ -411,20 +396,21 @@ def _length(headers: Mapping[bytes, bytes]) -> int:
     return int(headers.get(b"content-length", b"0"))
 
 
-def _error(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
-    why = why.encode("utf-8", "replace").decode()[:MAX_MESSAGE]
-    return JSONResponse({"error": {"message": why}}, status, headers=dict(headers or {}))
+def _refusal(refused: Denied) -> Response:
+    why = str(refused).encode("utf-8", "replace").decode()[:MAX_MESSAGE]
+    return JSONResponse({"error": {"message": why}}, refused.status, headers=refused.headers)
 
 
-async def _answer(scope: Any, send: Send, status: int, why: str, headers: Mapping[str, str]) -> None:
+async def _answer(scope: Any, send: Send, refused: Denied) -> None:
     """Answer at the gate. The connection ends where a body is still to come: nobody reads that."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
     has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
-    closing = {"Connection": "close"} if has_body else {}
+    if has_body:
+        refused.headers["Connection"] = "close"
 
     async def nothing() -> Any:
         return {"type": "http.disconnect"}
 
-    await _error(status, why, {**headers, **closing})(scope, nothing, send)
+    await _refusal(refused)(scope, nothing, send)

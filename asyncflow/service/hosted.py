@@ -1,4 +1,4 @@
-"""A run that a service hosts: not begun, under way, or over. Every call of the API is a method here.
+"""A run that a service hosts: not begun, under way, or over. What a call of the API does beside calling the run is here.
 
 consumes: calls of clients
 waits for: the run
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from asyncflow.config import Config
 from asyncflow.engines.train import OUTSIDE
@@ -57,7 +57,7 @@ class HostedRun:
         self._last_requests: dict[str, float] = {}  # of clients that generated, when the run was over
         self._told: set[str] = set()  # of these, those who know it
         self._turn = asyncio.Lock()  # of what changes the run as a whole
-        self._uploading = asyncio.Lock()
+        self.uploading = asyncio.Lock()  # weights, by one client at a time
 
     # -- the run as a whole -------------------------------------------------------------------------------------------------
 
@@ -109,18 +109,6 @@ class HostedRun:
         """Train one step; see `Trainer.step`."""
         async with self._turn:
             return await self.run.step()
-
-    def allow(self, steps: int) -> None:
-        """Let the run train up to so many steps by itself."""
-        self.run.allow(steps)
-
-    async def weight_sync_notify(self, timeout_seconds: float) -> int:
-        """See `Trainer.weight_sync_notify`."""
-        return await self.run.weight_sync_notify(timeout_seconds)
-
-    async def checkpoint(self) -> int:
-        """See `StepwiseRun.checkpoint`."""
-        return await self.run.checkpoint()
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float) -> str:
         """See `Trainer.scale_rollout`."""
@@ -181,12 +169,6 @@ class HostedRun:
         """A client that generated knows that the run is over."""
         self._told.add(own_id)
 
-    # -- prompts ------------------------------------------------------------------------------------------------------------
-
-    async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Train on these rows before those of the data set; see `Trainer.put_prompts_data`."""
-        await self.run.put_prompts_data(rows)
-
     # -- training from outside ----------------------------------------------------------------------------------------------
 
     async def publish(self, step: int, published: Published, timeout_seconds: float) -> int:
@@ -242,11 +224,6 @@ class HostedRun:
         """Bytes that weights may have: those of the model in float32, and a head that is tied, and names."""
         num_bytes = sum(file.stat().st_size for file in self.run.job.model.glob("*.safetensors"))
         return 4 * num_bytes + (1 << 20)
-
-    @property
-    def uploading(self) -> asyncio.Lock:
-        """One upload of weights at a time."""
-        return self._uploading
 
     def _check_trained_outside(self) -> None:
         if self.run.config.train.engine.name != OUTSIDE:

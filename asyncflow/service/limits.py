@@ -13,7 +13,7 @@ import asyncio
 import math
 import resource
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -62,17 +62,20 @@ class Limits:
         return max(1, min(self.connections, handles - HANDLES_KEPT))
 
 
-class Busy(Exception):
+class Denied(Exception):
+    """A request that gets no answer but this one."""
+
+    def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(why)
+        self.status, self.headers = status, dict(headers or {})
+
+
+class Busy(Denied):
     """Error for want of room at the moment: the same request is welcome after so many seconds."""
 
     def __init__(self, why: str, seconds: float) -> None:
-        super().__init__(why)
         self.seconds = max(0.01, seconds)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the answer 429."""
-        return {"Retry-After": str(math.ceil(self.seconds))}
+        super().__init__(429, why, {"Retry-After": str(math.ceil(self.seconds))})
 
 
 class Bucket:

@@ -28,8 +28,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from plotly.offline import get_plotlyjs
 
 from asyncflow.run_dir import CONFIG_FILE
-from asyncflow.service.app import Denied
 from asyncflow.service.groups import groups_of, told_group, told_tokens
+from asyncflow.service.limits import Denied
 from asyncflow.service.server import LOOPBACK
 from asyncflow.telemetry import sections
 from asyncflow.telemetry.advice import advice

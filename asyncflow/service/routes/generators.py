@@ -15,9 +15,9 @@ from pydantic import BaseModel, Field
 from asyncflow.attestation import Attestation
 from asyncflow.engines.base import Response as Generated
 from asyncflow.model_folder import sample_hash
-from asyncflow.service.app import Denied
 from asyncflow.service.generation import STORED, OutsidePrompt
 from asyncflow.service.hosted import HostedRun
+from asyncflow.service.limits import Denied
 from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, Name, PolicyVersion, PollSeconds, Step
 from asyncflow.service.workers import GeneratorSession
 from asyncflow.types import UserError, row_index

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 
-from asyncflow.service.app import Denied, needs
+from asyncflow.service.app import needs
 from asyncflow.service.hosted import HostedRun, Place
+from asyncflow.service.limits import Denied
 from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, NumRows, PolicyVersion, Seconds, Step
 
 
@@ -79,7 +80,7 @@ def add_calls(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/allow", tags=["run"])
     async def allow(body: Allow) -> Confirmation:
         """Let the run train up to so many steps by itself."""
-        hosted.allow(body.steps)
+        hosted.run.allow(body.steps)
         return Confirmation(message=f"up to {body.steps} steps are trained")
 
     @router.get("/steps", tags=["run"])
@@ -91,13 +92,13 @@ def add_calls(router: APIRouter, hosted: HostedRun) -> None:
     async def put_prompts_data(body: Prompts) -> NumRows:
         """Train on these rows next, before those of the run's data set. What was answered is kept, also by a server that is killed
         and started again with --resume."""
-        await hosted.put_prompts_data(body.rows)
+        await hosted.run.put_prompts_data(body.rows)
         return NumRows(rows=len(body.rows))
 
     @router.post("/weight_sync_notify", tags=["run"])
     async def weight_sync_notify(body: Notify) -> PolicyVersion:
         """Have all rollout workers serve the weights of the last committed step, and answer when they do."""
-        return PolicyVersion(version=await hosted.weight_sync_notify(body.timeout_seconds))
+        return PolicyVersion(version=await hosted.run.weight_sync_notify(body.timeout_seconds))
 
     @router.post("/scale", tags=["run"])
     async def scale(body: Scale) -> Confirmation:
@@ -107,7 +108,7 @@ def add_calls(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/checkpoint", tags=["run"])
     async def checkpoint() -> PolicyVersion:
         """Have a checkpoint written with the next step that is committed, and answer at once with its version."""
-        return PolicyVersion(version=await hosted.checkpoint())
+        return PolicyVersion(version=await hosted.run.checkpoint())
 
     @router.post("/stop", tags=["run"], dependencies=[needs("admin")])
     async def stop() -> Confirmation:

@@ -10,10 +10,9 @@ from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 
 from asyncflow.engines.train.experience import Published
-from asyncflow.service.app import Denied
 from asyncflow.service.experience import MEDIA_TYPES, Form, as_lists, as_msgpack, as_safetensors
 from asyncflow.service.hosted import HostedRun
-from asyncflow.service.limits import Busy
+from asyncflow.service.limits import Busy, Denied
 from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, Name, NumRows, PolicyVersion, PollSeconds, Seconds, Step
 from asyncflow.types import RunError
 

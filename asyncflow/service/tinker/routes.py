@@ -13,7 +13,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from asyncflow.service.app import Denied
+from asyncflow.service.app import misfits
+from asyncflow.service.limits import Denied
 from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, protobuf
 from asyncflow.service.tinker.checkpoint_store import KINDS, SCHEME, Checkpoint
@@ -283,7 +284,7 @@ async def _pass(sessions: Sessions, request: Request, *, is_forward_only: bool) 
     try:
         given, content = await asyncio.to_thread(read)
     except ValidationError as error:
-        raise UserError("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:8])) from error
+        raise UserError(misfits(error)) from error
     except ValueError as error:
         raise UserError(str(error)) from error
     return _valid(lambda _: _future(sessions.do_pass(given, content)), None)

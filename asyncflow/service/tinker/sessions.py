@@ -22,8 +22,7 @@ from typing import Any, Final
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.lora_files import holds_adapter
 from asyncflow.model_folder import end_token_ids
-from asyncflow.service.app import Denied
-from asyncflow.service.limits import Busy
+from asyncflow.service.limits import Busy, Denied
 from asyncflow.service.tinker import messages
 from asyncflow.service.tinker.answers import Answer, Failure, Fields
 from asyncflow.service.tinker.checkpoint_store import Checkpoint, Kind
