@@ -94,7 +94,7 @@ class Connection:
         self._house, self._limits = house, house.limits
         self._arena = house.arena if is_local and house.arena is not None and house.arena.path is not None else None
         self._loop = asyncio.get_running_loop()
-        self._parser = FrameParser(
+        self.parser = FrameParser(
             FrameLimits(**_GREETING),
             house.arena.allocate if house.arena is not None else new_buffer,
             functools.partial(house.room.reserve, self),
@@ -133,7 +133,7 @@ class Connection:
         self._stream.close()
         self._house.connections.discard(self)
         self._house.room.forget(self)
-        self._parser.close()
+        self.parser.close()
         self._backlog.clear()
         for timer in self._held.values():
             timer.cancel()
@@ -150,25 +150,31 @@ class Connection:
         if not self._is_greeted and now > self._opened_at + limits.hello_seconds:
             self.close("it did not say hello")
         elif began is not None and self._may_read():
-            allowed = limits.frame_seconds + self._parser.frame_bytes / limits.frame_bytes_per_second
+            allowed = limits.frame_seconds + self.parser.frame_bytes / limits.frame_bytes_per_second
             if now > began + allowed:
                 self.close(f"a frame was not complete after {allowed:.1f} s")
 
     # What the stream calls
 
-    def get_buffer(self) -> memoryview:
-        """See `Owner.get_buffer`."""
-        return self._parser.get_buffer()
-
-    def advance(self, num_bytes: int) -> None:
-        """See `Owner.advance`."""
-        self._received(self._parser.advance(num_bytes))
+    def received(self, frames: list[Frame]) -> None:
+        """See `Owner.received`."""
+        if not self.parser.is_midway:
+            self._frame_began_at = None
+        elif frames or self._frame_began_at is None:
+            self._frame_began_at = self._loop.time()
+        self._backlog.extend(frames)
+        if self._backlog:
+            self._context.run(self._serve)
+        if self.parser.failure and not self._is_closed:
+            self.close(self.parser.failure)
+        if not self._is_closed and self._stream is not None:
+            self._stream.set_reading(self._may_read())
 
     def drained(self) -> None:
         """See `Owner.drained`."""
         if not self._is_closed:
             self._frame_began_at = None  # it was not read meanwhile
-            self._received([])
+            self.received([])
 
     def lost(self, why: str) -> None:
         """See `Owner.lost`."""
@@ -182,24 +188,11 @@ class Connection:
             self._house.room.release(num_bytes)
             return
         self._frame_began_at = None  # the wait was not its sender's fault
-        self._received(self._parser.unblock())
-
-    def _received(self, frames: list[Frame]) -> None:
-        if not self._parser.is_midway:
-            self._frame_began_at = None
-        elif frames or self._frame_began_at is None:
-            self._frame_began_at = self._loop.time()
-        self._backlog.extend(frames)
-        if self._backlog:
-            self._context.run(self._serve)
-        if self._parser.failure and not self._is_closed:
-            self.close(self._parser.failure)
-        if not self._is_closed and self._stream is not None:
-            self._stream.set_reading(self._may_read())
+        self.received(self.parser.unblock())
 
     def _may_read(self) -> bool:
         # A large frame that has begun is received to its end, so that the room it takes becomes free.
-        return not self._parser.is_blocked and (self._parser.is_assembling or not self._is_held_up())
+        return not self.parser.is_blocked and (self.parser.is_assembling or not self._is_held_up())
 
     def _is_held_up(self) -> bool:
         """Whether the client must read its answers before more of its requests are read."""
@@ -225,7 +218,7 @@ class Connection:
         self.name, self.key, self._is_greeted = hello.name, f"{hello.name}@{next(_numbers)}", True
         codec.client_key.set(self.key)
         codec.client_name.set(hello.name)  # in this connection's context, which is that of all its handlers
-        self._parser.limits = self._limits
+        self.parser.limits = self._limits
         welcome = codec.Welcome(str(self._arena.path) if self._arena is not None else "")
         self._send(welcome)
 

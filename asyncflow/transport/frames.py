@@ -140,14 +140,14 @@ class FrameParser:
         # Every frame of up to LARGE_BYTES fits, with its prefix and lengths, however it lies.
         self._received = new_buffer(max(RECEIVE_BYTES, PREFIX.size + 8 * limits.buffers + LARGE_BYTES))
         self._view = self._received.data
-        self._start = self._end = 0
-        self._lengths: tuple[int, ...] | None = None  # of the frame at `_start`, once they have arrived and add up
+        self._end = 0
+        self._lengths: tuple[int, ...] | None = None  # of the first frame, once they have arrived and add up
         self._assembly: _Assembly | None = None
 
     @property
     def is_midway(self) -> bool:
         """Whether a frame has begun and not ended."""
-        return self._end > self._start or self._assembly is not None
+        return self._end > 0 or self._assembly is not None
 
     @property
     def is_assembling(self) -> bool:
@@ -157,7 +157,7 @@ class FrameParser:
     @property
     def frame_bytes(self) -> int:
         """Size of the frame that is arriving, as far as it is known."""
-        return self._end - self._start if self._assembly is None else self._assembly.num_bytes
+        return self._end if self._assembly is None else self._assembly.num_bytes
 
     def get_buffer(self) -> memoryview:
         """Memory for the next bytes of the stream; never empty."""
@@ -167,21 +167,16 @@ class FrameParser:
 
     def advance(self, num_bytes: int) -> list[Frame]:
         """`num_bytes` have been written to the beginning of `get_buffer()`. Returns the frames that they complete."""
-        frames: list[Frame] = []
         if self.failure:
-            return frames
+            return []
         if self._assembly is None:
             self._end += num_bytes
-            self._cut(frames)
-        elif self._assembly.advance(num_bytes):
-            frames.append(self._assembled(self._assembly))
-        return frames
+            return self._cut()
+        return [self._assembled(self._assembly)] if self._assembly.advance(num_bytes) else []
 
     def unblock(self) -> list[Frame]:
         """The room that was asked for has been reserved."""
-        frames: list[Frame] = []
-        self._cut(frames, is_reserved=True)
-        return frames
+        return self._cut(is_reserved=True)
 
     def close(self) -> None:
         """The stream has ended: release what a half frame has reserved."""
@@ -190,8 +185,9 @@ class FrameParser:
             self._assembly = None
         self.failure = self.failure or "the stream has ended"
 
-    def _cut(self, frames: list[Frame], is_reserved: bool = False) -> None:
-        view, start, end = self._view, self._start, self._end
+    def _cut(self, is_reserved: bool = False) -> list[Frame]:
+        frames: list[Frame] = []
+        view, start, end = self._view, 0, self._end
         self.is_blocked = False
         while end - start >= PREFIX.size:
             magic, header_bytes, num_buffers, body_bytes = PREFIX.unpack_from(view, start)
@@ -221,7 +217,8 @@ class FrameParser:
             self._lengths = None
         if start > 0:
             view[: end - start] = view[start:end]
-        self._start, self._end = 0, end - start
+        self._end = end - start
+        return frames
 
     def _read_lengths(self, start: int, num_buffers: int, body_bytes: int) -> bool:
         lengths = struct.unpack_from(f"<{num_buffers}Q", self._view, start + PREFIX.size) if num_buffers else ()

@@ -41,7 +41,7 @@ class Peer:
         self.address = address
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._parser = FrameParser(limits, receive_buffer)
+        self.parser = FrameParser(limits, receive_buffer)
         self._stream: Stream | None = None
         self._pending: dict[int, asyncio.Future[_Answer]] = {}
         self._next_id = 0
@@ -168,20 +168,16 @@ class Peer:
 
     # What the stream calls
 
-    def get_buffer(self) -> memoryview:
-        """See `Owner.get_buffer`."""
-        return self._parser.get_buffer()
-
-    def advance(self, num_bytes: int) -> None:
-        """See `Owner.advance`."""
+    def received(self, frames: list[Frame]) -> None:
+        """See `Owner.received`."""
         try:
-            for frame in self._parser.advance(num_bytes):
+            for frame in frames:
                 self._receive(frame)
         except ValueError as error:
             self._end(f"lost {self.address}: it sent no message: {error}")
             return
-        if self._parser.failure:
-            self._end(f"lost {self.address}: {self._parser.failure}")
+        if self.parser.failure:
+            self._end(f"lost {self.address}: {self.parser.failure}")
 
     def drained(self) -> None:
         """See `Owner.drained`."""
@@ -209,7 +205,7 @@ class Peer:
         self._why_lost = why
         if self._stream is not None:
             self._stream.close()
-        self._parser.close()
+        self.parser.close()
         self._lost.set_result(None)
         for future in self._pending.values():
             if not future.done():

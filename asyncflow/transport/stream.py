@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from asyncflow.transport.frames import Buffer
+from asyncflow.transport.frames import Buffer, Frame, FrameParser
 from asyncflow.types import UserError
 
 _JOIN_BYTES = 64 << 10  # below, one copy costs less than a call for each piece
@@ -30,13 +30,12 @@ _SOCKET_BYTES = 2 << 20  # asked for as the kernel's buffer of a unix socket; it
 
 
 class Owner(Protocol):
-    """Owner of a stream: gives memory for bytes, and hears of what arrives."""
+    """Owner of a stream: hears of what arrives. `parser`: where the bytes go."""
 
-    def get_buffer(self) -> memoryview:
-        """Memory for received bytes."""
+    parser: FrameParser
 
-    def advance(self, num_bytes: int) -> None:
-        """Take note that so many bytes have been received."""
+    def received(self, frames: list[Frame]) -> None:
+        """Bytes have been received; these frames are complete by them."""
 
     def drained(self) -> None:
         """The stream was full, and is not any more."""
@@ -73,11 +72,6 @@ class Stream(asyncio.BufferedProtocol):
             self._is_corked = True
             self._loop.call_soon(self._uncork)
         self._send()
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether bytes are received."""
-        return self._transport is not None and self._transport.is_reading()
 
     def set_reading(self, is_reading: bool) -> None:
         """Stop or go on receiving."""
@@ -125,12 +119,12 @@ class Stream(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """See asyncio's `BufferedProtocol.get_buffer`."""
-        return self._owner.get_buffer()
+        return self._owner.parser.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio's `BufferedProtocol.buffer_updated`."""
         if not self._is_closed:
-            self._owner.advance(nbytes)
+            self._owner.received(self._owner.parser.advance(nbytes))
 
     def eof_received(self) -> bool:
         """See asyncio's `BufferedProtocol.eof_received`."""
