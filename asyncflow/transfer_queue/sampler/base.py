@@ -20,7 +20,6 @@ class Sampler(Protocol):
 
     def check(self, spec: TaskSpec, want: Want) -> None:
         """Raises `ValueError` for a task, or a request, that this sampler cannot serve. Called before the request is parked."""
-        ...
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         """Picks for parked requests (worker name, want; oldest first) that can be served now: (position, pick).
@@ -28,7 +27,6 @@ class Sampler(Protocol):
         Called after every change, so it is to be cheap when nothing can be served. Each pick is out of the ready rows when it is
         yielded: the caller hands it out. No position comes twice, no pick is empty.
         """
-        ...
 
 
 def is_enough(table: Table, want: Want) -> bool:

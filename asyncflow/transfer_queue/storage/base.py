@@ -30,39 +30,30 @@ class Storage(Protocol):
 
     async def open(self, schema: Schema) -> None:
         """Once, before anything else. Raises `RunError` saying what to do when the backend cannot be reached."""
-        ...
 
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
         """Store a batch that fits the schema: all of it, or nothing and an exception. Row columns have an entry for each of
         `batch.indices`, group columns one for each of `batch.groups`; no entry has been there before. `metas`: the groups that are
         new. An array that is writeable is the caller's and is copied; a read-only one may be kept as it is."""
-        ...
 
     async def read(self, indices: Array, columns: Sequence[str]) -> Batch:
         """The columns of rows, in the order asked; `groups` in the order of first appearance. All entries are there."""
-        ...
 
     async def drop(self, rows: Array, groups: Array) -> None:
         """Free rows, and groups whose last row has gone. Their memory is given back, also when neighbours of theirs stay."""
-        ...
 
     def recover(self) -> AsyncIterator[Stored]:
         """Rows that have outlived an earlier process."""
-        ...
 
     async def keep(self, name: str, value: bytes) -> None:
         """Keep a small fact of the unit's own, in place of the one of this name before."""
-        ...
 
     async def kept(self, name: str) -> bytes | None:
         """The fact of this name."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of values held."""
-        ...
 
     async def close(self) -> None:
         """Let go of the backend; what is durable stays there."""
-        ...

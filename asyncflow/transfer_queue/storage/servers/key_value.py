@@ -42,23 +42,18 @@ class KeyValue(Protocol):
 
     async def open(self) -> None:
         """Connect to the store."""
-        ...
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
         """Set values and delete keys: all or nothing where the store can do that; otherwise the deletions last."""
-        ...
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values of these keys, in one round trip; None for a key that is not there."""
-        ...
 
     def keys(self, prefix: str) -> AsyncIterator[str]:
         """The keys that begin so, each once."""
-        ...
 
     async def close(self) -> None:
         """Leave the store."""
-        ...
 
 
 class _Value:
