@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import ipaddress
 import os
 import socket
@@ -22,6 +21,7 @@ from typing import Any, Final
 import uvicorn
 
 from asyncflow.service.limits import Limits, limited
+from asyncflow.transport.credentials import self_signed
 from asyncflow.types import UserError
 
 GRACE_SECONDS: Final = 3
@@ -178,33 +178,7 @@ def make_self_signed(path: Path, host: str) -> Path:
     public = path.with_suffix(".crt")
     if path.exists() and public.exists():
         return public
-    # Here, because nothing else needs the package.
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "asyncflow service")])
-    named: list[x509.GeneralName] = [x509.DNSName("localhost")]
-    try:
-        named.append(x509.IPAddress(ipaddress.ip_address(host)))
-    except ValueError:
-        named.append(x509.DNSName(host))
-    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - day)  # clocks differ
-        .not_valid_after(now + 365 * day)
-        .add_extension(x509.SubjectAlternativeName(named), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    shown = certificate.public_bytes(serialization.Encoding.PEM)
+    secret, shown = self_signed("asyncflow service", "localhost", host)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(secret + shown)

@@ -7,6 +7,7 @@ names are not checked: identity is possession of the run's key, on whatever mach
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 import ssl
 import stat
@@ -29,7 +30,7 @@ class Credentials:
         Raises:
             UserError: there is a file already, or it cannot be written.
         """
-        pem = _new_pem()
+        pem = b"".join(self_signed("asyncflow run"))
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -74,25 +75,34 @@ def _context(protocol: int, pem: str) -> ssl.SSLContext:
     return context
 
 
-def _new_pem() -> bytes:
-    # Here, because nothing else needs the package and a run without a TLS address does not load it.
+def self_signed(name: str, *hosts: str) -> tuple[bytes, bytes]:
+    """A key and its own certificate (PEM each), good for a year. `hosts`: names and addresses that it is for; with some it may be
+    trusted as an authority."""
+    # Here, because nothing else needs the package and a run without TLS does not load it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    def named(host: str) -> x509.GeneralName:
+        try:
+            return x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            return x509.DNSName(host)
+
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "asyncflow run")])
+    own_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
+        .subject_name(own_name)
+        .issuer_name(own_name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - day)  # clocks differ
         .not_valid_after(now + 365 * day)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
+        .add_extension(x509.BasicConstraints(ca=bool(hosts), path_length=0 if hosts else None), critical=True)
     )
+    if hosts:
+        certificate = certificate.add_extension(x509.SubjectAlternativeName(map(named, hosts)), critical=False)
     secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return secret + certificate.public_bytes(serialization.Encoding.PEM)
+    return secret, certificate.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
