@@ -352,29 +352,26 @@ class AsyncClient:
 
         Raises `RunError` where it is not whole.
         """
-        loop = asyncio.get_running_loop()
+        loop, partial = asyncio.get_running_loop(), target.with_name(f"{target.name}.partial")
         deadline = loop.time() + self._patience_seconds
-        while not await self._downloaded(path, target, is_last=loop.time() + PAUSE_SECONDS > deadline):
+        while True:
+            digest, is_last = xxhash.xxh3_128(), loop.time() + PAUSE_SECONDS > deadline
+            try:
+                async with self._session().get(self._url(path), allow_redirects=False) as got:
+                    if got.status >= 400:
+                        _checked(ServiceAnswer(got.status, got.headers, await got.read()))
+                    with partial.open("wb") as file:
+                        async for part in got.content.iter_chunked(CHUNK_BYTES):
+                            file.write(part)
+                            digest.update(part)
+                break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if is_last:
+                    raise OutOfReach(f"{path} could not be fetched from {self.address}: {_why(error)}") from error
             await asyncio.sleep(PAUSE_SECONDS)
-
-    async def _downloaded(self, path: str, target: Path, *, is_last: bool) -> bool:
-        digest, partial = xxhash.xxh3_128(), target.with_name(f"{target.name}.partial")
-        try:
-            async with self._session().get(self._url(path), allow_redirects=False) as got:
-                if got.status >= 400:
-                    _checked(ServiceAnswer(got.status, got.headers, await got.read()))
-                with partial.open("wb") as file:
-                    async for part in got.content.iter_chunked(CHUNK_BYTES):
-                        file.write(part)
-                        digest.update(part)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            if not is_last:
-                return False
-            raise OutOfReach(f"{path} could not be fetched from {self.address}: {_why(error)}") from error
         if got.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
             raise RunError(f"{path} came as something else: its version was replaced meanwhile")
         partial.replace(target)
-        return True
 
 
 class AsyncGeneratorWorker:

@@ -188,9 +188,12 @@ class HostedRun:
         def is_safe() -> bool:
             return step in run.job.rows and (not is_kept or driver.saves.settled > step)
 
-        async with asyncio.timeout(timeout_seconds):
-            if not await run.until(is_safe):
-                raise RunError(f"the run was interrupted in step {step}")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                if not await run.until(is_safe):
+                    raise RunError(f"the run was interrupted in step {step}")
+        except TimeoutError as error:
+            raise RunError(f"step {step} is not committed within {timeout_seconds:g} s: ask for the status") from error
         run.steps_done = max(run.steps_done, step + 1)
         return step + 1
 

@@ -28,8 +28,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from plotly.offline import get_plotlyjs
 
 from asyncflow.run_dir import CONFIG_FILE
+from asyncflow.service.app import Receive, Send
 from asyncflow.service.groups import groups_of, told_group, told_tokens
 from asyncflow.service.limits import Denied
+from asyncflow.service.reference import HEADERS
 from asyncflow.service.server import LOOPBACK
 from asyncflow.telemetry import sections
 from asyncflow.telemetry.advice import advice
@@ -56,16 +58,11 @@ _MOST_BARS: Final = 20_000
 _DEPTH: Final = 3
 """Folders of runs are looked for so many levels below the one that is watched."""
 _HEADERS: Final = {
+    **HEADERS,
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
 }
-
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
 
 
 class WatchedRun:

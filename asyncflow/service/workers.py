@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.rollout import ServedWeights
@@ -210,8 +210,3 @@ class OutsideWorkers:
             log.warning("nothing is heard of the worker %s any more: what it holds is given to others", session.name)
             self._ending.add(ending := asyncio.create_task(self.leave(session.id)))
             ending.add_done_callback(self._ending.discard)
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """Number of sessions by kind."""
-        return {"generators": len(self._generators), "trainers": len(self._trainers)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
@@ -123,19 +124,10 @@ def add_state(router: APIRouter, hosted: HostedRun) -> None:
     @router.get("/status", tags=["run"])
     async def status() -> RunStatus:
         """State of the run, its workers and its queue."""
-        name = hosted.config.run.name
         if (found := await hosted.status()) is None:
-            return RunStatus(run=name, is_live=False, has_begun=hosted.has_begun, steps=hosted.config.run.steps)
-        return RunStatus(
-            run=name,
-            is_live=True,
-            committed=found.committed,
-            steps=found.steps,
-            idle_seconds=found.idle_seconds,
-            workers=found.workers,
-            waits=found.waits,
-            queue=found.queue,
-        )
+            run = hosted.config.run
+            return RunStatus(run=run.name, is_live=False, has_begun=hosted.has_begun, steps=run.steps)
+        return RunStatus(is_live=True, **msgspec.structs.asdict(found))
 
     @router.get("/metrics", tags=["run"], response_class=Response)
     async def metrics() -> Response:

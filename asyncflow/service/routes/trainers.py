@@ -14,7 +14,6 @@ from asyncflow.service.experience import MEDIA_TYPES, Form, as_lists, as_msgpack
 from asyncflow.service.hosted import HostedRun
 from asyncflow.service.limits import Busy, Denied
 from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, Name, NumRows, PolicyVersion, PollSeconds, Seconds, Step
-from asyncflow.types import RunError
 
 
 class BeginTraining(Body):
@@ -105,7 +104,7 @@ def add_trainers(router: APIRouter, hosted: HostedRun) -> None:
         hosted.workers.trainer(trainer)
         path = str(hosted.readable(Path(body.path))) if body.path else ""
         published = Published(path, body.grad_norm, body.learning_rate)
-        return PolicyVersion(version=await _published(hosted, body.step, published, body.timeout_seconds))
+        return PolicyVersion(version=await hosted.publish(body.step, published, body.timeout_seconds))
 
     @router.put("/weights/{trainer}/{step}", tags=["trainers"])
     async def upload_weights(
@@ -136,7 +135,7 @@ def add_trainers(router: APIRouter, hosted: HostedRun) -> None:
                 raise Denied(400, "the upload was cut off") from error
             try:
                 published = Published(str(path), grad_norm, learning_rate)
-                return PolicyVersion(version=await _published(hosted, step, published, timeout_seconds))
+                return PolicyVersion(version=await hosted.publish(step, published, timeout_seconds))
             finally:
                 path.unlink(missing_ok=True)
 
@@ -145,10 +144,3 @@ def add_trainers(router: APIRouter, hosted: HostedRun) -> None:
         """Train no more: groups that were not acknowledged are given to others."""
         hosted.workers.end_training(trainer)
         return Confirmation(message=f"{trainer} has left")
-
-
-async def _published(hosted: HostedRun, step: int, published: Published, timeout_seconds: float) -> int:
-    try:
-        return await hosted.publish(step, published, timeout_seconds)
-    except TimeoutError as error:
-        raise RunError(f"step {step} is not committed within {timeout_seconds:g} s: ask for the status") from error

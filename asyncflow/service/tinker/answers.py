@@ -27,7 +27,6 @@ class Answer(Protocol):
 
     def json(self) -> dict[str, Any]:
         """Answer as a JSON object."""
-        ...
 
     def protobuf(self) -> bytes | None:
         """Answer as a protobuf message; None: it is always JSON."""

@@ -287,7 +287,7 @@ async def _pass(sessions: Sessions, request: Request, *, is_forward_only: bool) 
         raise UserError(misfits(error)) from error
     except ValueError as error:
         raise UserError(str(error)) from error
-    return _valid(lambda _: _future(sessions.do_pass(given, content)), None)
+    return _accepted(partial(sessions.do_pass, content=content), given)
 
 
 def _accepted(call: Callable[[Any], str], request: Any) -> dict[str, Any]:
@@ -308,9 +308,9 @@ def _future(request_id: str) -> dict[str, Any]:
 
 def _training_run(sessions: Sessions, model_id: str, found: list[Checkpoint]) -> dict[str, Any]:
     last = {kind: next((one for one in reversed(found) if one.kind == kind), None) for kind in KINDS}
-    seen = sessions.last_request(model_id) or (found[-1].record.created if found else 0.0)
     model = next((models[model_id] for models in (one.models for one in sessions.all()) if model_id in models), None)
     trained = model or found[-1].record
+    seen = found[-1].record.created if model is None else model.last_request
     return {
         "training_run_id": model_id,
         "base_model": found[-1].record.base_model if found else sessions.base.name,
@@ -324,7 +324,7 @@ def _training_run(sessions: Sessions, model_id: str, found: list[Checkpoint]) ->
 
 
 async def _found(sessions: Sessions, model_id: str, kind: str, name: str) -> Checkpoint:
-    return await asyncio.to_thread(partial(sessions.store.find, f"{SCHEME}{model_id}/{kind}/{name}"))
+    return await asyncio.to_thread(sessions.store.find, f"{SCHEME}{model_id}/{kind}/{name}")
 
 
 def _page(items: list[Any], limit: int, offset: int) -> list[Any]:

@@ -71,7 +71,6 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}  # by request id
         self._end_ids = end_token_ids(context.base.folder)
-        self._last_requests: dict[str, float] = {}  # Unix time, by model
         self._sweeping = asyncio.create_task(self._sweep(), name="tinker sessions")
 
     def create_session(self, request: messages.CreateSession) -> str:
@@ -101,8 +100,7 @@ class Sessions:
         for task in session.tasks:
             task.cancel()
         await asyncio.gather(*session.tasks, return_exceptions=True)
-        for model_id, model in session.models.items():
-            self._last_requests.pop(model_id, None)
+        for model in session.models.values():
             await model.close()
         self.results.forget(session_id)
 
@@ -116,7 +114,7 @@ class Sessions:
     def create_model(self, request: messages.CreateModel) -> str:
         """Begin a model from the base model. Returns the request's id."""
         self._check_base(request.base_model)
-        made, asked = {"type": "create_model"}, request.lora_config
+        asked = request.lora_config
         rank, adapter = DEFAULT_RANK if asked is None else asked.rank, None
         if asked is not None and not self.trains_whole_weights:
             if not (asked.train_attn or asked.train_mlp):
@@ -126,7 +124,7 @@ class Sessions:
                     f"adapters have rank {self._bounds.rank} at most here: ask for less, or start the server with --max-rank"
                 )
             adapter = NewAdapter(rank=rank, has_attention=asked.train_attn, has_mlp=asked.train_mlp, seed=asked.seed)
-        return self._begin_model(request.session_id, request.model_seq_id, rank, adapter, None, made, has_optimizer=False)
+        return self._begin_model(request.session_id, request.model_seq_id, {"type": "create_model"}, rank, adapter)
 
     def load_weights(self, request: messages.LoadWeights) -> str:
         """Load a checkpoint into a model, when its turn comes, or into a new one. Returns the request's id."""
@@ -134,10 +132,11 @@ class Sessions:
             self._check_base(request.base_model)
         if request.model_id is None:
             assert request.session_id is not None and request.model_seq_id is not None
-            made, checkpoint = {"type": "load_weights", "path": request.path}, self.store.find(request.path)
-            number, has_optimizer = request.model_seq_id, request.optimizer
-            rank = checkpoint.record.rank
-            return self._begin_model(request.session_id, number, rank, None, checkpoint, made, has_optimizer=has_optimizer)
+            found, made = self.store.find(request.path), {"type": "load_weights", "path": request.path}
+            rank, has_optimizer = found.record.rank, request.optimizer
+            return self._begin_model(
+                request.session_id, request.model_seq_id, made, rank, checkpoint=found, has_optimizer=has_optimizer
+            )
         model = self.model(request.model_id)
 
         async def work() -> Answer:
@@ -151,7 +150,7 @@ class Sessions:
         model = self.session(model_id.partition(":")[0]).models.get(model_id)
         if model is None:
             raise Denied(404, f"there is no model {model_id}")
-        self._last_requests[model_id] = time.time()
+        model.last_request = time.time()
         return model
 
     def do_pass(self, request: messages.Pass, content: bytes) -> str:
@@ -253,20 +252,16 @@ class Sessions:
         if session is not None:
             session.seen = asyncio.get_running_loop().time()
 
-    def last_request(self, model_id: str) -> float | None:
-        """Unix time of the last request to a model that is in training."""
-        return self._last_requests.get(model_id)
-
     def _begin_model(
         self,
         session_id: str,
         number: int,
-        rank: int,
-        adapter: NewAdapter | None,
-        checkpoint: Checkpoint | None,
         made: dict[str, str],
+        rank: int,
+        adapter: NewAdapter | None = None,
         *,
-        has_optimizer: bool,
+        checkpoint: Checkpoint | None = None,
+        has_optimizer: bool = False,
     ) -> str:
         session = self.session(session_id)
         model_id = f"{session_id}:train:{number}"
@@ -280,7 +275,7 @@ class Sessions:
             )
         model = TrainedModel(model_id, self._context, rank=rank, adapter=adapter)
         self.results.begin(request_id, session_id)
-        session.models[model_id], self._last_requests[model_id] = model, time.time()
+        session.models[model_id] = model
 
         async def opened() -> Answer:
             await model.open(checkpoint, has_optimizer=has_optimizer)

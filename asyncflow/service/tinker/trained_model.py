@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -40,13 +41,14 @@ TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_templ
 
 
 class TrainedModel:
-    """A model in training. `run` serves its requests until `close`."""
+    """A model in training. `run` serves its requests until `close`. `last_request`: Unix time of the last one."""
 
     def __init__(self, model_id: str, context: ServerContext, *, rank: int, adapter: NewAdapter | None) -> None:
         """`rank`: of the adapter that the client asks for; older SDKs want to hear it again. `adapter`: the one that is trained;
         None: all weights are. A checkpoint that is loaded brings its own."""
         self.model_id, self.base, self.rank = model_id, context.base, rank
         self.is_lora, self._adapter = adapter is not None, adapter
+        self.last_request = time.time()
         self._make_engine, self._store, self._results = context.make_engine, context.store, context.results
         self._micro_batch_tokens = context.bounds.micro_batch_tokens
         self._turns: Turns[Work] = Turns(context.bounds.queue, context.bounds.queue_bytes)

@@ -53,9 +53,9 @@ def test_a_client_whose_held_sign_of_life_breaks_off_has_gone_long_before_its_le
         with pytest.raises(RunError, match="broken"):
             await workers.hold(session, 20.0, until_broken)
         await asyncio.sleep(BROKEN_SECONDS - 0.1)
-        assert workers.counts["generators"] == 1
+        assert len(workers.last_requests) == 1
         await asyncio.sleep(0.2)
-        assert workers.counts["generators"] == 0
+        assert len(workers.last_requests) == 0
         assert asyncio.get_running_loop().time() < LEASE_SECONDS / 4
         with pytest.raises(RunError, match="silent for too long"):
             workers.generator(session.id)
@@ -85,7 +85,7 @@ def test_one_that_has_lost_its_connection_alone_goes_on() -> None:
         await asyncio.sleep(LEASE_SECONDS - 1.0)
         assert workers.generator(session.id) is session
         await asyncio.sleep(LEASE_SECONDS * 1.5)  # silent for good: that ends it as before
-        assert workers.counts["generators"] == 0
+        assert len(workers.last_requests) == 0
 
     with_session(test)
 
@@ -94,7 +94,7 @@ def test_a_sign_of_life_is_held_for_its_time_and_not_longer_than_its_session() -
     async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
         now, never = asyncio.get_running_loop().time, asyncio.Event().wait
         await workers.hold(session, LEASE_SECONDS / 4, never)
-        assert now() == LEASE_SECONDS / 4 and workers.counts["generators"] == 1
+        assert now() == LEASE_SECONDS / 4 and len(workers.last_requests) == 1
         await workers.hold(session, 3600.0, never)  # not so long that it is taken for silence
         assert now() == LEASE_SECONDS * 3 / 4 and workers.generator(session.id) is session
         holding, before = asyncio.create_task(workers.hold(session, 10.0, never)), now()
