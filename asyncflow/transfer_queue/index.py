@@ -176,14 +176,21 @@ class Index:
 
     def _split(self, rows: Array) -> Iterator[tuple[Array | slice, _IndexPage | None, Array]]:
         """(positions in `rows`, their page if there is one, positions in the page)."""
-        if len(rows) < 2:
-            for row in rows.tolist():
-                yield slice(None), self._pages.get(row >> PAGE_BITS), rows & LOW
-            return
-        numbers, at = rows >> PAGE_BITS, rows & LOW
-        if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():
-            yield slice(None), self._pages.get(int(numbers[0])), at
-            return
-        for number in np.unique(numbers).tolist():
-            where = np.flatnonzero(numbers == number)
-            yield where, self._pages.get(number), at[where]
+        for number, where, at in split(rows):
+            yield where, self._pages.get(number), at
+
+
+def split(keys: Array) -> Iterator[tuple[int, Array | slice, Array]]:
+    """The pages that keys (int64 [n]) fall into, in order: (number of the page, positions in `keys`, positions in the page)."""
+    if len(keys) < 2:
+        for key in keys.tolist():
+            yield key >> PAGE_BITS, slice(None), keys & LOW
+        return
+    pages, at = keys >> PAGE_BITS, keys & LOW
+    if pages[0] == pages[-1] and (pages == pages[0]).all():
+        yield int(pages[0]), slice(None), at
+        return
+    order = np.argsort(pages, kind="stable")
+    starts = np.flatnonzero(np.diff(pages[order])) + 1
+    for where in np.split(order, starts):
+        yield int(pages[where[0]]), where, at[where]

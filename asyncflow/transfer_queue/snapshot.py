@@ -106,17 +106,14 @@ def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[lis
         raise
 
     def frames() -> Iterator[tuple[list[GroupMeta], Batch]]:
-        count, found = 0, read_frames(file)
-        with file:
-            while True:
-                try:
-                    frame = next(found, None)
-                except ValueError as error:
-                    raise ValueError(f"{path} is damaged: {error}") from error
-                if frame is None:
-                    break
-                count += 1
-                yield frame
+        count = 0
+        try:
+            with file:
+                for frame in read_frames(file):
+                    count += 1
+                    yield frame
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
         if count != header.frames:
             raise ValueError(f"{path} is damaged: it has {count} of its {header.frames} frames")
 

@@ -20,7 +20,7 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -218,22 +218,11 @@ def remote(method: F) -> F:
     return method
 
 
-class Method:
+class Method(NamedTuple):
     """Decoders of the messages of a remote method."""
 
-    __slots__ = ("arguments", "result")
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        hints = get_type_hints(function)
-        names = list(inspect.signature(function).parameters)[1:]
-        arguments = tuple[tuple(hints[n] for n in names)] if names else tuple[()]  # type: ignore[misc]
-        result = hints.get("return", type(None))
-        if not inspect.iscoroutinefunction(function):
-            if get_origin(result) not in (collections.abc.Awaitable, collections.abc.Coroutine, asyncio.Future, asyncio.Task):
-                raise TypeError(f"the remote method {function.__qualname__} is no coroutine and not annotated -> Awaitable[...]")
-            result = get_args(result)[-1]
-        self.arguments: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(arguments, dec_hook=_decode_array)
-        self.result: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(result, dec_hook=_decode_array)
+    arguments: msgspec.msgpack.Decoder[Any]
+    result: msgspec.msgpack.Decoder[Any]
 
 
 @functools.cache
@@ -242,4 +231,13 @@ def schema(interface: type, method: str) -> Method:
     function = getattr(interface, method, None)
     if not getattr(function, "__remote__", False):
         raise LookupError(f"{interface.__name__} has no remote method {method!r}")
-    return Method(cast(Callable[..., Any], function))
+    function = cast(Callable[..., Any], function)
+    hints = get_type_hints(function)
+    names = list(inspect.signature(function).parameters)[1:]
+    arguments = tuple[tuple(hints[n] for n in names)] if names else tuple[()]  # type: ignore[misc]
+    result = hints.get("return", type(None))
+    if not inspect.iscoroutinefunction(function):
+        if get_origin(result) not in (collections.abc.Awaitable, collections.abc.Coroutine, asyncio.Future, asyncio.Task):
+            raise TypeError(f"the remote method {function.__qualname__} is no coroutine and not annotated -> Awaitable[...]")
+        result = get_args(result)[-1]
+    return Method(*(msgspec.msgpack.Decoder(kind, dec_hook=_decode_array) for kind in (arguments, result)))

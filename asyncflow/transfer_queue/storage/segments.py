@@ -14,14 +14,13 @@ from math import prod
 
 import numpy as np
 
+from asyncflow.transfer_queue.index import LOW, PAGE_BITS, split
 from asyncflow.types import Array, Column, Ragged, Values
 
 LARGE_BYTES = 64 << 10
 """Bytes from which on values are kept, and handed out, as they lie; below, a copy costs less than what a view would keep alive."""
 OPEN_BYTES = 256 << 10
 OPEN_ENTRIES = 16 << 10
-PAGE_BITS = 12
-PAGE_MASK = (1 << PAGE_BITS) - 1
 POSITION_BITS = 32
 POSITION_MASK = (1 << POSITION_BITS) - 1
 ENTRY_BYTES = 16  # the key and the offset of an entry: what an entry without values costs its segment
@@ -36,24 +35,10 @@ class Keys:
 
     def __init__(self, keys: Array) -> None:
         self.array = keys
-        self.parts = list(self._split(keys))
+        self.parts = list(split(keys))  # page, where in `keys`, the slots in the page
 
     def __len__(self) -> int:
         return len(self.array)
-
-    @staticmethod
-    def _split(keys: Array) -> Iterator[tuple[int, Array | slice, Array]]:
-        """(page, where in `keys`, the slots in the page)."""
-        if not len(keys):
-            return
-        pages, slots = keys >> PAGE_BITS, keys & PAGE_MASK
-        if (pages == pages[0]).all():
-            yield int(pages[0]), slice(None), slots
-            return
-        order = np.argsort(pages, kind="stable")
-        starts = np.flatnonzero(np.diff(pages[order])) + 1
-        for where in np.split(order, starts):
-            yield int(pages[where[0]]), where, slots[where]
 
 
 class _LocatorPage:
@@ -146,7 +131,7 @@ class ColumnSegments:
         segment.keys[position] = key
         if segment.offsets is not None:
             segment.offsets[position + 1] = used
-        page.locators[key & PAGE_MASK] = segment.base | position
+        page.locators[key & LOW] = segment.base | position
         page.live += 1
         segment.count = position + 1
         segment.used = used
