@@ -51,13 +51,6 @@ class ChatTokenizer(Protocol):
         ...
 
 
-class Joint(NamedTuple):
-    """Tokens (int64 [n]) before the next answer. They continue the sequence, or with `is_branch` are the prompt of a new one."""
-
-    token_ids: Array
-    is_branch: bool = False
-
-
 class Survey(NamedTuple):
     """How a chat template treats the messages of an observation, by their roles.
 
@@ -111,10 +104,6 @@ class Joints:
             results = list(some)
             given += [{"role": "user", "content": "\n".join(str(each["content"]) for each in results)}] if is_tool else results
         return given
-
-    def conversation(self, messages: str | Sequence[Message]) -> Conversation:
-        """A conversation that begins with these messages, or with a text as a user's message."""
-        return Conversation(self, self.messages_of(messages))
 
     def prompt_ids(self, messages: Sequence[Message]) -> Array:
         """int64 [n]: the conversation and the start of an answer. Raises `UserError` if the template refuses the messages."""
@@ -207,37 +196,6 @@ class Joints:
                 is_changing = is_changing or self.is_changed(messages, answer, observation)
                 messages += [answer, *observation]
         return is_changing
-
-
-class Conversation:
-    """One conversation, whose answers are sampled. It grows by turns: an answer, then what is observed of it."""
-
-    def __init__(self, joints: Joints, messages: Sequence[Message]) -> None:
-        self._joints = joints
-        self.messages = list(messages)
-        self._last_token = -1
-
-    def prompt_ids(self) -> Array:
-        """int64 [n]: all of it so far, rendered, and the start of an answer. Raises `UserError`."""
-        return self._joints.prompt_ids(self.messages)
-
-    def answered(self, token_ids: Array) -> str:
-        """Take a sampled answer (int64 [n]). Returns its text, special tokens inside it included."""
-        message = self._joints.answer(token_ids)
-        self.messages.append(message)
-        self._last_token = int(token_ids[-1]) if len(token_ids) else -1
-        return str(message["content"]).removeprefix(self._joints.survey.begun)
-
-    def observed(self, observation: str | Sequence[Message]) -> Joint:
-        """Take what is observed of the last answer: the tokens before the next one. Raises `UserError`."""
-        new, joints = self._joints.messages_of(observation), self._joints
-        *before, answer = self.messages
-        may_change = any(message["role"] in joints.survey.changing for message in new)
-        is_branch = may_change and joints.is_changed(before, answer, new)
-        self.messages += new
-        if is_branch:
-            return Joint(self.prompt_ids(), is_branch=True)
-        return Joint(joints.between(self._last_token, new))
 
 
 def _behind_mark(text: str) -> str:

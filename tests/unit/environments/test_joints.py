@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.environments.capture.transcript import CallTranscript, CapturedSequence
 from asyncflow.environments.joints import Joints, Message
 from asyncflow.types import Array, UserError
 from tests.chat_families import FAMILIES, Family, save_family
@@ -53,19 +55,31 @@ def tool_message(content: str) -> Message:
     return {"role": "tool", "name": "add", "tool_call_id": "abcdef123", "content": content}
 
 
-class Assembled:
-    """Sequences of an episode, as a row has them: prompts, tokens, and which of these are trained."""
+class Talk:
+    """A conversation whose answers are sampled. `sequences`: as a row has them."""
 
-    def __init__(self, prompt: Array) -> None:
-        self.sequences: list[tuple[list[int], list[int], list[int]]] = [(prompt.tolist(), [], [])]
+    def __init__(self, tokenizer: CheckpointTokenizer, joints: Joints, question: str) -> None:
+        self.messages: list[Message] = [{"role": "user", "content": question}]
+        self._tokenizer, self._joints, self._transcript = tokenizer, joints, CallTranscript()
+        self.call = self._transcript.begin(self.messages, joints)
 
-    def add(self, ids: Array, *, is_sampled: bool) -> None:
-        _, tokens, mask = self.sequences[-1]
-        tokens += ids.tolist()
-        mask += [int(is_sampled)] * len(ids)
+    @property
+    def sequences(self) -> list[CapturedSequence]:
+        return self._transcript.sequences
 
-    def trained(self) -> list[int]:
-        return [token for _, tokens, mask in self.sequences for token, is_on in zip(tokens, mask, strict=True) if is_on]
+    def answered(self, ids: Array) -> None:
+        answer = {"role": "assistant", "content": self._tokenizer.decode_all(ids)}
+        sampled: Any = SimpleNamespace(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), version_spans=np.array([[0, 0]]))
+        self._transcript.end(self.call, sampled, answer)
+        self.messages.append(answer)
+
+    def observed(self, observation: str | list[Message]) -> tuple[Array, bool]:
+        """Tokens before the next answer, and whether they are the prompt of a branch."""
+        sequence, known = self.call.sequence, len(self.call.sequence.token_ids)
+        self.messages += [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        self.call = self._transcript.begin(self.messages, self._joints)
+        is_branch = self.call.sequence is not sequence
+        return (self.call.prompt_ids if is_branch else self.call.after[known:]), is_branch
 
 
 def random_answer(draw: random.Random, tokenizer: CheckpointTokenizer) -> Array:
@@ -94,25 +108,22 @@ def test_random_episodes_train_what_was_sampled_and_nothing_else(tokenizers: dic
     joints = {(f.name, i): Joints(tokenizers[f.name], option) for f in FAMILIES for i, option in enumerate(settings)}
     for number in range(episodes):
         family, tokenizer = FAMILIES[number % len(FAMILIES)], tokenizers[FAMILIES[number % len(FAMILIES)].name]
-        talk = joints[family.name, draw.randrange(3)].conversation(f"How many? {draw.randrange(100)}")
-        episode, sampled = Assembled(talk.prompt_ids()), []
+        of_family = joints[family.name, draw.randrange(3)]
+        talk, sampled = Talk(tokenizer, of_family, f"How many? {draw.randrange(100)}"), []
         for _ in range(draw.randint(1, 6)):
             answer = random_answer(draw, tokenizer)
             talk.answered(answer)
-            episode.add(answer, is_sampled=True)
             sampled += answer.tolist()
             observation = random_observation(draw, family)
-            joint = talk.observed(observation)
+            joint, is_branch = talk.observed(observation)
             said = [observation] if isinstance(observation, str) else [str(message["content"]) for message in observation]
-            text = tokenizer.decode_all(joint.token_ids).replace('\\"', '"').replace("\\u00fc", "ü")
+            text = tokenizer.decode_all(joint).replace('\\"', '"').replace("\\u00fc", "ü")
             assert all(one in text for one in said), (family.name, said, text)
-            if joint.is_branch:
+            if is_branch:
                 branches += 1
-                assert joint.token_ids.tolist() == talk.prompt_ids().tolist()
-                episode.sequences.append((joint.token_ids.tolist(), [], []))
-            else:
-                episode.add(joint.token_ids, is_sampled=False)
-        assert episode.trained() == sampled, family.name
+                assert joint.tolist() == of_family.prompt_ids(talk.call.messages).tolist()
+        trained = [sequence.token_ids[sequence.loss_mask > 0] for sequence in talk.sequences]
+        assert np.concatenate(trained).tolist() == sampled, family.name
     assert branches > episodes / 30
 
 
@@ -124,16 +135,17 @@ def test_a_sequence_is_the_conversation_as_transformers_renders_it(
     """For answers that a template leaves as they are: to the token, over four turns."""
     tokenizer, theirs = tokenizers[family.name], AutoTokenizer.from_pretrained(folder / family.name)
     joints = Joints(tokenizer, options)
-    talk = joints.conversation("What is the weather?")
-    ids = talk.prompt_ids().tolist()
+    talk = Talk(tokenizer, joints, "What is the weather?")
+    ids = talk.call.prompt_ids.tolist()
     start = " " if family.name == "mistral" else ""  # its template puts it there, other models sample none
     for turn in range(4):
         answer = np.append(tokenizer.encode(f"{start}The answer is {turn}."), tokenizer.end_token_ids[0])
         talk.answered(answer)
-        joint = talk.observed([tool_message(f"rain {turn}")] if "tool" not in joints.survey.refused else f"rain {turn}")
-        assert not joint.is_branch
-        ids += [*answer.tolist(), *joint.token_ids.tolist()]
-    text = theirs.apply_chat_template(talk.messages, tokenize=False, add_generation_prompt=True, **options)
+        observation: Any = [tool_message(f"rain {turn}")] if "tool" not in joints.survey.refused else f"rain {turn}"
+        joint, is_branch = talk.observed(observation)
+        assert not is_branch
+        ids += [*answer.tolist(), *joint.tolist()]
+    text = theirs.apply_chat_template(talk.call.messages, tokenize=False, add_generation_prompt=True, **options)
     assert tokenizer.decode_all(np.array(ids)) == tokenizer.decode_all(tokenizer.encode(text))
     assert ids == tokenizer.encode(text).tolist()
 
@@ -173,11 +185,11 @@ def test_a_turn_branches_only_where_it_changes_what_came_before(tokenizers: dict
         ("4", "And now?", False),
         ("<think>\nhm\n</think>\n\n4", [tool_message("4")], False),
     ):
-        talk = Joints(tokenizer).conversation("2 + 2?")
+        talk = Talk(tokenizer, Joints(tokenizer), "2 + 2?")
         talk.answered(np.append(tokenizer.encode(answer), tokenizer.end_token_ids[0]))
-        joint = talk.observed(observation)
-        assert joint.is_branch == is_branch, answer
-        assert ("hm" in tokenizer.decode_all(joint.token_ids)) is False
+        joint, has_branched = talk.observed(observation)
+        assert has_branched == is_branch, answer
+        assert ("hm" in tokenizer.decode_all(joint)) is False
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -192,16 +204,14 @@ def test_a_turn_that_was_cut_off_is_closed_by_an_observed_token(tokenizers: dict
 def test_without_a_chat_template_what_messages_say_is_appended_as_it_is(tokenizers: dict[str, CheckpointTokenizer]) -> None:
     tokenizer = tokenizers["mistral"]
     joints = Joints(tokenizer, is_chat=False)
-    talk = joints.conversation("2 + 2 =")
-    assert talk.prompt_ids().tolist() == tokenizer.encode("2 + 2 =").tolist()
-    assert talk.answered(np.append(tokenizer.encode("4"), 1000)) is not None
-    assert tokenizer.decode_all(talk.observed("\n3 + 3 =").token_ids) == "\n3 + 3 ="
+    assert joints.prompt_ids(joints.messages_of("2 + 2 =")).tolist() == tokenizer.encode("2 + 2 =").tolist()
+    assert tokenizer.decode_all(joints.between(1000, joints.messages_of("\n3 + 3 ="))) == "\n3 + 3 ="
 
 
 def test_what_cannot_be_rendered_is_said_in_a_sentence(tokenizers: dict[str, CheckpointTokenizer], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has none; set data\.chat_template=false"):
         Joints(CheckpointTokenizer(MODEL))
-    talk = Joints(tokenizers["gemma"]).conversation("Hello.")
+    talk = Talk(tokenizers["gemma"], Joints(tokenizers["gemma"]), "Hello.")
     talk.answered(np.array([tokenizers["gemma"].end_token_ids[0]]))
     with pytest.raises(UserError, match="roles must alternate"):
         talk.observed([{"role": "system", "content": "Stop."}])
