@@ -247,13 +247,13 @@ PUBLISHING: Final = _wait(
 PROCESS: Final = _wait(
     "process",
     "{process} {pid}",
-    "sandbox/process.py:SandboxProcess.ask environments/pool.py:EnvironmentPool._process rewards/pool.py:RewardPool.score",
+    "sandbox/process.py:SandboxProcess.ask sandbox/pool.py:SandboxPool._unless_failed",
     ends="its own deadline (reward.deadline_seconds, episodes.deadline_seconds)",
 )
 PROCESS_END: Final = _wait(
     "process end",
     "the end of a process that was killed",
-    "sandbox/process.py:SandboxProcess.kill SandboxProcesses.close",
+    "sandbox/process.py:SandboxProcess.kill sandbox/pool.py:SandboxPool.close",
     ends="KILL_SECONDS (5 s) after SIGKILL",
 )
 SIBLINGS: Final = _wait(

@@ -2,8 +2,8 @@
 
       the run's process                           each process: its own session and pipes, no torch
     +---------------------------+  question     +------------------------------------------------------------+
-    | process.py: its owner     | ------------> | child.py: one question after another, each with its token  |
-    |                           | <------------ |   fork --> forked.py: one piece of work, its deadline, its |
+    | pool.py, of process.py:   | ------------> | child.py: one question after another, each with its token  |
+    | their owner               | <------------ |   fork --> forked.py: one piece of work, its deadline, its |
     +---------------------------+  answer       |            memory, what it prints; nothing of it stays     |
                  | is it alive?                 +------------------------------------------------------------+
                  v                                                  ^ SIGKILL to the whole session

@@ -1,4 +1,4 @@
-"""The owner's end of processes that can be killed.
+"""The owner's end of a process that can be killed.
 
 consumes: questions, each with a deadline
 waits for: the answer
@@ -10,27 +10,20 @@ A process is ended by SIGKILL, with everything in its session; what it started o
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 
 from asyncflow.sandbox import guard
 from asyncflow.sandbox.frames import MAX_FRAME_BYTES, TOKEN_BYTES
-from asyncflow.sandbox.interpreter import PACKAGE_FOLDER, command_of
-from asyncflow.types import RunError, UserError
+from asyncflow.types import RunError
 from asyncflow.waits import PROCESS, waiting
 
 LAST_WORDS_BYTES = 4096
 DRAIN_SECONDS = 0.2  # for the pipes of a process that has ended: somebody outside its group may hold them open
-NUM_STARTS = 3  # of a process that somebody kills before it has begun
 KILL_SECONDS = 5.0  # SIGKILL to the end of the process; longer only if the kernel is stuck
-RESTART_PAUSES_SECONDS = (0.5, 2.0)
 
 
 class ProcessEnded(Exception):
@@ -178,113 +171,3 @@ def _settle(reply: asyncio.Future[Any], outcome: Any) -> None:
         reply.set_exception(outcome)
     else:
         reply.set_result(outcome)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxNames:
-    """Names of processes of one kind in messages."""
-
-    process: str
-    """Such as `reward worker`."""
-    code: str
-    """The user's code in the process, such as `reward scorer exact`."""
-    built: str
-    """Kind of the object that this code builds there, such as `scorer`."""
-
-
-class SandboxProcesses:
-    """Processes of one kind, and the guard that outlives their owner."""
-
-    def __init__(
-        self,
-        module: str,
-        setup: bytes,
-        replies: Any,
-        names: SandboxNames,
-        *,
-        start_seconds: float,
-        pythons: Sequence[str] = (),
-    ) -> None:
-        """`module`: run with the owner's process id as argument; its first question is `setup`. `replies`: see `SandboxProcess`.
-        `pythons`: other interpreters than this process's, taken in turn, which find this package and have numpy and msgspec of
-        their own: paths, or see `interpreter.py`.
-
-        Raises `UserError` for an address that is none.
-        """
-        self._commands = itertools.cycle([command_of(python, module) for python in pythons or (sys.executable,)])
-        self._variables = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER} if pythons else None
-        self._setup, self._replies, self._names, self._start_seconds = setup, replies, names, start_seconds
-        self._guard: asyncio.subprocess.Process | None = None
-        self._living: set[SandboxProcess] = set()
-
-    async def start_guard(self) -> None:
-        """Start the guard, before any process."""
-        self._guard = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", guard.__file__, stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
-
-    async def spawn(self) -> tuple[SandboxProcess, Any]:
-        """A new process and its answer to the setup. One that is killed before it has answered is started again, a few times.
-
-        With no process left it raises `UserError` if there was no answer in time or the process has ended by itself, and `RunError`
-        if all were killed: that is no mistake of the user's code.
-        """
-        names = self._names
-        for _ in range(NUM_STARTS):
-            process, reply = await self._spawned()
-            if reply is not None:
-                return process, reply
-        raise RunError(f"{names.code}: its process {process.end} before the {names.built} was built, {NUM_STARTS} times")
-
-    async def _spawned(self) -> tuple[SandboxProcess, Any]:
-        """A new process and its answer to the setup; None if it was killed before it had one."""
-        loop, names = asyncio.get_running_loop(), self._names
-        _, process = await loop.subprocess_exec(
-            lambda: SandboxProcess(self._replies, names.process), *next(self._commands), start_new_session=True, env=self._variables
-        )
-        self._living.add(process)
-        self._tell_guard(f"+{process.pid}\n")
-        try:
-            return process, await process.ask(self._setup, self._start_seconds)
-        except TimeoutError:
-            await self.remove(process)
-            late = f"was not imported and built within {self._start_seconds:g} s"
-            raise UserError(f"{names.code} {late}{process.last_line}") from None
-        except ProcessEnded:
-            await self.remove(process)
-            if process.ended.result() < 0:
-                return process, None
-            ended = f"its process {process.end} before the {names.built} was built"
-            raise UserError(f"{names.code}: {ended}{process.last_line}") from None
-
-    async def remove(self, process: SandboxProcess) -> None:
-        """Kill a process, and forget it."""
-        await process.kill()
-        self._living.discard(process)
-        self._tell_guard(f"-{process.pid}\n")
-
-    async def close(self) -> None:
-        """Kill all processes and wait for their end, and the guard's. Raises `RunError` if the kernel does not deliver."""
-        await asyncio.gather(*(self.remove(process) for process in list(self._living)))
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.close()
-            try:
-                async with asyncio.timeout(KILL_SECONDS):
-                    await self._guard.wait()
-            except TimeoutError as error:
-                raise RunError(f"guard {self._guard.pid} of {self._names.code} does not end") from error
-            self._guard = None
-
-    def _tell_guard(self, line: str) -> None:
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.write(line.encode())
-
-
-async def patiently(spawn: Callable[[], Any]) -> Any:
-    """Result of `spawn`. A start that fails is tried again: a machine may be short of memory for a moment."""
-    for pause in RESTART_PAUSES_SECONDS:
-        try:
-            return await spawn()
-        except (RunError, UserError, OSError):
-            await asyncio.sleep(pause)
-    return await spawn()

@@ -145,7 +145,7 @@ async def test_processes_take_interpreters_in_turn(tmp_path: Path) -> None:
     here = tmp_path / "python"
     here.symlink_to(sys.executable)
     pool = new_pool(tmp_path, sys.executable, str(here))
-    assert [next(pool._processes._commands)[0] for _ in range(3)] == [sys.executable, str(here), sys.executable]
+    assert [next(pool._commands)[0] for _ in range(3)] == [sys.executable, str(here), sys.executable]
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def helpers(pid: int) -> list[str]:
 @pytest.mark.skipif(not os.path.exists(f"/proc/self/task/{os.getpid()}/children"), reason="this kernel does not tell of children")
 async def test_a_daemon_that_a_sample_has_started_ends_with_it(open_pool: Open, tmp_path: Path) -> None:
     pool = await open_pool("runs_it")
-    (worker,) = pool._processes._living
+    (worker,) = pool._living
     assert (await pool.score(sample(DAEMON.format(place=str(tmp_path)), answer="9"))).reward == 3.0
     assert not any(psutil.pid_exists(int(pid)) for pid in (tmp_path / "daemon").read_text().split())
     assert worker.is_alive and not helpers(worker.pid)
@@ -259,7 +259,7 @@ def test_what_cannot_be_killed_is_an_error_and_no_endless_wait(monkeypatch: pyte
 
 async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> None:
     pool = await open_pool("Helped")
-    (worker,) = pool._processes._living
+    (worker,) = pool._living
     for _ in range(3):
         assert (await pool.score(sample("#"))).reward == 1.0
         assert helpers(worker.pid) == ["cat"]
@@ -267,8 +267,7 @@ async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> N
 
 async def test_scorers_of_our_own_without_state_need_no_fork_and_are_killed_in_time(open_pool: Open) -> None:
     pool = await open_pool(RewardPart("slow", "regex", {"pattern": "(a+)+$"}), seconds=0.5)
-    (idle,) = pool._idle
-    assert idle.grace_seconds == 0.0 and (await pool.score(sample("aaaa"))).reward == 1.0
+    assert pool._grace_seconds == 0.0 and (await pool.score(sample("aaaa"))).reward == 1.0
     start = time.monotonic()
     assert await kind(pool, "a" * 60 + "b") == "timeout"  # catastrophic backtracking, in C, with the interpreter lock
     assert time.monotonic() - start < patience(30.0), "backtracking would take years"
@@ -458,7 +457,7 @@ async def test_a_value_on_failure_is_given_after_so_many_attempts_and_not_for_wh
 
 async def test_nothing_is_left_open_after_many_samples(open_pool: Open) -> None:
     pool = await open_pool("keeps_state")
-    (worker,) = pool._processes._living
+    (worker,) = pool._living
     descriptors = f"/proc/{worker.pid}/fd"
     if not os.path.isdir(descriptors):
         pytest.skip("there is no /proc here")

@@ -351,7 +351,7 @@ async def test_a_cancelled_call_leaves_its_answer_to_nobody(open_pool: Open, tmp
 async def test_a_worker_that_died_while_idle_costs_no_sample(open_pool: Open) -> None:
     pool = await open_pool()
     pid = int(await pool.score(sample("worker")))
-    (worker,) = pool._processes._living
+    (worker,) = pool._living
     os.kill(pid, signal.SIGKILL)
     await asyncio.wait_for(asyncio.shield(worker.ended), DEADLINE_SECONDS)
     assert await pool.score(sample("number 3")) == 3.0
@@ -457,7 +457,7 @@ def test_a_path_without_a_name_is_refused(path: str) -> None:
 async def test_a_scorer_that_is_gone_ends_the_pool_for_all_who_wait(
     open_pool: Open, scorer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncflow.sandbox.process.RESTART_PAUSES_SECONDS", (0.01,))
+    monkeypatch.setattr("asyncflow.sandbox.pool.RESTART_PAUSES_SECONDS", (0.01,))
     pool = await open_pool()
     scorer_file.unlink()
     async with asyncio.timeout(patience(60)):
