@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, Final
 
 from asyncflow.engines.base import MicroBatch
 from asyncflow.types import Array, Batch, Ragged, RunError
@@ -22,65 +20,6 @@ from asyncflow.types import Array, Batch, Ragged, RunError
 BRANCHES: Final = "branches"
 """The column: int64, ragged, flat pairs."""
 PER_TOKEN: Final = ("response_ids", "loss_mask", "rollout_logprobs")
-
-
-class SequenceTokens(Protocol):
-    """A sequence of an episode: prompt_ids int64; behind it token_ids int64 [L], logprobs float32 [L], loss_mask uint8 [L],
-    version_spans int64 [spans, 2] of the sampled tokens."""
-
-    @property
-    def prompt_ids(self) -> Array: ...
-
-    @property
-    def token_ids(self) -> Array: ...
-
-    @property
-    def logprobs(self) -> Array: ...
-
-    @property
-    def loss_mask(self) -> Array: ...
-
-    @property
-    def version_spans(self) -> Array: ...
-
-
-class JoinedSequences(NamedTuple):
-    """Sequences of one row, end to end: token_ids int64 [L], logprobs float32 [L], loss_mask uint8 [L], version_spans int64 [n, 2],
-    branches int64 [B, 2]."""
-
-    token_ids: Array
-    logprobs: Array
-    loss_mask: Array
-    version_spans: Array
-    branches: Array
-
-
-def joined(prompt_ids: Array, sequences: Sequence[SequenceTokens]) -> JoinedSequences:
-    """Sequences as columns of a row. The first one continues the group's prompt (int64) if its own begins with that; all others are
-    branches."""
-    tokens, logprobs, masks, branches = [], [], [], []
-    spans: list[tuple[int, int]] = []
-    end = 0
-    for number, sequence in enumerate(sequences):
-        context = sequence.prompt_ids
-        if number == 0 and len(context) >= len(prompt_ids) and np.array_equal(context[: len(prompt_ids)], prompt_ids):
-            context = context[len(prompt_ids) :]
-        else:
-            branches.append((end, len(context)))
-        tokens += [context, sequence.token_ids]
-        logprobs += [np.zeros(len(context), np.float32), sequence.logprobs]
-        masks += [np.zeros(len(context), np.uint8), sequence.loss_mask]
-        for first, version in sequence.version_spans.tolist():
-            if not spans or spans[-1][1] != version:
-                spans.append((end + len(context) + first if spans else 0, version))
-        end += len(context) + len(sequence.token_ids)
-    return JoinedSequences(
-        token_ids=np.concatenate(tokens),
-        logprobs=np.concatenate(logprobs),
-        loss_mask=np.concatenate(masks),
-        version_spans=np.array(spans, np.int64).reshape(-1, 2),
-        branches=np.array(branches, np.int64).reshape(-1, 2),
-    )
 
 
 def has_branches(batch: Batch) -> bool:

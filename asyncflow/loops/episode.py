@@ -86,6 +86,7 @@ class EpisodePlayer:
                 rows = sorted((reset.result() for reset in done), key=lambda row: row.sample)
                 for row in rows:
                     row.prompt_ids = known.setdefault(row.prompt_ids.tobytes(), row.prompt_ids)
+                    row.transcript = Transcript(row.sample, request.prompt_ids, row.prompt_ids)
                 yield rows
         finally:
             for reset in resets:
@@ -93,8 +94,7 @@ class EpisodePlayer:
 
     async def _begin(self, request: GroupRequest, sample: int, max_tokens: int, key: SampleKey) -> EpisodeRow:
         assert self.environments is not None
-        row = EpisodeRow(sample, request.prompt_ids, transcript=Transcript(sample))
-        assert row.transcript is not None
+        row = EpisodeRow(sample, request.prompt_ids)
         self.on_waiting(1)
         try:
             seed = seed_of(key.seed, key.prompt_index)
@@ -103,7 +103,6 @@ class EpisodePlayer:
                 assert self.format is not None
                 ids = self.format.opening(request.prompt_ids, opening.words, opening.tools)
                 row.prompt_ids = np.concatenate([request.prompt_ids, ids])
-                row.transcript.opened(ids)
                 if len(ids) >= max_tokens:
                     what = f"the environment's first observation has {len(ids)} tokens"
                     raise EnvironmentFailure("invalid", f"{what}, and rollout.max_new_tokens is {max_tokens}")
@@ -169,18 +168,12 @@ class EpisodePlayer:
                 if branch is None:
                     transcript.observed(observed)
                 else:
-                    self.forget(branch_key(key, transcript.num_branches), row.sample)
+                    self.forget(branch_key(key, transcript.sequence.number), row.sample)
                     transcript.branched(branch)
                 turn = await self._next_turn(row, sampling, key)
         finally:
-            self.end(row, key)
-
-    def end(self, row: EpisodeRow, key: SampleKey) -> None:
-        """Let go of what is kept for an episode."""
-        if row.environment is not None:
             row.environment.end()
-            number = row.transcript.num_branches if row.transcript is not None else 0
-            self.forget(branch_key(key, number), row.sample)
+            self.forget(branch_key(key, transcript.sequence.number), row.sample)
 
     def forget(self, key: SampleKey, sample: int) -> None:
         """Let the engine forget this sequence: no turn of it follows."""
@@ -189,22 +182,18 @@ class EpisodePlayer:
 
     async def _next_turn(self, row: EpisodeRow, sampling: Sampling, key: SampleKey) -> Response:
         assert row.transcript is not None
-        settings, of_turn = self._turn_sampling(row, sampling), branch_key(key, row.transcript.num_branches)
-        prompt_ids, after = row.transcript.so_far(row.prompt_ids)
-        stream = self.engine.generate(prompt_ids, samples=[row.sample], sampling=settings, key=of_turn, after=after)
+        sequence, settings = row.transcript.sequence, self._turn_sampling(row, sampling)
+        of_turn, after = branch_key(key, sequence.number), sequence.token_ids
+        stream = self.engine.generate(sequence.prompt_ids, samples=[row.sample], sampling=settings, key=of_turn, after=after)
         (turn,) = [response async for response in stream]
         return turn
 
     def _turn_sampling(self, row: EpisodeRow, sampling: Sampling) -> Sampling:
         assert row.transcript is not None
-        room = self._room(row, sampling)
+        room = sampling.max_new_tokens - row.transcript.num_tokens
+        if self.limits.max_turn_tokens is not None:
+            room = min(room, self.limits.max_turn_tokens)
         return sampling.of_turn(room, keeps=row.transcript.num_turns + 1 < self.limits.max_turns)
-
-    def _room(self, row: EpisodeRow, sampling: Sampling) -> int:
-        """Tokens that the next turn may have."""
-        assert row.transcript is not None
-        left = sampling.max_new_tokens - row.transcript.num_tokens
-        return left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
 
     def _ended(self, transcript: Transcript, ended: Ended, seconds: float, why: str = "") -> Played:
         if self.limits.fails and ended != "stop":

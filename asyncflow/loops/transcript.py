@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from asyncflow.engines.base import NO_TOKENS, Response
+from asyncflow.engines.base import Response
 from asyncflow.environments.base import TOOL_CALLS, TOOL_FAILURES, TurnResult
-from asyncflow.loops.branches import SequenceTokens, joined
+from asyncflow.environments.capture.transcript import CapturedSequence
 from asyncflow.types import Array
 
 Ended = Literal["stop", "length", "timeout"]
-NO_LOG_PROB: Final = np.float32(0)
-"""Log-prob of an observed token: nobody drew it."""
 
 
 @dataclass(slots=True)
@@ -47,34 +45,59 @@ class Played:
 
 
 def played_sequences(
-    sample: int, prompt_ids: Array, sequences: Sequence[SequenceTokens], *, ended: Ended, reward: float | None, seconds: float
+    sample: int, prompt_ids: Array, sequences: Sequence[CapturedSequence], *, ended: Ended, reward: float | None, seconds: float
 ) -> Played:
     """An episode of several sequences, whose calls somebody else has made. Each piece that was sampled is a turn, and the last one
     has the reward. `prompt_ids`: of the group."""
-    made = joined(prompt_ids, sequences)
-    edges = np.flatnonzero(np.diff(made.loss_mask, prepend=0, append=0).astype(np.int64) % 2)
-    turns = np.array([(first, end - first, 0, 0) for first, end in edges.reshape(-1, 2)], np.int64).reshape(-1, 4)
-    rewards = np.full(len(turns), np.nan, np.float32)
-    rewards[-1:] = np.nan if reward is None else reward
-    reason: Literal["stop", "length"] = "stop" if ended == "stop" else "length"
-    response = Response(sample, made.token_ids, made.logprobs, made.version_spans, reason)
-    return Played(response, made.loss_mask, ended, turns, rewards, seconds, made.branches)
+    played = _joined(sample, prompt_ids, sequences, ended, seconds)
+    edges = np.flatnonzero(np.diff(played.loss_mask, prepend=0, append=0).astype(np.int64) % 2)
+    played.turns = np.array([(first, end - first, 0, 0) for first, end in edges.reshape(-1, 2)], np.int64).reshape(-1, 4)
+    played.rewards = np.full(len(played.turns), np.nan, np.float32)
+    played.rewards[-1:] = np.nan if reward is None else reward
+    return played
+
+
+def _joined(sample: int, prompt_ids: Array, sequences: Sequence[CapturedSequence], ended: Ended, seconds: float) -> Played:
+    """Sequences end to end, without the turns in them. The first one continues the group's prompt (int64) if its own begins with
+    that; all others are branches. What was observed before the first sampled token counts as its version's."""
+    tokens, logprobs, masks, branches = [], [], [], []
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for number, sequence in enumerate(sequences):
+        context = sequence.prompt_ids
+        if number == 0 and len(context) >= len(prompt_ids) and np.array_equal(context[: len(prompt_ids)], prompt_ids):
+            context = context[len(prompt_ids) :]
+        else:
+            branches.append((end, len(context)))
+        tokens += [context, sequence.token_ids]
+        logprobs += [np.zeros(len(context), np.float32), sequence.logprobs]
+        masks += [np.zeros(len(context), np.uint8), sequence.loss_mask]
+        for first, version in sequence.version_spans.tolist():
+            if not spans or spans[-1][1] != version:
+                spans.append((end + len(context) + first if spans else 0, version))
+        end += len(context) + len(sequence.token_ids)
+    response = Response(
+        sample=sample,
+        token_ids=np.concatenate(tokens),
+        logprobs=np.concatenate(logprobs),
+        version_spans=np.array(spans, np.int64).reshape(-1, 2),
+        finish_reason="stop" if ended == "stop" else "length",
+    )
+    columns = np.array(branches, np.int64).reshape(-1, 2)
+    return Played(response, np.concatenate(masks), ended, seconds=seconds, branches=columns)
 
 
 class Transcript:
-    """The tokens of an episode so far, behind the prompt."""
+    """The sequences of an episode so far, the first one and its branches. `num_tokens`: of all of them, behind the group's
+    prompt."""
 
-    def __init__(self, sample: int) -> None:
-        self._sample = sample
-        self._tokens: list[Array] = []
-        self._logprobs: list[Array] = []
-        self._masks: list[Array] = []
-        self._spans: list[tuple[int, int]] = []
+    def __init__(self, sample: int, group_prompt_ids: Array, prompt_ids: Array) -> None:
+        """`prompt_ids` (int64): the group's, and the first observation."""
+        self._sample, self._group_prompt_ids = sample, group_prompt_ids
+        self._sequences = [CapturedSequence(0, prompt_ids)]
         self._turns: list[list[int]] = []
         self._rewards: list[float] = []
-        self._num_opening = 0
-        self._branches: list[tuple[int, Array]] = []  # first token, context
-        self.num_tokens = 0
+        self.num_tokens = len(prompt_ids) - len(group_prompt_ids)
 
     @property
     def num_turns(self) -> int:
@@ -82,39 +105,21 @@ class Transcript:
         return len(self._turns)
 
     @property
-    def num_branches(self) -> int:
-        """Number of sequences beside the first one so far."""
-        return len(self._branches)
-
-    def so_far(self, prompt_ids: Array) -> tuple[Array, Array]:
-        """Prompt (int64) of the sequence that goes on, and the tokens (int64) behind it. `prompt_ids`: of the first sequence, its
-        first observation included."""
-        first, prompt = self._num_opening, prompt_ids
-        if self._branches:
-            begin, prompt = self._branches[-1]
-            first = begin + len(prompt)
-        return prompt, np.concatenate([NO_TOKENS, *self._tokens])[first:]
+    def sequence(self) -> CapturedSequence:
+        """The sequence that goes on."""
+        return self._sequences[-1]
 
     def branched(self, prompt_ids: Array) -> None:
         """A branch begins, with a prompt of its own (int64)."""
-        self._branches.append((self.num_tokens, np.asarray(prompt_ids, np.int64)))
-        self.observed(prompt_ids)
-
-    def opened(self, token_ids: Array) -> None:
-        """Add the first observation."""
-        self.observed(token_ids)
-        self._num_opening = len(token_ids)
+        self._sequences.append(CapturedSequence(len(self._sequences), prompt_ids))
+        self.num_tokens += len(prompt_ids)
 
     def sampled(self, turn: Response) -> None:
         """A turn of the policy."""
-        for first, version in turn.version_spans.tolist():
-            if not self._spans:  # what was observed before the first turn counts as its first version's
-                self._spans.append((0, version))
-            elif version != self._spans[-1][1]:
-                self._spans.append((self.num_tokens + first, version))
         self._turns.append([self.num_tokens, len(turn.token_ids), 0, 0])
         self._rewards.append(np.nan)
-        self._append(turn.token_ids, turn.logprobs, 1)
+        self.sequence.sample(turn)
+        self.num_tokens += len(turn.token_ids)
 
     def answered(self, result: TurnResult) -> None:
         """Add the environment's answer to the last turn, but for its words."""
@@ -123,26 +128,15 @@ class Transcript:
 
     def observed(self, token_ids: Array) -> None:
         """Tokens that the policy did not draw."""
-        self._append(np.asarray(token_ids, np.int64), np.full(len(token_ids), NO_LOG_PROB), 0)
+        self.sequence.observe(token_ids)
+        self.num_tokens += len(token_ids)
 
     def played(self, ended: Ended, seconds: float) -> Played:
         """The whole episode."""
-        response = Response(
-            sample=self._sample,
-            token_ids=np.concatenate(self._tokens),
-            logprobs=np.concatenate(self._logprobs),
-            version_spans=np.array(self._spans, np.int64),
-            finish_reason="stop" if ended == "stop" else "length",
-        )
-        turns, rewards = np.array(self._turns, np.int64).reshape(-1, 4), np.array(self._rewards, np.float32)
-        branches = np.array([(begin, len(prompt)) for begin, prompt in self._branches], np.int64).reshape(-1, 2)
-        return Played(response, np.concatenate(self._masks), ended, turns, rewards, seconds, branches)
-
-    def _append(self, token_ids: Array, logprobs: Array, mask: int) -> None:
-        self._tokens.append(token_ids)
-        self._logprobs.append(logprobs)
-        self._masks.append(np.full(len(token_ids), mask, np.uint8))
-        self.num_tokens += len(token_ids)
+        played = _joined(self._sample, self._group_prompt_ids, self._sequences, ended, seconds)
+        played.turns = np.array(self._turns, np.int64).reshape(-1, 4)
+        played.rewards = np.array(self._rewards, np.float32)
+        return played
 
 
 def conversation(played: Played, decode: Callable[[Array], str]) -> list[dict[str, Any]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import pytest
 
 from asyncflow.engines.base import Response
+from asyncflow.environments.capture.transcript import CapturedSequence
 from asyncflow.loops import samples
 from asyncflow.loops.samples import ScoredRow
 from asyncflow.loops.transcript import Played, played_sequences
@@ -20,22 +18,20 @@ BITS = 2
 PROMPT = np.array([5, 6])
 
 
-@dataclass
-class Sequence:
+def sequence(prompt_ids: list[int], token_ids: list[int]) -> CapturedSequence:
     """Tokens behind a prompt; those above 100 were sampled, by version 3."""
+    made = CapturedSequence(0, np.array(prompt_ids, np.int64))
+    for token in token_ids:
+        ids = np.array([token], np.int64)
+        if token > 100:
+            made.sample(Response(0, ids, (-ids / 100).astype(np.float32), np.array([[0, 3]]), "stop"))
+        else:
+            made.observe(ids)
+    return made
 
-    prompt_ids: Any
-    token_ids: Any
 
-    def __post_init__(self) -> None:
-        self.prompt_ids, self.token_ids = np.array(self.prompt_ids, np.int64), np.array(self.token_ids, np.int64)
-        self.loss_mask = (self.token_ids > 100).astype(np.uint8)
-        self.logprobs = np.where(self.loss_mask, -self.token_ids / 100, 0).astype(np.float32)
-        self.version_spans = np.array([(int(np.argmax(self.loss_mask)), 3)], np.int64)
-
-
-def played(*sequences: Sequence, sample: int = 0) -> Played:
-    return played_sequences(sample, PROMPT, list(sequences), ended="stop", reward=1.0, seconds=0.5)
+def played(*sequences: CapturedSequence, sample: int = 0) -> Played:
+    return played_sequences(sample, PROMPT, sequences, ended="stop", reward=1.0, seconds=0.5)
 
 
 def batch_of(*rows: Played) -> Batch:
@@ -47,7 +43,7 @@ def batch_of(*rows: Played) -> Batch:
 
 
 def test_the_first_sequence_continues_the_prompt_and_others_are_branches() -> None:
-    row = played(Sequence([5, 6, 7], [101, 8, 102]), Sequence([5, 9], [103, 104]))
+    row = played(sequence([5, 6, 7], [101, 8, 102]), sequence([5, 9], [103, 104]))
     assert row.response.token_ids.tolist() == [7, 101, 8, 102, 5, 9, 103, 104]
     assert row.loss_mask.tolist() == [0, 1, 0, 1, 0, 0, 1, 1] and row.branches.tolist() == [[4, 2]]
     assert row.turns[:, :2].tolist() == [[1, 1], [3, 1], [6, 2]] and row.turn_rewards == [None, None, 1.0]
@@ -55,7 +51,7 @@ def test_the_first_sequence_continues_the_prompt_and_others_are_branches() -> No
 
 
 def test_every_sequence_is_a_sequence_of_its_own_for_the_engine() -> None:
-    rows = played(Sequence([5, 6, 7], [101, 8, 102]), Sequence([5, 9], [103, 104]), Sequence([4], [105])), scored_plain(1)
+    rows = played(sequence([5, 6, 7], [101, 8, 102]), sequence([5, 9], [103, 104]), sequence([4], [105])), scored_plain(1)
     found = list(samples.micro_batches(3, batch_of(*rows), np.array([2.0, -1.0], np.float32), 2))
     told = [
         (
@@ -76,7 +72,7 @@ def test_every_sequence_is_a_sequence_of_its_own_for_the_engine() -> None:
 
 
 def test_each_sampled_token_is_trained_once_with_its_log_prob() -> None:
-    batch = batch_of(played(Sequence([5, 6], [101, 9, 102]), Sequence([5, 6, 101, 8], [103])))
+    batch = batch_of(played(sequence([5, 6], [101, 9, 102]), sequence([5, 6, 101, 8], [103])))
     found = list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
     trained = {}
     for piece in found:
@@ -89,19 +85,19 @@ def test_each_sampled_token_is_trained_once_with_its_log_prob() -> None:
 
 
 def test_a_row_without_a_sequence_behind_the_prompt_has_branches_alone() -> None:
-    batch = batch_of(played(Sequence([9], [101])), scored_plain(1))
+    batch = batch_of(played(sequence([9], [101])), scored_plain(1))
     found = list(samples.micro_batches(3, batch, np.array([1.0, 0.0], np.float32), 1))
     assert [(piece.indices.tolist(), piece.prompt_ids.tolist()) for piece in found] == [([5], [5, 6]), ([4], [9])]
 
 
 def test_advantages_of_tokens_go_with_them() -> None:
-    batch = batch_of(played(Sequence([5, 6], [101, 102]), Sequence([9], [103])))
+    batch = batch_of(played(sequence([5, 6], [101, 102]), sequence([9], [103])))
     advantages = Ragged.from_arrays([np.array([1, 2, 0, 3], np.float32)], "float32")
     assert [piece.token_advantages.tolist() for piece in samples.micro_batches(3, batch, advantages, 1)] == [[1, 2], [3]]
 
 
 def test_numbers_that_another_model_has_made_of_branches_are_refused() -> None:
-    batch = batch_of(played(Sequence([5, 6], [101]), Sequence([9], [103])))
+    batch = batch_of(played(sequence([5, 6], [101]), sequence([9], [103])))
     batch.columns[samples.REFERENCE_COLUMN.name] = batch.columns["rollout_logprobs"]  # type: ignore[index]
     with pytest.raises(RunError, match="episodes of several sequences"):
         list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
