@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from asyncflow.environments.base import Action, EnvironmentFailure, Words
-from asyncflow.environments.joints import QUESTION, ChatTokenizer, Joints, Message
+from asyncflow.environments.base import Action, EnvironmentFailure, Message, Words
+from asyncflow.environments.joints import QUESTION, ChatTokenizer, JointsByTools, said
 from asyncflow.types import Array, UserError
 
 
@@ -26,9 +25,9 @@ class ChatFormat:
 
         Raises `UserError` without a chat template, or if it renders no conversation of two turns.
         """
-        self._tokenizer, self._options, self._has_branches = tokenizer, options, branches
-        self._joints = Joints(tokenizer, options)
-        self._with_tools: dict[str, Joints] = {}
+        self._tokenizer, self._has_branches = tokenizer, branches
+        self._by_tools = JointsByTools(tokenizer, options)
+        self._joints = self._by_tools.of(())
 
     @property
     def may_branch(self) -> bool:
@@ -45,7 +44,7 @@ class ChatFormat:
         """See `TurnFormat`. Messages are the whole conversation, which begins with the prompt's tokens."""
         if isinstance(words, str):
             raise EnvironmentFailure("invalid", "no text can stand behind a chat's prompt: reset is to return messages, or None")
-        joints = self._joints_with(tools)
+        joints = self._by_tools.of(tools)
         with _failing_its_row():
             ids = joints.prompt_ids(joints.messages_of(words))
         if ids[: len(prompt_ids)].tolist() != prompt_ids.tolist():
@@ -85,17 +84,7 @@ class ChatFormat:
 
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """See `TurnFormat`."""
-        has_end = len(turn_ids) and int(turn_ids[-1]) in self._tokenizer.end_token_ids  # else a stop string has ended the turn
-        said = turn_ids[:-1] if has_end else turn_ids
-        return Action(self._tokenizer.decode_all(said), is_finished, turn_ids.tolist())
-
-    def _joints_with(self, tools: Sequence[Mapping[str, Any]]) -> Joints:
-        if not tools:
-            return self._joints
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._with_tools:
-            self._with_tools = {key: Joints(self._tokenizer, {**self._options, "tools": list(tools)})}
-        return self._with_tools[key]
+        return Action(said(self._tokenizer, turn_ids), is_finished, turn_ids.tolist())
 
 
 @contextlib.contextmanager

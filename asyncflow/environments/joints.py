@@ -12,18 +12,19 @@ again. Which roles may do so is surveyed once, when a run is prepared.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from asyncflow.environments.base import Message
 from asyncflow.types import Array, UserError
-
-Message = Mapping[str, Any]
-"""A turn of a conversation as chat templates read it: `role`, `content`, and what else the template knows."""
 
 ROLES: Final = ("user", "tool")
 """Roles that an observation's messages may have."""
 QUESTION: Final[Message] = {"role": "user", "content": "A question."}
 """Messages in the place of a conversation's beginning, where only what follows matters."""
+MOST_TOOL_LISTS: Final = 256
+"""Lists of tools that are known at a time: episodes may each have their own."""
 _MARK: Final = "the-marked-answer-of-a-joint"
 _THOUGHT: Final = "A thought.\n</think>\n\n"
 
@@ -111,9 +112,7 @@ class Joints:
 
     def answer(self, token_ids: Array) -> Message:
         """Sampled tokens as the assistant's message, special tokens inside it included."""
-        is_ended = len(token_ids) and int(token_ids[-1]) in self._tokenizer.end_token_ids
-        text = self._tokenizer.decode_all(token_ids[:-1] if is_ended else token_ids)
-        return {"role": "assistant", "content": self.survey.begun + text}
+        return {"role": "assistant", "content": self.survey.begun + said(self._tokenizer, token_ids)}
 
     def between(self, last_token: int, observation: Sequence[Message]) -> Array:
         """int64 [n]: tokens from a sampled answer to the next one. `last_token`: of the answer; what closes it is not repeated if
@@ -196,6 +195,30 @@ class Joints:
                 is_changing = is_changing or self.is_changed(messages, answer, observation)
                 messages += [answer, *observation]
         return is_changing
+
+
+class JointsByTools:
+    """Joints for each list of tools that is met, made once."""
+
+    def __init__(self, tokenizer: ChatTokenizer, options: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self._options = tokenizer, dict(options or {})
+        self._known: dict[str, Joints] = {}
+        self.plain = Joints(tokenizer, is_chat=False)
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> Joints:
+        """Raises `UserError` if the tokenizer has no chat template."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._known:
+            if len(self._known) >= MOST_TOOL_LISTS:
+                self._known.clear()
+            self._known[key] = Joints(self.tokenizer, {**self._options, **({"tools": list(tools)} if tools else {})})
+        return self._known[key]
+
+
+def said(tokenizer: ChatTokenizer, turn_ids: Array) -> str:
+    """Text of a turn (int64 [n]), special tokens included but for its end token."""
+    has_end = len(turn_ids) and int(turn_ids[-1]) in tokenizer.end_token_ids  # else a stop string has ended the turn
+    return tokenizer.decode_all(turn_ids[:-1] if has_end else turn_ids)
 
 
 def _behind_mark(text: str) -> str:

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from asyncflow.environments.base import Action, Words
+from asyncflow.environments.joints import ChatTokenizer, said
 from asyncflow.types import Array
-
-
-class TextTokenizer(Protocol):
-    """The part of a tokenizer that this format needs."""
-
-    def encode(self, text: str) -> Array:
-        """int64 [n], with no special tokens added."""
-        ...
-
-    def decode_all(self, ids: Array) -> str:
-        """Text with special tokens."""
-        ...
-
-    @property
-    def end_token_ids(self) -> Collection[int]:
-        """Tokens that end a turn."""
-        ...
 
 
 class TextFormat:
     """`TurnFormat` without a chat template."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def opening(self, prompt_ids: Array, words: Words, tools: Sequence[Mapping[str, Any]]) -> Array:
@@ -48,9 +32,7 @@ class TextFormat:
 
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """See `TurnFormat`."""
-        has_end = len(turn_ids) and int(turn_ids[-1]) in self._tokenizer.end_token_ids  # else a stop string has ended the turn
-        said = turn_ids[:-1] if has_end else turn_ids
-        return Action(self._tokenizer.decode_all(said), is_finished, turn_ids.tolist())
+        return Action(said(self._tokenizer, turn_ids), is_finished, turn_ids.tolist())
 
 
 def _text(words: Words) -> str:

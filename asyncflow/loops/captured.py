@@ -23,8 +23,9 @@ import msgspec
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.environments.agent import Endpoint
 from asyncflow.environments.base import Action, EnvironmentFailure
-from asyncflow.environments.capture.episode import CapturedEpisode, JointsByTools
+from asyncflow.environments.capture.episode import CapturedEpisode
 from asyncflow.environments.capture.transcript import CapturedCall
+from asyncflow.environments.joints import JointsByTools
 from asyncflow.loops.episode import EpisodePlayer, EpisodeRow, LimitReached, branch_key
 from asyncflow.loops.transcript import Ended, Played, played_sequences
 

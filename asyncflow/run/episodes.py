@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import RolloutEngine
-from asyncflow.environments.capture.episode import JointsByTools
+from asyncflow.environments.joints import JointsByTools
 from asyncflow.environments.pool import EnvironmentPool
 from asyncflow.loops.captured import CapturePlayer, Served
 from asyncflow.loops.episode import EpisodePlayer

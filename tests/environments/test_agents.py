@@ -20,8 +20,9 @@ from asyncflow.environments import ENVIRONMENTS
 from asyncflow.environments.agent import Endpoint
 from asyncflow.environments.base import Action, TurnResult
 from asyncflow.environments.capture.endpoint import CaptureEndpoint
-from asyncflow.environments.capture.episode import CapturedEpisode, JointsByTools
+from asyncflow.environments.capture.episode import CapturedEpisode
 from asyncflow.environments.capture.transcript import CapturedCall, CapturedSequence
+from asyncflow.environments.joints import JointsByTools
 from asyncflow.registry import build
 from tests.chat_families import FAMILIES, save_family
 

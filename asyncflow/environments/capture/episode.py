@@ -8,43 +8,15 @@ is unblocked by: the engine
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
 
 from asyncflow.environments.capture.transcript import CallTranscript, CapturedCall, CapturedSequence, SampledTokens
-from asyncflow.environments.capture.wire import FinishReason, ModelAnswer, ModelRequest, RefusedCall, answer_message
-from asyncflow.environments.joints import ChatTokenizer, Joints
+from asyncflow.environments.capture.wire import ModelAnswer, ModelRequest, RefusedCall, answer_message
+from asyncflow.environments.joints import JointsByTools, said
 from asyncflow.types import Array, UserError
 
-
-class SampledAnswer(SampledTokens, Protocol):
-    """The part of an engine's `Response` that an answer needs."""
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """End of the sampled tokens: `stop` or `length`."""
-        ...
-
-
-Generate = Callable[[CapturedCall, int, tuple[str, ...]], Awaitable[SampledAnswer]]
+Generate = Callable[[CapturedCall, int, tuple[str, ...]], Awaitable[SampledTokens]]
 """Sample an answer behind a call's tokens: of so many tokens at most, ended by these texts."""
-
-
-class JointsByTools:
-    """Joints for each list of tools that programs bring, made once."""
-
-    def __init__(self, tokenizer: ChatTokenizer, options: dict[str, Any] | None = None) -> None:
-        self.tokenizer, self._options = tokenizer, dict(options or {})
-        self._known: dict[str, Joints] = {}
-        self.plain = Joints(tokenizer, is_chat=False)
-
-    def of(self, tools: list[dict[str, Any]]) -> Joints:
-        """Raises `UserError` if the tokenizer has no chat template."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._known:
-            self._known[key] = Joints(self.tokenizer, {**self._options, **({"tools": tools} if tools else {})})
-        return self._known[key]
 
 
 class CapturedEpisode:
@@ -134,11 +106,11 @@ class CapturedEpisode:
         self.has_reached_limit = True
         return RefusedCall(400, "episode_limit", f"the episode has no {what} left ({key})")
 
-    def _answered(self, request: ModelRequest, call: CapturedCall, number: int, sampled: SampledAnswer) -> ModelAnswer:
+    def _answered(self, request: ModelRequest, call: CapturedCall, number: int, sampled: SampledTokens) -> ModelAnswer:
         tokenizer, ids = self._joints.tokenizer, sampled.token_ids
-        ends = len(ids) and int(ids[-1]) in tokenizer.end_token_ids
-        text = tokenizer.decode_all(ids[:-1] if ends else ids)
-        message = answer_message(text, number, has_tools=bool(request.offered_tools) and request.messages is not None)
+        message = answer_message(
+            said(tokenizer, ids), number, has_tools=bool(request.offered_tools) and request.messages is not None
+        )
         self.transcript.end(call, sampled, message)
         return ModelAnswer(
             request, number, message, sampled.finish_reason, len(call.prompt_ids) + len(call.after), ids.tolist(),

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from asyncflow.environments.joints import Joints, Message
+from asyncflow.environments.base import Message
+from asyncflow.environments.capture.wire import FinishReason
+from asyncflow.environments.joints import Joints
 from asyncflow.types import Array
 
 
 class SampledTokens(Protocol):
-    """The part of an engine's `Response` that a transcript keeps."""
+    """The part of an engine's `Response` that a transcript keeps, and an answer tells."""
 
     @property
     def token_ids(self) -> Array: ...
@@ -31,6 +33,9 @@ class SampledTokens(Protocol):
 
     @property
     def version_spans(self) -> Array: ...
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from asyncflow.environments.joints import Message
+from asyncflow.environments.base import Message
 from asyncflow.environments.tool_calls import ToolCall, calls_in, without_calls
 
 FinishReason = Literal["stop", "length"]

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.environments.base import Message
 from asyncflow.environments.capture.endpoint import CaptureEndpoint
-from asyncflow.environments.capture.episode import CapturedEpisode, JointsByTools
+from asyncflow.environments.capture.episode import CapturedEpisode
 from asyncflow.environments.capture.transcript import CallTranscript, CapturedCall, CapturedSequence
-from asyncflow.environments.joints import Joints, Message
+from asyncflow.environments.joints import Joints, JointsByTools
 from tests.chat_families import FAMILIES, save_family
 
 TOOLS = [

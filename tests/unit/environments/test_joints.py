@@ -13,8 +13,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.environments.base import Message
 from asyncflow.environments.capture.transcript import CallTranscript, CapturedSequence
-from asyncflow.environments.joints import Joints, Message
+from asyncflow.environments.joints import Joints
 from asyncflow.types import Array, UserError
 from tests.chat_families import FAMILIES, Family, save_family
 from tests.conftest import MODEL

@@ -16,8 +16,8 @@ from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling
 from asyncflow.environments.base import Action, EnvironmentFailure, Opening, TurnResult
 from asyncflow.environments.capture.endpoint import CaptureEndpoint
-from asyncflow.environments.capture.episode import JointsByTools
 from asyncflow.environments.chat import ChatFormat
+from asyncflow.environments.joints import JointsByTools
 from asyncflow.loops.captured import CapturePlayer
 from asyncflow.loops.episode import EpisodeLimits, EpisodePlayer, LimitReached, branch_key
 from asyncflow.loops.samples import GroupRequest, ScoredRow, micro_batches, outputs
