@@ -285,7 +285,7 @@ QUESTIONS: Final = _wait(
 MCP: Final = _wait(
     "MCP server",
     "an MCP server of the environment",
-    "environments/mcp_tools.py:McpTools._keep McpTools.close McpTools.open _connected _run_apart",
+    "environments/mcp_tools.py:McpTools._keep McpTools.close McpTools.open _connected",
     ends="START_SECONDS (30 s), then the call's own deadline",
 )
 CAPTURED: Final = _wait(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asyncflow.environments.tool_calls import ToolCall
@@ -31,7 +31,8 @@ class McpTools:
         self._end = asyncio.Event()
         self._server_of: dict[str, str] = {}
         self.specifications: list[dict[str, Any]] = []
-        _run_apart(self._list())
+        with ThreadPoolExecutor(1, thread_name_prefix="MCP servers") as apart:  # this thread may have an event loop that runs
+            apart.submit(asyncio.run, self._list()).result()
 
     @property
     def names(self) -> Sequence[str]:
@@ -99,20 +100,3 @@ async def _connected(stack: contextlib.AsyncExitStack, name: str, server: Mappin
             return await stack.enter_async_context(Client(target))
     except (OSError, TimeoutError) as error:
         raise UserError(f"MCP server {name} does not answer: {type(error).__name__} {error}") from error
-
-
-def _run_apart(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end in an event loop of its own, whether or not this thread has one that runs."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="MCP servers")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]

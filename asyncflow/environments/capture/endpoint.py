@@ -12,6 +12,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Final
 
 import uvicorn
@@ -34,8 +35,8 @@ class CaptureEndpoint:
         self._episodes: dict[str, CapturedEpisode] = {}
         self.base_url = ""
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._serve, is_chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(self._serve, is_chat=False), methods=["POST"]),
             Route("/v1/models", self._models),
         ]
         app = Starlette(routes=routes, exception_handlers={RefusedCall: _refused})
@@ -72,12 +73,6 @@ class CaptureEndpoint:
             self._server.should_exit = True
             await self._serving
             self._serving = None
-
-    async def _chat(self, http: HttpRequest) -> Response:
-        return await self._serve(http, is_chat=True)
-
-    async def _completions(self, http: HttpRequest) -> Response:
-        return await self._serve(http, is_chat=False)
 
     async def _models(self, http: HttpRequest) -> Response:
         self._episode(http)
