@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.environments.base import Opening, TurnResult
 from asyncflow.sandbox.frames import Broken, Failed
 from asyncflow.sandbox.limits import ProcessLimits
 
@@ -52,19 +53,15 @@ class CloseEpisode(msgspec.Struct, frozen=True, tag=True):
 
 
 class EpisodeOpened(msgspec.Struct, frozen=True, tag=True):
-    """Result of `reset`: the fields of `Opening`; `words` None: nothing."""
+    """Result of `reset`; None: nothing."""
 
-    words: str | list[dict[str, Any]] | None
-    tools: list[dict[str, Any]]
+    opening: Opening | None
 
 
 class EpisodeStepped(msgspec.Struct, frozen=True, tag=True):
-    """The fields of `TurnResult`."""
+    """Result of `step`."""
 
-    words: str | list[dict[str, Any]] | None
-    reward: float | None
-    done: bool
-    info: dict[str, Any]
+    result: TurnResult
 
 
 class EpisodeClosed(msgspec.Struct, frozen=True, tag=True):

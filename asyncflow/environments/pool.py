@@ -81,7 +81,7 @@ class EnvironmentPool(SandboxPool):
         except BaseException:
             self.end(process, number)
             raise
-        return PooledEpisode(self, process, number), None if reply.words is None else Opening(reply.words, reply.tools)
+        return PooledEpisode(self, process, number), reply.opening
 
     async def ask(self, process: SandboxProcess, question: msgspec.Struct, answer: type[Answer]) -> Answer:
         """The answer to a question. Raises `EnvironmentFailure`."""
@@ -164,8 +164,7 @@ class PooledEpisode:
     async def step(self, action: Action) -> TurnResult:
         """The environment's answer to a turn. Raises `EnvironmentFailure`, and `RunError` if the pool is closed."""
         question = StepEpisode(self._number, str(action), action.is_finished, action.token_ids)
-        reply = await self._pool.ask(self._process, question, EpisodeStepped)
-        return TurnResult(reply.words, reply.reward, reply.done, reply.info)
+        return (await self._pool.ask(self._process, question, EpisodeStepped)).result
 
     def end(self) -> None:
         """The episode has ended, or is not wanted any more. Returns at once."""

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from asyncflow.environments.base import Action, Opening
+from asyncflow.environments.base import Action, Opening, TurnResult
 from asyncflow.environments.messages import (
     CloseEpisode,
     EnvironmentReady,
@@ -66,9 +66,9 @@ def load(path: str, options: Mapping[str, Any]) -> Build:
 
 def opened(returned: Any) -> EpisodeOpened:
     """Result of `reset`, as a message. Raises `NotAnAnswer`."""
-    if isinstance(returned, Opening):
-        return EpisodeOpened(_words(returned.words), list(returned.tools))
-    return EpisodeOpened(_words(returned), [])
+    opening = returned if isinstance(returned, Opening) else Opening(returned)
+    words = _words(opening.words)
+    return EpisodeOpened(None if words is None else Opening(words, list(opening.tools)))
 
 
 def stepped(returned: Any) -> EpisodeStepped:
@@ -84,7 +84,7 @@ def stepped(returned: Any) -> EpisodeStepped:
             reward = math.nan
         if not math.isfinite(reward):
             raise NotAnAnswer("step returned a reward that is no finite number")
-    return EpisodeStepped(_words(words), reward, bool(done), dict(facts or {}))
+    return EpisodeStepped(TurnResult(_words(words), reward, bool(done), dict(facts or {})))
 
 
 def _words(words: Any) -> str | list[dict[str, Any]] | None:
