@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -40,16 +40,15 @@ from asyncflow.environments.messages import (
     ResetEpisode,
     StepEpisode,
 )
-from asyncflow.errors import UserError
 from asyncflow.options import checked_options
-from asyncflow.sandbox.child import private_pipes, receive
+from asyncflow.sandbox.child import OwnerPipes, why_not_built
 from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, end_children, limit_memory, limit_output
-from asyncflow.user_file import CannotImport, named, words_of
+from asyncflow.user_file import named, words_of
 
 _M_ARENA_MAX = -8  # glibc's malloc.h
 Build = Callable[[], Any]
-Send = Callable[[bytes, Reply], None]
+_QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 
 
 class NotAnAnswer(Exception):
@@ -140,13 +139,13 @@ class Player:
         return await returned if inspect.isawaitable(returned) else returned
 
 
-def serve_one_by_one(environment: Any, setup: EnvironmentSetup, requests: BinaryIO, send: Send) -> None:
+def serve_one_by_one(environment: Any, setup: EnvironmentSetup, owner: OwnerPipes) -> None:
     """Episodes one after another, each in a fork of this process, which ends as its child does where that does not end well."""
-    spared, questions = children(), msgspec.msgpack.Decoder(Question)
-    while (asked := receive(requests, questions)) is not None:
+    spared = children()
+    while (asked := owner.receive(_QUESTIONS)) is not None:
         child = os.fork()
         if child == 0:
-            _in_fork(environment, setup, asked, requests, send)
+            _in_fork(environment, setup, asked, owner)
         _, status = os.waitpid(child, 0)
         end_children(spared)
         if os.WIFSIGNALED(status):
@@ -157,14 +156,14 @@ def serve_one_by_one(environment: Any, setup: EnvironmentSetup, requests: Binary
             os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _in_fork(environment: Any, setup: EnvironmentSetup, asked: tuple[bytes, Question], requests: BinaryIO, send: Send) -> None:
+def _in_fork(environment: Any, setup: EnvironmentSetup, asked: tuple[bytes, Question], owner: OwnerPipes) -> None:
     """The child: an episode, from its reset to its close. It never returns."""
     status, parent = 1, os.getppid()
     try:
         die_with_parent(parent)
         limit_memory(setup.limits.memory_bytes)
         limit_output(setup.limits.output_bytes)
-        asyncio.run(_play(Player(lambda: environment, setup.path), asked, requests, send))
+        asyncio.run(_play(Player(lambda: environment, setup.path), asked, owner))
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -175,28 +174,27 @@ def _in_fork(environment: Any, setup: EnvironmentSetup, asked: tuple[bytes, Ques
         os._exit(status & 0xFF)
 
 
-async def _play(player: Player, asked: tuple[bytes, Question] | None, requests: BinaryIO, send: Send) -> None:
-    questions = msgspec.msgpack.Decoder(Question)
+async def _play(player: Player, asked: tuple[bytes, Question] | None, owner: OwnerPipes) -> None:
     while asked is not None:
         token, question = asked
-        send(token, await player.answer(question))
+        owner.send(token, await player.answer(question))
         if isinstance(question, CloseEpisode):
             return
-        asked = receive(requests, questions)
+        asked = owner.receive(_QUESTIONS)
 
 
-async def serve_together(player: Player, requests: BinaryIO, send: Send) -> None:
+async def serve_together(player: Player, owner: OwnerPipes) -> None:
     """Serve episodes side by side."""
-    loop, questions = asyncio.get_running_loop(), msgspec.msgpack.Decoder(Question)
+    loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[tuple[bytes, Question] | None] = asyncio.Queue()
 
     def read() -> None:
-        while (asked := receive(requests, questions)) is not None:
+        while (asked := owner.receive(_QUESTIONS)) is not None:
             loop.call_soon_threadsafe(arrived.put_nowait, asked)
         os._exit(0)  # the owner is gone, or done: threads of the user's hold nothing up
 
     async def reply(token: bytes, question: Question) -> None:
-        send(token, await player.answer(question))
+        owner.send(token, await player.answer(question))
 
     threading.Thread(target=read, daemon=True).start()
     answering: set[asyncio.Task[None]] = set()
@@ -220,27 +218,18 @@ def spare_address_space() -> None:
 def main() -> None:
     """`python -m asyncflow.environments.worker PARENT_PID`."""
     die_with_parent(int(sys.argv[1]))
-    requests, replies = private_pipes()
-
-    def send(token: bytes, reply: Reply) -> None:
-        replies.write(token + frame(reply))
-        replies.flush()
-
-    first = receive(requests, msgspec.msgpack.Decoder(EnvironmentSetup))
+    owner = OwnerPipes()
+    first = owner.receive(msgspec.msgpack.Decoder(EnvironmentSetup))
     if first is None:
         return
     token, setup = first
     try:
         build = load(setup.path, setup.options)
         environment = build()
-    except CannotImport as error:
-        return send(token, Broken(setup.path, f"cannot be imported: {error}"))
-    except UserError as error:
-        return send(token, Broken(setup.path, f"cannot be built: {str(error).removeprefix('it: ')}"))
     except (Exception, SystemExit) as error:  # the user's class may raise anything; it is told to the user by the owner
-        return send(token, Broken(setup.path, f"cannot be built with the options {dict(setup.options)!r:.200}: {words_of(error)}"))
+        return owner.send(token, Broken(setup.path, why_not_built(error, setup.options)))
     if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
-        return send(token, Broken(setup.path, f"has no {missing[0]}: asyncflow/environments/base.py says what is needed"))
+        return owner.send(token, Broken(setup.path, f"has no {missing[0]}: asyncflow/environments/base.py says what is needed"))
     at_once = int(getattr(environment, "episodes_per_process", 1))
     tools = [dict(tool) for tool in getattr(environment, "tools", ())]
     is_deterministic, is_captured = getattr(environment, "is_deterministic", True), getattr(environment, "is_captured", False)
@@ -249,15 +238,15 @@ def main() -> None:
         spare_address_space()
         limit_memory(setup.limits.memory_bytes)
         limit_output(setup.limits.output_bytes)
-        send(token, ready)
+        owner.send(token, ready)
         player = Player(build, setup.path, ThreadPoolExecutor(at_once))
-        asyncio.run(serve_together(player, requests, send))
+        asyncio.run(serve_together(player, owner))
     else:
         adopt_orphans()
         gc.collect()
         gc.freeze()  # a child's collector leaves what is built alone, and shared
-        send(token, ready)
-        serve_one_by_one(environment, setup, requests, send)
+        owner.send(token, ready)
+        serve_one_by_one(environment, setup, owner)
 
 
 if __name__ == "__main__":

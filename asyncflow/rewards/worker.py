@@ -28,13 +28,13 @@ from asyncflow.errors import UserError
 from asyncflow.options import checked_options
 from asyncflow.own_metrics import collecting
 from asyncflow.rewards.base import RewardPart, Sample, weighted
-from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
+from asyncflow.rewards.messages import Ready, Scored, Setup
 from asyncflow.rewards.signatures import Adapted, MissingColumn, adapted
-from asyncflow.sandbox.child import private_pipes, receive, trace_of
+from asyncflow.sandbox.child import OwnerPipes, trace_of, why_not_built
 from asyncflow.sandbox.forked import in_child
-from asyncflow.sandbox.frames import Broken, Failed, frame
+from asyncflow.sandbox.frames import Broken, Failed
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, limit_memory, limit_output
-from asyncflow.user_file import CannotImport, named, words_of
+from asyncflow.user_file import named, words_of
 
 MAX_REWARD = (2 - 2**-23) * 2.0**127  # the largest of float32
 
@@ -49,19 +49,13 @@ def build_scorer(
     """The scorer at `package.module:Name` or `/path/file.py:Name`: a class built with the options, or a function bound to them."""
     try:
         target = named(path)
-    except CannotImport as error:
-        raise NoScorer(f"cannot be imported: {error}") from error
-    if not callable(target):
-        raise NoScorer("cannot be called: it must be a function, or a class with __call__(self, sample)")
-    is_class = isinstance(target, type)
-    try:
-        options = checked_options("it", target, options, needs_all=is_class)
-        if is_class:
-            target, options = target(**options), {}
-    except UserError as error:
-        raise NoScorer(f"cannot be built: {str(error).removeprefix('it: ')}") from error
+        if callable(target):
+            is_class = isinstance(target, type)
+            options = checked_options("it", target, options, needs_all=is_class)
+            if is_class:
+                target, options = target(**options), {}
     except (Exception, SystemExit) as error:  # the user's class may raise anything; it is told to the user by the parent
-        raise NoScorer(f"cannot be built with the options {options!r:.200}: {words_of(error)}") from error
+        raise NoScorer(why_not_built(error, options)) from error
     if not callable(target):
         raise NoScorer("cannot be called: it must be a function, or a class with __call__(self, sample)")
     try:
@@ -135,13 +129,8 @@ def _shown(value: Any) -> str:
 def main() -> None:
     """`python -m asyncflow.rewards.worker PARENT_PID`."""
     die_with_parent(int(sys.argv[1]))
-    requests, replies = private_pipes()
-
-    def send(token: bytes, reply: Reply) -> None:
-        replies.write(token + frame(reply))
-        replies.flush()
-
-    first = receive(requests, msgspec.msgpack.Decoder(Setup))
+    owner = OwnerPipes()
+    first = owner.receive(msgspec.msgpack.Decoder(Setup))
     if first is None:
         return
     token, setup = first
@@ -150,7 +139,7 @@ def main() -> None:
         try:
             scorers.append(build_scorer(part.scorer, dict(part.options), setup.prompt_column, setup.prompt_template))
         except NoScorer as reason:
-            return send(token, Broken(part.scorer, str(reason)))
+            return owner.send(token, Broken(part.scorer, str(reason)))
     is_stateless = all(getattr(scorer.call, "is_stateless", False) for scorer in scorers)
     if is_stateless:
         limit_memory(setup.limits.memory_bytes)
@@ -159,15 +148,14 @@ def main() -> None:
         adopt_orphans()
     gc.collect()
     gc.freeze()  # a child's collector leaves what is built alone, and shared
-    send(token, Ready(has_deadline=not is_stateless))
+    owner.send(token, Ready(has_deadline=not is_stateless))
     who = f"scorer {', '.join(part.scorer for part in setup.parts)}"
-    pipes = requests.fileno(), replies.fileno()
     own = children()  # what building the scorers has started
     samples = msgspec.msgpack.Decoder(Sample)
-    while (asked := receive(requests, samples)) is not None:
+    while (asked := owner.receive(samples)) is not None:
         token, sample = asked
         work = functools.partial(answer, scorers, setup.parts, sample)
-        send(token, work() if is_stateless else in_child(work, Scored, setup.limits, who, pipes, own))
+        owner.send(token, work() if is_stateless else in_child(work, Scored, setup.limits, who, owner.descriptors, own))
 
 
 if __name__ == "__main__":

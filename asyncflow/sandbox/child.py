@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import BinaryIO, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
-from asyncflow.sandbox.frames import TOKEN_BYTES
-from asyncflow.user_file import is_of_user, traces_of
+from asyncflow.errors import UserError
+from asyncflow.sandbox.frames import TOKEN_BYTES, frame
+from asyncflow.user_file import CannotImport, is_of_user, traces_of, words_of
 
 MAX_TRACE = 8000  # characters of a traceback that an answer carries
 Message = TypeVar("Message")
 
 
-def private_pipes() -> tuple[BinaryIO, BinaryIO]:
+class OwnerPipes:
     """The owner's two pipes, out of reach of the code that runs here: its prints go to stderr and its `input()` finds nothing."""
-    requests, replies = os.dup(0), os.dup(1)  # not inheritable by what that code runs
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
+
+    def __init__(self) -> None:
+        requests, replies = os.dup(0), os.dup(1)  # not inheritable by what that code runs
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        self._requests, self._replies = os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
+        self.descriptors = requests, replies
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[bytes, Message] | None:
+        """The next message and its token, None at the end of the pipe."""
+        head = self._requests.read(TOKEN_BYTES + 4)
+        if len(head) < TOKEN_BYTES + 4:
+            return None
+        return head[:TOKEN_BYTES], decoder.decode(self._requests.read(int.from_bytes(head[TOKEN_BYTES:], "big")))
+
+    def send(self, token: bytes, reply: msgspec.Struct) -> None:
+        """Answer the question of this token."""
+        self._replies.write(token + frame(reply))
+        self._replies.flush()
 
 
-def receive(requests: BinaryIO, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[bytes, Message] | None:
-    """The next message and its token, None at the end of the pipe."""
-    head = requests.read(TOKEN_BYTES + 4)
-    if len(head) < TOKEN_BYTES + 4:
-        return None
-    return head[:TOKEN_BYTES], decoder.decode(requests.read(int.from_bytes(head[TOKEN_BYTES:], "big")))
+def why_not_built(error: BaseException, options: Mapping[str, Any]) -> str:
+    """Reason why an object of the user's is not there, from what importing its code or building it has raised."""
+    if isinstance(error, CannotImport):
+        return f"cannot be imported: {error}"
+    if isinstance(error, UserError):
+        return f"cannot be built: {str(error).removeprefix('it: ')}"
+    return f"cannot be built with the options {dict(options)!r:.200}: {words_of(error)}"
 
 
 def trace_of(error: BaseException) -> str:
