@@ -4,8 +4,8 @@
 
 A level groups runs of bars shorter than its resolution that begin in the same cell of time, a cell being as long as the resolution:
 in a group each state keeps its exact seconds, only the order of the pieces inside the group is lost. A page draws the finest level
-that is not too much for the part in view, so zooming in shows every span. The report takes its levels with it (`gantt_chart`); a
-live page asks for the part in view (`gantt_levels.py`).
+that is not too much for the part in view, so zooming in shows every span. The report takes its levels with it
+(`embedded_levels`); a live page asks for the part in view (`gantt_levels.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from asyncflow.telemetry.attribution import DATA, ENVIRONMENTS, INTERVAL, SLOWEST, START, STOP, WEIGHTS
 from asyncflow.telemetry.idle import WAIT, Activity
 from asyncflow.telemetry.spans import Span
-from asyncflow.telemetry.trace import join_pieces, worker_order
+from asyncflow.telemetry.trace import worker_order
 from asyncflow.types import Array
 
 BARS_IN_VIEW: Final = 2_500
@@ -137,16 +137,11 @@ class GanttFrame:
                 state = kinds[kind] = len(kinds)
                 self.kinds.append(BarKind(*kind))
             if (worker := workers.get(span.worker)) is None:
-                worker = self._add_worker(span.worker)
+                worker = workers[span.worker] = len(workers)
+                self.workers.append(span.worker)
             lane = 2 * worker + (not is_lane)
             rows.append((lane, state, span.start - origin, span.end - origin, span.step, span.version, span.rows, span.tokens, 1))
         return in_lanes(np.array(rows, BAR))
-
-    def know(self, workers: Iterable[str]) -> None:
-        """Give these workers numbers, though they may have no bars."""
-        for worker in workers:
-            if worker not in self._workers:
-                self._add_worker(worker)
 
     def described(self, steps: Sequence[Sequence[float]], installed: Sequence[Install], wall: float) -> dict[str, Any]:
         """Data of the chart but for its bars, as plain lists and numbers.
@@ -204,23 +199,6 @@ class GanttFrame:
                 idle = {kind.name: amount for kind, amount in found if kind.is_wait}
                 out[name] = Activity(float(last[number] - first[number]), busy, idle)
         return out
-
-    def _add_worker(self, name: str) -> int:
-        self._workers[name] = number = len(self.workers)
-        self.workers.append(name)
-        return number
-
-
-def gantt_chart(spans: Sequence[Span]) -> dict[str, Any]:
-    """Data of a whole chart: see `GanttFrame.described`; `levels`: finest first, each with its `resolution` in seconds (0: nothing
-    grouped) and its bars as columns."""
-    spans = join_pieces(spans)
-    frame = GanttFrame(min((span.start for span in spans), default=0.0))
-    frame.know(worker_order(span.worker for span in spans))
-    bars = frame.bars(spans)
-    wall = max((span.end for span in spans), default=frame.origin) - frame.origin
-    chart = frame.described(step_ends(spans, frame.origin), installs(spans, frame.origin), wall)
-    return chart | {"levels": embedded_levels(frame, bars, wall)}
 
 
 def embedded_levels(frame: GanttFrame, bars: Bars, wall: float) -> list[dict[str, Any]]:

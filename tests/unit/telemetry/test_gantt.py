@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from asyncflow.telemetry.gantt import BAR, BarKind, colours_of, drawn_levels, first_view, gantt_chart, grouped, joined, step_ends
+from asyncflow.telemetry.gantt import BAR, BarKind, GanttFrame, colours_of, drawn_levels, first_view, grouped, joined, step_ends
 from asyncflow.telemetry.spans import Span
 
 
@@ -103,7 +103,9 @@ def test_unknown_tasks_and_causes_are_drawn_in_stable_colours_of_their_own():
         Span(worker="w", task="wait", start=2, end=3),
         Span(worker="w", task="elsewhere", start=0, end=3, is_lane=False),
     ]
-    chart = gantt_chart(spans)
+    frame = GanttFrame(0.0)
+    level = frame.columns(frame.bars(spans))
+    chart = frame.described([], [], 3.0)
     assert {state["label"] for state in chart["states"]} == {
         "strange",
         "waiting: odd",
@@ -111,11 +113,10 @@ def test_unknown_tasks_and_causes_are_drawn_in_stable_colours_of_their_own():
         "elsewhere (beside)",
     }
     assert all(state["colour"].startswith("#") for state in chart["states"])
-    (level,) = chart["levels"]
     assert level["start"] == [0, 1, 2, 0]
     assert level["lane"] == [0, 0, 0, 1]
 
 
 def test_no_spans_make_an_empty_chart():
-    chart = gantt_chart([])
+    chart = GanttFrame(0.0).described([], [], 0.0)
     assert (chart["lanes"], chart["wall"], chart["steps"]) == ([], 0.0, [])
