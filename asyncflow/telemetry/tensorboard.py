@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
@@ -87,23 +88,25 @@ def _step_of(event: bytes) -> int:
     return -1 if event.endswith(_VERSION) else step
 
 
-class EventFile:
-    """Event file in `folder` (made if missing). Times are seconds since the epoch."""
+class TensorBoardTracker:
+    """Tracker that writes an event per step in a new file under `folder`, which is made if missing. `clock`: seconds since the
+    epoch, shown as TensorBoard's wall time. The files of a resumed run have been cut back to the steps before its checkpoint
+    (`run/resume.py`)."""
 
-    def __init__(self, folder: Path, wall_time: float) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock, began = clock, clock()
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"events.out.tfevents.{int(wall_time)}.{os.getpid()}"
-        self._file = self.path.open("ab")
-        self._write(_head(wall_time, 0) + _message(3, _VERSION))
+        self._file = (folder / f"events.out.tfevents.{int(began)}.{os.getpid()}").open("ab")
+        self._write(_head(began, 0) + _message(3, _VERSION))
 
-    def add(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
-        """Write an event with a value (float32) for each name; it is on disk when this returns."""
-        values = (_message(1, name.encode()) + _tag(2, _FLOAT) + struct.pack("<f", number) for name, number in scalars.items())
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """See `Tracker.log`. Values are float32."""
+        values = (_message(1, name.encode()) + _tag(2, _FLOAT) + struct.pack("<f", number) for name, number in row.items())
         summary = b"".join(_message(1, value) for value in values)
-        self._write(_head(wall_time, step) + _message(5, summary))
+        self._write(_head(self._clock(), step) + _message(5, summary))
 
     def close(self) -> None:
-        """Close the file."""
+        """See `Tracker.close`."""
         self._file.close()
 
     def _write(self, event: bytes) -> None:

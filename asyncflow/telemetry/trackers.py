@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -17,7 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from asyncflow.run_dir import METRICS_FILE
-from asyncflow.telemetry.tensorboard import EventFile
+from asyncflow.telemetry.tensorboard import TensorBoardTracker
 from asyncflow.types import UserError
 
 OWN_TRACKER: Final = "jsonl"
@@ -51,23 +50,6 @@ class JsonlTracker:
         """See `Tracker.log`."""
         self._file.write(msgspec.json.encode({"step": step, **row}) + b"\n")
         self._file.flush()
-
-    def close(self) -> None:
-        """See `Tracker.close`."""
-        self._file.close()
-
-
-class TensorBoardTracker:
-    """Tracker that writes an event per step in a new file under `folder`. `clock`: seconds since the epoch, shown as TensorBoard's
-    wall time. The files of a resumed run have been cut back to the steps before its checkpoint (`run/resume.py`)."""
-
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._file = EventFile(folder, clock())
-
-    def log(self, step: int, row: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
-        self._file.add(step, row, self._clock())
 
     def close(self) -> None:
         """See `Tracker.close`."""

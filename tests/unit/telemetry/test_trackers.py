@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.telemetry.tensorboard import cut_events, masked_crc32c
-from asyncflow.telemetry.trackers import JsonlTracker, TensorBoardTracker, make_trackers
+from asyncflow.telemetry.tensorboard import TensorBoardTracker, cut_events, masked_crc32c
+from asyncflow.telemetry.trackers import JsonlTracker, make_trackers
 from asyncflow.types import UserError
 from tests.patience import patience
 
