@@ -14,6 +14,7 @@ from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
 MetricRow = Mapping[str, Any]
 
 _COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8A8F98")
+_ACCURACY: Final = "Share of held-out prompts answered correctly, by policy version."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ CHARTS: Final = (
 def metric_charts(rows: Sequence[MetricRow], evaluations: Sequence[MetricRow]) -> list[dict[str, Any]]:
     """Cards of the report, a dict each: title, note (the meaning of the lines), traces and layout for plotly.js."""
     cards = [_card(chart, rows) for chart in (*CHARTS, *_worker_charts(rows))]
-    cards.insert(1, _evaluation_card(evaluations))
+    keys = accuracy_keys(evaluations)
+    cards.insert(1, _card(Chart("Evaluation accuracy", dict(zip(keys, keys, strict=True)), is_share=True), evaluations, _ACCURACY))
     return [card for card in cards if card["traces"]]
 
 
@@ -87,7 +89,7 @@ def compared_charts(groups: Sequence[Runs]) -> list[dict[str, Any]]:
     for key in sorted({key for group in groups for rows in group.evaluations for key in accuracy_keys(rows)}, reverse=True):
         of_each = [(group.label, [_points(rows, key) for rows in group.evaluations]) for group in groups]
         chart = Chart(f"Evaluation: {key}", {}, is_share=True)
-        cards.insert(1, _finished(chart, "Share of held-out prompts answered correctly, by policy version.", _compared(of_each)))
+        cards.insert(1, _finished(chart, _ACCURACY, _compared(of_each)))
     return [card for card in cards if card["traces"]]
 
 
@@ -126,7 +128,8 @@ def accuracy_keys(evaluations: Sequence[MetricRow]) -> list[str]:
     return sorted({name for row in evaluations for name, value in row.items() if "accuracy" in name and _is_number(value)})
 
 
-def _card(chart: Chart, rows: Sequence[MetricRow]) -> dict[str, Any]:
+def _card(chart: Chart, rows: Sequence[MetricRow], note: str | None = None) -> dict[str, Any]:
+    """`note`: None: what the definitions of the lines say."""
     traces: list[dict[str, Any]] = []
     for (metric, label), colour in zip(chart.lines.items(), _cycled(len(chart.lines)), strict=True):
         known = [row for row in rows if _is_number(row.get(metric))]
@@ -134,7 +137,7 @@ def _card(chart: Chart, rows: Sequence[MetricRow]) -> dict[str, Any]:
             traces.append(_line([row["step"] for row in known], [row[metric] for row in known], label, colour))
     if chart.band and traces:
         traces[:0] = _band(next(iter(chart.lines)), chart.band, rows)
-    return _finished(chart, _note(chart), traces)
+    return _finished(chart, _note(chart) if note is None else note, traces)
 
 
 def _note(chart: Chart) -> str:
@@ -145,16 +148,6 @@ def _note(chart: Chart) -> str:
     if len(told) < 2:
         return next(iter(told), "")
     return " ".join(f"{label}: {definition}" for definition, label in told.items())
-
-
-def _evaluation_card(evaluations: Sequence[MetricRow]) -> dict[str, Any]:
-    keys = accuracy_keys(evaluations)
-    traces = []
-    for key, colour in zip(keys, _cycled(len(keys)), strict=True):
-        known = [row for row in evaluations if _is_number(row.get(key))]
-        traces.append(_line([row["step"] for row in known], [row[key] for row in known], key, colour))
-    chart = Chart("Evaluation accuracy", {}, is_share=True)
-    return _finished(chart, "Share of held-out prompts answered correctly, by policy version.", traces)
 
 
 def _finished(chart: Chart, note: str, traces: list[dict[str, Any]]) -> dict[str, Any]:

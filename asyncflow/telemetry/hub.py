@@ -115,8 +115,8 @@ class Hub:
 
     def is_silent(self, worker: str, seconds: float) -> bool:
         """Whether a worker that is connected has not reported for so long."""
-        state = self._heard.get(worker)
-        return state is not None and self._clock() - state > seconds
+        silence = self.silence(worker)
+        return silence is not None and silence > seconds
 
     def silence(self, worker: str) -> float | None:
         """Seconds since this worker has reported; None if it never has, or has gone."""

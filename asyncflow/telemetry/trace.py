@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from asyncflow.telemetry.idle import WAIT
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import UserError
-
-T = TypeVar("T")
 
 SPANS_FILE: Final = "spans.jsonl"
 TRACE_FILE: Final = "trace.json"
@@ -65,26 +63,23 @@ class SpanLog:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Spans of a file in the order written; see `read_lines`."""
-    return list(read_lines(path, Span, "a span"))
+    """Spans of a file in the order written; none when it is missing. A half-written last line is left out.
 
-
-def read_lines(path: Path, kind: type[T], what: str) -> Iterator[T]:
-    """The lines of a JSON Lines file, each an object of this kind; none when it is missing. A half-written last line is left out.
-
-    A `UserError` names a line that is not `what` is to be in the file.
+    A `UserError` names a line that is no span.
     """
+    spans: list[Span] = []
     if not path.exists():
-        return
-    decoder = msgspec.json.Decoder(kind)
+        return spans
+    decoder = msgspec.json.Decoder(Span)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                return
+                break
             try:
-                yield decoder.decode(line)
+                spans.append(decoder.decode(line))
             except msgspec.DecodeError as error:
-                raise UserError(f"{path} line {number} is not {what} ({error}).") from error
+                raise UserError(f"{path} line {number} is not a span ({error}).") from error
+    return spans
 
 
 def join_pieces(spans: Iterable[Span]) -> list[Span]:

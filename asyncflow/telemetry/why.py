@@ -330,13 +330,12 @@ class _Chain:
             yield self._link(who, f"{lies}, and the driver, {why}", "driver")
             return
         if group.task not in ("rollout", "evaluate"):
-            asking = self._asking(workers, group.task)
-            yield from self._taker(who, lies, workers, asking)
+            yield from self._taker(who, lies, workers, group.task)
             return
         lies += f", for version {group.low}" if group.low == group.high else f", for versions {group.low} to {group.high}"
         able = [w for w in workers if w.serving is not None and group.low <= w.serving <= group.high and not w.stale]
         if able:
-            yield from self._taker(who, lies, able, self._asking(able, group.task))
+            yield from self._taker(who, lies, able, group.task)
         elif self._at.published < group.low:
             yield self._link(who, f"{lies}, and the newest that is published is {self._at.published}", self._trainer)
             yield from self._publication()
@@ -348,11 +347,14 @@ class _Chain:
         else:
             yield self._link(who, f"{lies}, and there is no {pool} worker")
 
-    def _taker(self, who: str, lies: str, workers: list[SeenWorker], asking: list[str]) -> Iterator[Link]:
-        off = [w for w in workers if self._off(w) is not None]
-        if asking and not off:
-            text = f"{lies}, and {asking[0]} asks for such rows: the queue has not handed it out"
-            yield self._link(who, text)
+    def _taker(self, who: str, lies: str, workers: list[SeenWorker], task: str) -> Iterator[Link]:
+        """Links of a group that one of these workers is to take."""
+        names = {worker.name for worker in workers}
+        asking = [
+            wait.who for wait in self._at.waits if wait.name == LEASE.name and wait.who in names and wait.facts.get("task") == task
+        ]
+        if asking and all(self._off(worker) is None for worker in workers):
+            yield self._link(who, f"{lies}, and {asking[0]} asks for such rows: the queue has not handed it out")
             return
         if not workers:
             yield self._link(who, f"{lies}, and there is no worker for that")
@@ -365,11 +367,6 @@ class _Chain:
         """Sort key: the likeliest cause comes first: off, stale, in a wait of its own, then by how long its state has lasted."""
         kind = 0 if self._off(worker) is not None else 1 if worker.stale else 2 if _culprit(worker) is not None else 3
         return kind, -worker.seconds
-
-    def _asking(self, workers: list[SeenWorker], task: str) -> list[str]:
-        names = {worker.name for worker in workers}
-        waits = (wait for wait in self._at.waits if wait.name == LEASE.name and wait.who in names)
-        return [wait.who for wait in waits if wait.facts.get("task") == task]
 
     # -- the driver ---------------------------------------------------------------------------------------------------------
 
