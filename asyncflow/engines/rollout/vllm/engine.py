@@ -197,30 +197,23 @@ class VllmEngine(RolloutEngine):
             return
         async with self._one_by_one:
             self._check_open()
-            self._servers.close_gates()
-            try:  # from here on a server that comes back is given this version
+            with self._servers.gates_closed(opens=not self._is_paused):
+                # From here on a server that comes back is given this version.
                 if self._weights.prepared == version:
                     self._weights.take_prepared()
                 else:
                     async with self._servers.unchanged():
                         await self._weights.write_over(version, tensors)
                 await self._servers.everywhere(self._update, opens=not self._is_paused)
-            finally:
-                if not self._is_paused:
-                    self._servers.open_gates()
 
     async def _install_lora(self, lora: LoraVersions, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Have every server load an adapter, and requests that begin from now on name it. Those under way go on with their own."""
         async with self._one_by_one:
             self._check_open()
             written = await asyncio.to_thread(lora.write, version, tensors)
-            self._servers.close_gates()
-            try:
+            with self._servers.gates_closed(opens=not self._is_paused):
                 lora.use(written)  # from here on a server that comes back is given this version
                 await self._servers.everywhere(lambda instance, client: _load(client, written), opens=not self._is_paused)
-            finally:
-                if not self._is_paused:
-                    self._servers.open_gates()
         self._unload_in_background()
 
     def _unload_in_background(self) -> None:
@@ -262,8 +255,8 @@ class VllmEngine(RolloutEngine):
         async with self._one_by_one:
             self._check_open()
             self._is_paused = True
-            self._servers.close_gates()
-            await self._servers.everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
+            with self._servers.gates_closed(opens=False):
+                await self._servers.everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
 
     async def resume(self) -> None:
         async with self._one_by_one:
@@ -281,11 +274,8 @@ class VllmEngine(RolloutEngine):
             return
         async with self._one_by_one:
             self._weights.prepared, self._is_paused = None, False
-            self._servers.close_gates()
-            try:
+            with self._servers.gates_closed(opens=True):
                 await self._servers.everywhere(lambda instance, client: _clear(client), opens=True)
-            finally:
-                self._servers.open_gates()
 
     async def close(self) -> None:
         """See `RolloutEngine`. Ends the servers that it has started; others go on with the weights they have."""

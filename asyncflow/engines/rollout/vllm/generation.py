@@ -152,12 +152,9 @@ class Generation:
             await instance.gate.wait()
             if not instance.is_up:
                 return None
-            if self._lora is not None:
-                return await self._ask_adapter(sample, self._lora)
-            start, version = instance.num_starts, self._weights.version
+            start, lora = instance.num_starts, self._lora
             try:
-                async with instance.until_lost() as client:
-                    made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
+                made = await (self._made_by_weights(sample) if lora is None else self._made_by_adapter(sample, lora))
             except Aborted:
                 return None
             except ServerLost as error:
@@ -165,34 +162,26 @@ class Generation:
                 return None
             except RequestRefused as error:
                 raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
-            first = made.version_spans[0, 1] if len(made.version_spans) else version
-            if first != version and self._weights.version == version:
-                why = ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
-                instance.lost(start, why)
-                return None
-            if first != version and not self._recomputes:
-                # It waited there while weights were installed, and began under the new ones with the salt of the old: the keys of
-                # its prompt may be those of the old weights, which its spans do not say.
-                return None
-            instance.num_served += 1
-        return made
+            instance.num_served += made is not None
+            return made
 
-    async def _ask_adapter(self, sample: _Sample, lora: LoraVersions) -> Response | None:
-        """Ask as `_ask` does, for a response that one adapter makes from its first token to its last."""
-        instance, start = sample.instance, sample.instance.num_starts
-        try:
-            with lora.request() as version:
-                salt = version.name or f"version {version.version}"
-                async with instance.until_lost() as client:
-                    made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, salt, version.name)
-        except Aborted:
-            return None
-        except ServerLost as error:
-            instance.lost(start, error)
-            return None
-        except RequestRefused as error:
-            raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
-        instance.num_served += 1
+    async def _made_by_weights(self, sample: _Sample) -> Response | None:
+        version = self._weights.version
+        async with sample.instance.until_lost() as client:
+            made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
+        first = made.version_spans[0, 1] if len(made.version_spans) else version
+        if first != version and self._weights.version == version:
+            raise ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
+        # Of another version it waited there while weights were installed, and began under the new ones with the salt of the old:
+        # the keys of its prompt may be those of the old weights, which its spans do not say.
+        return made if first == version or self._recomputes else None
+
+    async def _made_by_adapter(self, sample: _Sample, lora: LoraVersions) -> Response:
+        """A response that one adapter makes from its first token to its last."""
+        with lora.request() as version:
+            salt = version.name or f"version {version.version}"
+            async with sample.instance.until_lost() as client:
+                made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, salt, version.name)
         return replace(made, version_spans=np.array([[0, version.version]], np.int64))
 
     def end(self, why: str) -> None:

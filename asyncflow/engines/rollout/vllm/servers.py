@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -304,15 +304,17 @@ class ServerPool:
                 await stack.enter_async_context(instance.unchanged())
             yield
 
-    def close_gates(self) -> None:
-        """Close all gates: no sample begins, until each gate is opened."""
+    @contextlib.contextmanager
+    def gates_closed(self, *, opens: bool) -> Iterator[None]:
+        """Context in which no sample begins, until its server's gate is opened. `opens`: all gates at the end."""
         for instance in self.instances:
             instance.gate.clear()
-
-    def open_gates(self) -> None:
-        """Open all gates: samples begin."""
-        for instance in self.instances:
-            instance.gate.set()
+        try:
+            yield
+        finally:
+            if opens:
+                for instance in self.instances:
+                    instance.gate.set()
 
     async def least_loaded(self) -> ServerHandle:
         """The instance with the fewest outstanding tokens, as soon as there is one.

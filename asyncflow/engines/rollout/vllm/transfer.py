@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -78,8 +77,10 @@ class NcclTransfer(Transfer):
         assert file.version is not None, "`write` first"
         calls = _Calls(client, asyncio.get_running_loop(), file.version, self._deadline_seconds)
         try:
-            async with asyncio.timeout(self._deadline_seconds):
-                await _in_a_thread_of_its_own(partial(self._send, client, calls, file.tensors()))
+            # Of its own: a thread that stays in NCCL for ever neither keeps the process nor stands in the next one's way.
+            with closing(ComputeThread("weights by NCCL")) as thread:
+                async with asyncio.timeout(self._deadline_seconds):
+                    await thread.run(self._send, client, calls, file.tensors())
         except TimeoutError as error:
             raise ServerLost(f"{client.address} did not take the weights by NCCL within {self._deadline_seconds:g} s") from error
         except Exception as error:  # NCCL's, CUDA's, a socket's, the server's own
@@ -101,15 +102,6 @@ class NcclTransfer(Transfer):
             self._senders[client] = sender
         sender.client, sender.source = calls, source
         sender.send_weights()
-
-
-async def _in_a_thread_of_its_own(call: Callable[[], None]) -> None:
-    """`call()` in a daemon thread: one that stays in NCCL for ever neither keeps the process nor stands in the next one's way."""
-    thread = ComputeThread("weights by NCCL")
-    try:
-        await thread.run(call)
-    finally:
-        thread.close()
 
 
 class _Calls:
