@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from typing import Any
 
-from asyncflow.rewards.base import Sample
+from asyncflow.rewards.answers import AnswerScorer
 
 MARK = "####"
 
@@ -23,7 +24,7 @@ _NUMBER = re.compile(
 )
 
 
-class FinalAnswer:
+class FinalAnswer(AnswerScorer):
     """Compares the number directly after the last `####` of the response with the reference, exactly.
 
     Text after that number is ignored. The reference is `example[answer_column]`: a number, or a solution that ends in `#### n`.
@@ -33,28 +34,23 @@ class FinalAnswer:
 
     def __init__(self, *, answer_column: str = "answer", require_end: bool = True) -> None:
         """`require_end`: a response that was cut off before its end token gets 0, whatever it says."""
-        self.answer_column = answer_column
-        self.require_end = require_end
+        super().__init__(answer_column, (), require_end)
 
-    def __call__(self, sample: Sample) -> float:
-        """1.0 or 0.0. Raises `ValueError` for a reference without a number: a broken row must never look like a wrong response."""
-        expected = self._expected(sample)
-        if self.require_end and not sample.is_finished:
-            return 0.0
-        _, mark, tail = sample.response.rpartition(MARK)
-        found = _NUMBER.match(tail) if mark else None
-        return float(found is not None and _value(found) == expected)
+    def _answer(self, response: str) -> str | None:
+        _, mark, tail = response.rpartition(MARK)
+        return tail if mark else None
 
-    def _expected(self, sample: Sample) -> Decimal:
-        if self.answer_column not in sample.example:
-            raise ValueError(f"no column {self.answer_column!r} in the row {dict(sample.example)!r:.400}")
-        reference = sample.example[self.answer_column]
+    def _right(self, reference: Any) -> Decimal:
         # A JSON number is as good as its text; a bool is a number only to Python.
         text = reference if isinstance(reference, str) else "" if isinstance(reference, bool) else str(reference)
         found = _NUMBER.match(text.rpartition(MARK)[2])
         if found is None or found.string[found.end() :].strip():
-            raise ValueError(f"no number to compare with in column {self.answer_column!r}: {reference!r:.400}")
+            raise ValueError(f"no number to compare with in column {self._answer_column!r}: {reference!r:.400}")
         return _value(found)
+
+    def _is_right(self, answer: str, right: Decimal) -> bool:
+        found = _NUMBER.match(answer)
+        return found is not None and _value(found) == right
 
 
 def _value(found: re.Match[str]) -> Decimal:
