@@ -9,17 +9,15 @@ largest of them.
 
 from __future__ import annotations
 
-import secrets
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from asyncflow.telemetry.charts import MetricRow, Runs, accuracy_keys, compared_charts
-from asyncflow.telemetry.report import page_script, page_style, page_template, script_json
+from asyncflow.telemetry.report import page_template, page_with_charts
 from asyncflow.telemetry.run_reader import RunReader
 from asyncflow.telemetry.sections import idle_of_pools
 
@@ -103,14 +101,11 @@ class RunsCompared:
 def write_comparison(runs: Mapping[str, RunReader], path: Path) -> Path:
     """Write a page that compares runs, whose files have been read, and return its path."""
     comparison = RunsCompared(runs)
-    page = page_template("compare.html.j2").render(
-        style=page_style(),
+    page = page_with_charts(
+        "compare.html.j2",
+        comparison.charts,
         title=" and ".join(comparison.names) if len(comparison.names) < 4 else f"{len(comparison.names)} runs",
         content=comparison.html(),
-        chart_data=script_json(comparison.charts),
-        plotly_js=Markup(get_plotlyjs()),
-        page_js=page_script("charts.js"),
-        nonce=secrets.token_urlsafe(16),
     )
     path.write_text(page, encoding="utf-8")
     return path

@@ -37,8 +37,9 @@ def write_report(run_dir: Path) -> Path:
     """
     run = RunReader(run_dir)
     run.read_all()
-    page = page_template(_TEMPLATE).render(
-        style=page_style(),
+    page = page_with_charts(
+        _TEMPLATE,
+        {"charts": metric_charts(run.rows, run.evaluations), "gantt": run.spans.chart()},
         name=run.name,
         facts=sections.facts(run),
         certificate=run.certificate.line if run.certificate is not None else "",
@@ -51,14 +52,22 @@ def write_report(run_dir: Path) -> Path:
         unscored=sections.unscored(run.unscored),
         config=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else "",
         num_spans=run.spans.num_spans,
-        chart_data=script_json({"charts": metric_charts(run.rows, run.evaluations), "gantt": run.spans.chart()}),
-        plotly_js=Markup(get_plotlyjs()),
-        page_js=page_script("charts.js"),
-        nonce=secrets.token_urlsafe(16),
     )
     path = run_dir / REPORT_FILE
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def page_with_charts(template: str, chart_data: object, **content: object) -> str:
+    """A page with charts of this data, for `charts.js`, which needs nothing else."""
+    return page_template(template).render(
+        style=page_style(),
+        chart_data=script_json(chart_data),
+        plotly_js=Markup(get_plotlyjs()),
+        page_js=Markup(_text("charts.js")),
+        nonce=secrets.token_urlsafe(16),
+        **content,
+    )
 
 
 @functools.cache
@@ -73,11 +82,6 @@ def page_template(name: str) -> Template:
 def page_style() -> Markup:
     """Style sheet of all pages."""
     return Markup(_text("page.css"))
-
-
-def page_script(name: str) -> Markup:
-    """Script of this room: `charts.js` draws the charts of all pages."""
-    return Markup(_text(name))
 
 
 def script_json(content: object) -> Markup:
