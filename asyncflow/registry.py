@@ -6,6 +6,7 @@ A name is a built-in one, or one that an installed package gives by an entry poi
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
@@ -38,6 +39,14 @@ def load(kind: str, target: str) -> Any:
     except CannotImport as error:
         kind_of_error = RunError if is_shortage(error.__cause__) else UserError
         raise kind_of_error(f"{kind} {target!r} cannot be imported: {error}") from error
+
+
+def package_module(module: str, package: str, what: str) -> Any:
+    """A module of another product's package. Raises `UserError` where that is not installed, saying `what` needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{what} needs the package {package}: pip install {package}") from error
 
 
 def build(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
+from asyncflow.registry import package_module
 from asyncflow.settings import from_yaml
 from asyncflow.types import UserError
 
@@ -29,10 +30,7 @@ def rows(path: str, seed: int, *, is_held_out: bool, count: int) -> list[dict[st
 
 class _Task:
     def __init__(self, text: str, seed: int, size: int) -> None:
-        try:
-            import reasoning_gym
-        except ImportError as error:
-            raise UserError("data reasoning_gym needs the package reasoning-gym: pip install reasoning-gym") from error
+        reasoning_gym = package_module("reasoning_gym", "reasoning-gym", "data reasoning_gym")
         self.name, _, query = text.partition("?")
         self.options = {key: from_yaml(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
         self.origin = {"task": self.name, "seed": seed, "size": size, "options": self.options}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from asyncflow.environments.base import Action, Message, TurnResult
-from asyncflow.registry import load
+from asyncflow.registry import load, package_module
 from asyncflow.types import UserError
 
 _NUMBER: Final = re.compile(r"-?\d+")
@@ -28,10 +28,7 @@ class Gymnasium:
         if ":" in env and "/" not in env.rpartition(":")[2]:
             self._env = load("environment", env)(**options)
         else:
-            try:
-                import gymnasium
-            except ImportError as error:
-                raise UserError("environment gymnasium needs the package gymnasium: pip install gymnasium") from error
+            gymnasium = package_module("gymnasium", "gymnasium", "environment gymnasium")
             try:
                 self._env = gymnasium.make(env, **options)
             except gymnasium.error.Error as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncflow.environments.base import Action, Message, TurnResult
-from asyncflow.types import UserError
+from asyncflow.registry import package_module
 
 
 class OpenEnv:
@@ -33,11 +33,7 @@ class OpenEnv:
 
         Raises `UserError` if the package is not installed.
         """
-        try:
-            from openenv.core import GenericEnvClient
-        except ImportError as error:
-            raise UserError("environment openenv needs the package openenv-core: pip install openenv-core") from error
-        self._client: Any = GenericEnvClient(base_url=url)
+        self._client = package_module("openenv.core", "openenv-core", "environment openenv").GenericEnvClient(base_url=url)
         self._action_field, self._observation_field = action_field, observation_field
         self.is_deterministic, self._columns = is_deterministic, reset_columns
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncflow.environments.base import Action, Message, TurnResult
+from asyncflow.registry import package_module
 from asyncflow.types import UserError
 
 
@@ -21,10 +22,7 @@ class SkyRLGym:
 
         Raises `UserError` if the package is not installed, or knows no such environment.
         """
-        try:
-            import skyrl_gym
-        except ImportError as error:
-            raise UserError("environment skyrl_gym needs the package skyrl-gym: pip install skyrl-gym") from error
+        skyrl_gym = package_module("skyrl_gym", "skyrl-gym", "environment skyrl_gym")
         if ":" in env_class and env_class not in skyrl_gym.registry:
             skyrl_gym.register(id=env_class, entry_point=env_class)
         if env_class not in skyrl_gym.registry:

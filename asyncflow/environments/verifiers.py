@@ -17,6 +17,7 @@ import msgspec
 
 from asyncflow.environments.agent import Endpoint
 from asyncflow.environments.base import Action, TurnResult
+from asyncflow.registry import package_module
 from asyncflow.types import UserError
 
 
@@ -41,14 +42,11 @@ class Verifiers:
 
         Raises `UserError` if the package is not installed, or its configuration refuses these.
         """
-        try:
-            from verifiers.v1.utils.loaders import environment_class
-        except ImportError as error:
-            raise UserError("environment verifiers needs the package verifiers: pip install verifiers") from error
+        loaders = package_module("verifiers.v1.utils.loaders", "verifiers", "environment verifiers")
         known = {"taskset": {"id": taskset, **(options or {})}, "agent": {"harness": {"id": harness}, "runtime": {"type": runtime}}}
         self._key = msgspec.json.encode([known, env])
         try:
-            self._class = environment_class(taskset, env)
+            self._class = loaders.environment_class(taskset, env)
             (config,) = (base.__args__[0] for base in self._class.__orig_bases__ if hasattr(base, "__args__"))
             self._config = config.model_validate({"id": env, **known})
         except (ValueError, ModuleNotFoundError, AttributeError, TypeError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.errors import UserError
+from asyncflow.registry import package_module
 from asyncflow.rewards.base import Sample
 
 
@@ -18,12 +18,8 @@ class ReasoningGym:
 
     def __init__(self, *, needs_tag: bool = False) -> None:
         """`needs_tag`: a response without `<answer>` gets 0. Raises `UserError` if the package is not installed."""
-        try:
-            import reasoning_gym
-        except ImportError as error:
-            raise UserError("reward reasoning_gym needs the package reasoning-gym: pip install reasoning-gym") from error
-        self._create = lru_cache(maxsize=64)(_create)
-        self._extract = reasoning_gym.utils.extract_answer
+        self._package = package_module("reasoning_gym", "reasoning-gym", "reward reasoning_gym")
+        self._task = lru_cache(maxsize=64)(self._created)
         self._needs_tag = needs_tag
 
     def __call__(self, sample: Sample) -> float:
@@ -31,21 +27,18 @@ class ReasoningGym:
         reasoning-gym."""
         if not isinstance(origin := sample.example.get("reasoning_gym"), dict):
             raise ValueError("the row is not of data.path=reasoning_gym:...: its column reasoning_gym is missing")
-        answer = self._extract(sample.response)
+        answer = self._package.utils.extract_answer(sample.response)
         if answer is None and not self._needs_tag:
             answer = sample.response.strip()
         if answer is None:
             return 0.0
-        task = self._create(msgspec.json.encode({name: origin[name] for name in ("task", "seed", "size", "options")}))
+        task = self._task(msgspec.json.encode({name: origin[name] for name in ("task", "seed", "size", "options")}))
         entry = task[origin["index"]]
         try:
             return float(task.score_answer(answer=answer, entry=entry))
         except Exception:  # some tasks raise whatever their parser does
             return 0.0
 
-
-def _create(origin: bytes) -> Any:
-    import reasoning_gym
-
-    known = msgspec.json.decode(origin)
-    return reasoning_gym.create_dataset(known["task"], seed=known["seed"], size=known["size"], **known["options"])
+    def _created(self, origin: bytes) -> Any:
+        known = msgspec.json.decode(origin)
+        return self._package.create_dataset(known["task"], seed=known["seed"], size=known["size"], **known["options"])
