@@ -105,17 +105,13 @@ def _compile(template: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _strftime_now}
+    environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": lambda form: datetime.now().strftime(form)}
     environment.filters["tojson"] = _to_json
     return environment.from_string(template)
 
 
 def _token_text(token: str | Mapping[str, Any] | None) -> str:
     return str(token["content"]) if isinstance(token, Mapping) else token or ""
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -25,6 +25,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import (
     MicroBatch,
     MicroBatchResult,
+    ModelTraining,
     OptimResult,
     Response,
     RolloutEngine,
@@ -71,14 +72,6 @@ class Producer:
     shape: Shape
     on_played: Callable[[int], None]
     on_scored: Callable[[], None]
-
-
-class Updated(Protocol):
-    """The part of `TrainEngine` and `CriticEngine` that an update calls."""
-
-    async def optim_step(self, normaliser: int) -> OptimResult: ...
-
-    async def discard(self) -> None: ...
 
 
 class Keeper(Protocol):
@@ -143,14 +136,18 @@ async def produce(by: Producer, leased: Leased, request: GroupRequest, on_genera
                         group.fail(row.sample, row.failure)
                 for of_turn, alike in by.episodes.first(rows, sampling):
                     playing.create_task(_generate(group, of_turn, alike, playing))
-                for row in by.episodes.without_first(rows):
-                    playing.create_task(_play(group, row, None))
         on_generated()
 
 
-async def _generate(group: ProducedGroup, sampling: Sampling, rows: Sequence[EpisodeRow], playing: asyncio.TaskGroup) -> None:
+async def _generate(
+    group: ProducedGroup, sampling: Sampling | None, rows: Sequence[EpisodeRow], playing: asyncio.TaskGroup
+) -> None:
     """First turns of rows that begin alike; each row goes on by itself."""
     by, by_sample, prompt_ids = group.by, {row.sample: row for row in rows}, rows[0].prompt_ids
+    if sampling is None:
+        for row in rows:
+            playing.create_task(_play(group, row, None))
+        return
     async for turn in by.engine.generate(prompt_ids, samples=list(by_sample), sampling=sampling, key=group.key):  # 6
         playing.create_task(_play(group, by_sample[turn.sample], turn))
 
@@ -181,7 +178,7 @@ class ProducedGroup:
     def fail(self, sample: int, failure: Exception) -> None:
         """A row that has no episode."""
         self.by.on_played(0)
-        self.scored.failed()
+        self.scored.ended()
         self.tasks.create_task(self._fail(row_index(self.request.meta.group, sample, self.by.shape.group_bits), failure))
 
     async def _fail(self, row: int, failure: Exception) -> None:
@@ -207,7 +204,7 @@ async def _score_and_enqueue(group: ProducedGroup, played: Played) -> None:
         check_response(response)
         reward = None if by.scoring.score is None else await by.scoring.score(sample)  # 7
     except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
-        group.scored.failed()
+        group.scored.ended()
         error, is_final = why_failed(failure)
         await by.queue.fail(group.leased.lease, [row], error, is_final=is_final)
     else:
@@ -263,7 +260,7 @@ async def train(
 
 async def update(
     rounds: Rounds,
-    engine: Updated,
+    engine: ModelTraining,
     objective: ModelObjective,
     compute: Callable[[Sequence[MicroBatch]], Awaitable[list[MicroBatchResult]]],
     fingerprints: StepLog,
@@ -339,7 +336,7 @@ async def publish(version: int, weights: WeightSource, sender: WeightSender | No
     sender.retain(await versions.publish(manifest))
 
 
-async def apply(engine: Updated, objective: ModelObjective, totals: StepTotals, *, is_held: bool = False) -> Update:
+async def apply(engine: ModelTraining, objective: ModelObjective, totals: StepTotals, *, is_held: bool = False) -> Update:
     """Make one optimiser step on the sums of a closed update; none when a row's loss was not finite, or when no row is left, or
     when the model is held as it is."""
     counts = {"tokens": totals.tokens, "sequences": totals.sequences}

@@ -47,13 +47,9 @@ class CapturePlayer(EpisodePlayer):
     endpoint: Served
     joints: JointsByTools
 
-    def first(self, rows: Sequence[EpisodeRow], sampling: Sampling) -> list[tuple[Sampling, list[EpisodeRow]]]:
-        """None: no turn is there before its program asks."""
-        return []
-
-    def without_first(self, rows: Sequence[EpisodeRow]) -> list[EpisodeRow]:
-        """See `EpisodePlayer`: all that could begin."""
-        return [row for row in rows if row.failure is None]
+    def first(self, rows: Sequence[EpisodeRow], sampling: Sampling) -> list[tuple[Sampling | None, list[EpisodeRow]]]:
+        """See `EpisodePlayer`: no turn is there before its program asks."""
+        return [(None, [row]) for row in rows if row.failure is None]
 
     async def play(self, row: EpisodeRow, turn: Response | None, sampling: Sampling, key: SampleKey) -> Played:
         """Run the program to its end. Raises `EnvironmentFailure`, and `LimitReached` where limits fail."""

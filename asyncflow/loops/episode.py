@@ -114,8 +114,9 @@ class EpisodePlayer:
             self.on_waiting(-1)
         return row
 
-    def first(self, rows: Sequence[EpisodeRow], sampling: Sampling) -> list[tuple[Sampling, list[EpisodeRow]]]:
-        """Rows that begin with the same tokens, with the settings of their first turn. Those that cannot begin are left out."""
+    def first(self, rows: Sequence[EpisodeRow], sampling: Sampling) -> list[tuple[Sampling | None, list[EpisodeRow]]]:
+        """Rows that begin with the same tokens, with the settings of their first turn; None: they are played before they have one.
+        Those that cannot begin are left out."""
         if self.environments is None:
             return [(sampling, list(rows))]
         alike: dict[bytes, list[EpisodeRow]] = {}
@@ -123,10 +124,6 @@ class EpisodePlayer:
             if row.failure is None:
                 alike.setdefault(row.prompt_ids.tobytes(), []).append(row)
         return [(self._turn_sampling(some[0], sampling), some) for some in alike.values()]
-
-    def without_first(self, rows: Sequence[EpisodeRow]) -> list[EpisodeRow]:
-        """Rows that are played before they have a turn."""
-        return []
 
     async def play(self, row: EpisodeRow, turn: Response | None, sampling: Sampling, key: SampleKey) -> Played:
         """The rest of an episode, from its first turn on. Raises `EnvironmentFailure`, and `LimitReached` where limits fail."""

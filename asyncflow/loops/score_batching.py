@@ -43,14 +43,16 @@ class ScoredRows:
         self._is_whole = asyncio.Event()
         self._rows: list[ScoredRow] = []
 
-    def failed(self) -> None:
-        """Count a row that will not be scored: there is one less to wait for."""
-        self._ended()
+    def ended(self) -> None:
+        """Count a row that is scored, or will not be: there is one less to wait for."""
+        self._num_open -= 1
+        if not self._num_open:
+            self._is_whole.set()
 
     async def to_store(self, row: ScoredRow) -> list[ScoredRow]:
         """Rows that this caller is to store. The first caller waits for the others and gets all rows; the others get none."""
         self._rows.append(row)
-        self._ended()
+        self.ended()
         if len(self._rows) > 1:
             return []
         with contextlib.suppress(TimeoutError):
@@ -58,8 +60,3 @@ class ScoredRows:
                 await self._is_whole.wait()
         rows, self._rows = self._rows, []
         return rows
-
-    def _ended(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
-            self._is_whole.set()

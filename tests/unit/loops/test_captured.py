@@ -89,9 +89,9 @@ def request(tokenizer: CheckpointTokenizer, question: str) -> GroupRequest:
 
 async def played_by(player: EpisodePlayer, asked: GroupRequest, sampling: Sampling) -> Played:
     ((row,),) = [rows async for rows in player.begin(asked, [0], sampling, KEY)]
-    if player.without_first([row]):
-        return await player.play(row, None, sampling, KEY)
     ((of_turn, (row,)),) = player.first([row], sampling)
+    if of_turn is None:
+        return await player.play(row, None, sampling, KEY)
     (turn,) = [each async for each in player.engine.generate(row.prompt_ids, samples=[0], sampling=of_turn, key=KEY)]
     return await player.play(row, turn, sampling, KEY)
 
@@ -239,6 +239,7 @@ async def test_rows_for_which_there_is_no_room_begin_when_others_have_ended(toke
         async for rows in player.begin(asked, [0, 1, 2], sampling, KEY):
             begun.append([row.sample for row in rows])
             for of_turn, alike in player.first(rows, sampling):
+                assert of_turn is not None
                 for row in alike:
                     stream = engine.generate(row.prompt_ids, samples=[row.sample], sampling=of_turn, key=KEY)
                     (turn,) = [each async for each in stream]

@@ -28,7 +28,7 @@ def stored(num_rows: int, scored_at: dict[int, float], failed_at: tuple[float, .
 
     async def fail(rows: ScoredRows, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        rows.failed()
+        rows.ended()
 
     async def main() -> None:
         rows = ScoredRows(num_rows)
