@@ -65,9 +65,6 @@ class Agent:
         reward = await (self._called(endpoint) if self._run is not None else self._started(endpoint))
         return TurnResult(None, None if reward is None else float(reward), True, {})
 
-    def close(self) -> None:
-        """See `Environment`."""
-
     async def _called(self, endpoint: Endpoint) -> float | None:
         assert self._run is not None
         run = functools.partial(self._run, dict(self._example), endpoint.base_url, endpoint.api_key, **self._options)

@@ -47,9 +47,6 @@ class TextArena:
             None, float(rewards[0]), True, {"invalid_move": bool(own.get("invalid_move")), "turns": own.get("turn_count", 0)}
         )
 
-    def close(self) -> None:
-        """See `Environment`."""
-
     def _news(self) -> str:
         _, observed = self._game.get_observation()
         return "\n".join(message for _, message, kind in observed if kind is not self._own_words)

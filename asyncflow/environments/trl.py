@@ -54,9 +54,6 @@ class TRLEnvironment:
         messages, failures = await self._box.answer_to(calls, 1 << 20, is_fenced="```tool_call" in action)
         return TurnResult(messages, None, False, {TOOL_CALLS: len(calls), TOOL_FAILURES: failures})
 
-    def close(self) -> None:
-        """See `Environment`."""
-
     async def _reward(self) -> float | None:
         if (get_reward := getattr(self._environment, "get_reward", None)) is None:
             return None

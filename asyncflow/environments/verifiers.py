@@ -76,9 +76,6 @@ class Verifiers:
         rewards = [trace.reward for trace in episode.traces]
         return TurnResult(None, sum(rewards) / len(rewards), True, {})
 
-    def close(self) -> None:
-        """See `Environment`."""
-
     async def _shared(self) -> Any:
         """The package's environment, served for as long as this process lives."""
         if self._key not in self._served:
