@@ -10,10 +10,8 @@ fails. A new process takes the place of one that ended.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -70,12 +68,10 @@ class EnvironmentPool(SandboxPool):
         """Facts that the environment says of itself, once the pool is started."""
         self._is_elsewhere = any(python.startswith(SCHEME) for python in pythons)
         self._numbers = itertools.count()
-        self._room: list[SandboxProcess] = []  # a process as often as it can take an episode
-        self._waiting: deque[asyncio.Future[SandboxProcess]] = deque()
 
     async def begin(self, example: Mapping[str, Any], seed: int) -> tuple[PooledEpisode, Opening | None]:
         """An episode, and its first observation. Raises `EnvironmentFailure`, and `RunError` if no process can be had any more."""
-        process, number = await self._process(), next(self._numbers)
+        process, number = await self._place(), next(self._numbers)
         try:
             reply = await self.ask(process, ResetEpisode(number, example, seed), EpisodeOpened)
         except BaseException:
@@ -89,10 +85,6 @@ class EnvironmentPool(SandboxPool):
             raise self._error
         reply = await self._ask(process, frame(question))
         if isinstance(reply, Failed):
-            if not process.is_alive:
-                if self._error is not None:
-                    raise self._error
-                await self._retire(process)
             self.failures[reply.kind] += 1
             raise EnvironmentFailure(reply.kind, reply.message)
         assert isinstance(reply, answer), reply
@@ -100,59 +92,24 @@ class EnvironmentPool(SandboxPool):
 
     def end(self, process: SandboxProcess, number: int) -> None:
         """Close an episode, beside everything else; its place is free then."""
-        if process.is_alive and self._error is None:
+        if self._error is None and process.is_alive:
             self._beside_do(self._close_episode(process, number))
+        elif self._error is None:
+            self._retire(process)
 
     async def _close_episode(self, process: SandboxProcess, number: int) -> None:
         with contextlib.suppress(EnvironmentFailure):  # it is counted; a process that is lost has been retired
             await self.ask(process, CloseEpisode(number), EpisodeClosed)
         self._free(process)
 
-    async def _process(self) -> SandboxProcess:
-        """A process with room for an episode, which takes it."""
-        if self._error is not None:
-            raise self._error
-        if self._room:
-            return self._room.pop()
-        place: asyncio.Future[SandboxProcess] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        try:
-            process: SandboxProcess = await self._unless_failed(place)
-            return process
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self._free(place.result())
-            raise
-
-    def _free(self, process: SandboxProcess) -> None:
-        if process.is_replaced:
-            return
-        while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(process)
-                return
-        self._room.append(process)
-
-    def _add(self, process: SandboxProcess, ready: EnvironmentReady) -> None:
+    def _num_places(self, ready: EnvironmentReady) -> int:
         if ready.is_captured and self._is_elsewhere:
             raise UserError(
                 f"environment {self.path} calls the policy at an address of the rollout worker's own machine: its interpreter "
                 f"(episodes.python) has to be there, too"
             )
         self.facts = ready
-        for _ in range(ready.episodes_per_process):
-            self._free(process)
-
-    async def _retire(self, process: SandboxProcess) -> None:
-        """Give a process that ended, or is to end, nothing more, and put a new one in its place, beside everything else."""
-        if not process.is_replaced:
-            process.is_replaced = True
-            self._room = [other for other in self._room if other is not process]
-            self._beside_do(self._replace(process))
-
-    async def _replace(self, process: SandboxProcess) -> None:
-        self._add(*await self._successor(process))
+        return ready.episodes_per_process
 
 
 class PooledEpisode:

@@ -13,7 +13,6 @@ of reach then. Most workers end a sample in time by themselves (`forked.py`); on
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -59,8 +58,6 @@ class RewardPool(SandboxPool):
         super().__init__([part.scorer for part in parts], setup, limits, num_workers=num_workers, name=name)
         self._on_scored = on_scored
         self._grace_seconds = 0.0
-        self._idle: list[SandboxProcess] = []
-        self._waiting: deque[tuple[bytes, asyncio.Future[Score]]] = deque()
 
     async def score(self, sample: Sample) -> Score:
         """The sample's reward, a finite number, and its parts.
@@ -68,39 +65,28 @@ class RewardPool(SandboxPool):
         Raises `RewardFailure` if there is none, and `RunError` if the pool is closed or can start no worker any more. May be
         cancelled: the sample's worker first finishes it, or is killed at its deadline, then goes on with the next sample.
         """
-        if self._error is not None:
-            raise self._error
+        question, worker = frame(sample), await self._place()
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        self._waiting.append((frame(sample), future))
-        if self._idle:
-            self._beside_do(self._serve(self._idle.pop()))
-        reward: Score = await self._unless_failed(future)
-        return reward
+        self._beside_do(self._serve(worker, question, future))
+        score: Score = await self._unless_failed(future)
+        return score
 
-    async def _serve(self, worker: SandboxProcess) -> None:
-        """Score what waits, one sample after another, then put a living worker back."""
-        while self._waiting:
-            question, future = self._waiting.popleft()
-            if future.done():
-                continue
-            if not worker.is_alive:  # it died while idle: no fault of this sample
-                worker, _ = await self._successor(worker)
-            clock = asyncio.get_running_loop().time
-            began = clock()
-            try:
-                reward = await self._score_by(worker, question)
-            except RewardFailure as failure:
-                if failure.kind != "skipped":
-                    self.failures[failure.kind] += 1
-                if not future.done():
-                    future.set_exception(failure)
-            else:
-                self._on_scored(clock() - began)
-                if not future.done():
-                    future.set_result(reward)
-            if not worker.is_alive:
-                worker, _ = await self._successor(worker)
-        self._idle.append(worker)
+    async def _serve(self, worker: SandboxProcess, question: bytes, future: asyncio.Future[Score]) -> None:
+        """Score a sample, whether or not its caller still waits, then give the worker back."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            score = await self._score_by(worker, question)
+        except RewardFailure as failure:
+            if failure.kind != "skipped":
+                self.failures[failure.kind] += 1
+            if not future.done():
+                future.set_exception(failure)
+        else:
+            self._on_scored(clock() - began)
+            if not future.done():
+                future.set_result(score)
+        self._free(worker)
 
     async def _score_by(self, worker: SandboxProcess, question: bytes) -> Score:
         reply = await self._ask(worker, question, self._grace_seconds)
@@ -110,12 +96,9 @@ class RewardPool(SandboxPool):
             return Score(reply.reward, tuple(reply.parts), reply.metrics)
         assert isinstance(reply, Failed), reply
         if reply.kind == "memory" and not self._grace_seconds:  # what ate it may be kept: the next sample must not pay for it
-            await self._retire(worker)
+            self._retire(worker)
         raise RewardFailure(reply.kind, reply.message, reply.trace)
 
-    def _add(self, process: SandboxProcess, ready: Ready) -> None:
+    def _num_places(self, ready: Ready) -> int:
         self._grace_seconds = GRACE_SECONDS if ready.has_deadline else 0.0
-        self._idle.append(process)
-
-    async def _retire(self, process: SandboxProcess) -> None:
-        await process.kill()
+        return 1

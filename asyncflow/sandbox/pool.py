@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -73,6 +73,8 @@ class SandboxPool(ABC):
         self._variables = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER} if pythons else None
         self._guard: asyncio.subprocess.Process | None = None
         self._living: set[SandboxProcess] = set()
+        self._places: list[SandboxProcess] = []  # a process as often as it may be asked
+        self._waiting: deque[asyncio.Future[SandboxProcess]] = deque()
         self._parked: set[asyncio.Future[Any]] = set()  # of callers, which are told of the pool's end
         self._background: set[asyncio.Task[None]] = set()
         self._error: Exception | None = RunError(f"{self._name} has not been started")
@@ -113,27 +115,28 @@ class SandboxPool(ABC):
             self._guard = None
 
     @abstractmethod
-    def _add(self, process: SandboxProcess, ready: Any) -> None:
-        """Take a new process, by its answer to the setup."""
+    def _num_places(self, ready: Any) -> int:
+        """Number of questions that a new process may have at a time, by its answer to the setup. Raises `UserError` for one that
+        is of no use."""
 
     @property
     def _code(self) -> str:
         return f"{self.names.code} {self._paths}"
 
-    @abstractmethod
-    async def _retire(self, process: SandboxProcess) -> None:
-        """Have a process ended: it has missed its deadline, or is of no more use."""
-
     async def _ask(self, process: SandboxProcess, question: bytes, grace_seconds: float = 0.0) -> Any:
-        """Answer to a question, a frame; or `Failed`: of a process that is late, or has ended."""
+        """Answer to a question, a frame; or `Failed`: of a process that is late, and was killed, or that has ended."""
         who = f"{self.names.built} {self._paths}"
         try:
             return await process.ask(question, self._limits.deadline_seconds + grace_seconds)
         except TimeoutError:
-            await self._retire(process)
+            self._retire(process)
+            await process.kill()
             late = f"gave no answer within {self._limits.deadline_seconds:g} s and was killed"
             return Failed("timeout", f"{who} {late}{process.last_words}")
         except ProcessEnded:
+            if self._error is not None:
+                raise self._error from None
+            self._retire(process)
             return Failed(process.kind_of_end, f"{who}: its process {process.end}{process.last_words}")
 
     async def _unless_failed(self, future: asyncio.Future[Any]) -> Any:
@@ -162,18 +165,61 @@ class SandboxPool(ABC):
             if not future.done():
                 future.set_exception(error)
 
+    # -- places of processes ------------------------------------------------------------------------------------------------
+
+    async def _place(self) -> SandboxProcess:
+        """A process with a place for a question, which takes it. First come, first served."""
+        if self._error is not None:
+            raise self._error
+        while self._places:
+            process = self._places.pop()
+            if process.is_alive:
+                return process
+            self._retire(process)  # it died while it was idle: no fault of this question
+        place: asyncio.Future[SandboxProcess] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            process = await self._unless_failed(place)
+            return process
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._free(place.result())
+            raise
+
+    def _free(self, process: SandboxProcess) -> None:
+        """Give a place back."""
+        if process.is_replaced:
+            return
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(process)
+                return
+        self._places.append(process)
+
+    def _add(self, process: SandboxProcess, ready: Any) -> None:
+        for _ in range(self._num_places(ready)):
+            self._free(process)
+
+    def _retire(self, process: SandboxProcess) -> None:
+        """Give a process that ended, or is to end, nothing more, and put a new one in its place, beside everything else."""
+        if not process.is_replaced:
+            process.is_replaced = True
+            self._places = [other for other in self._places if other is not process]
+            self._beside_do(self._replace(process))
+
     # -- processes ----------------------------------------------------------------------------------------------------------
 
-    async def _successor(self, process: SandboxProcess) -> tuple[SandboxProcess, Any]:
-        """A new process in the place of one that ended, or is to end, and its answer to the setup. A start that fails is tried
-        again: a machine may be short of memory for a moment."""
+    async def _replace(self, process: SandboxProcess) -> None:
+        """Put a new process in the place of this one. A start that fails is tried again: a machine may be short of memory for a
+        moment."""
         await self._remove(process)
         for pause in RESTART_PAUSES_SECONDS:
             try:
-                return await self._spawn()
+                return self._add(*await self._spawn())
             except (RunError, UserError, OSError):
                 await asyncio.sleep(pause)
-        return await self._spawn()
+        self._add(*await self._spawn())
 
     async def _spawn(self) -> tuple[SandboxProcess, Any]:
         """A new process and its answer to the setup. One that is killed before it has answered is started again, a few times.
