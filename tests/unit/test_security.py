@@ -92,5 +92,5 @@ async def test_a_body_without_a_length_is_bounded_at_the_capture_endpoint(monkey
         headers = [(b"authorization", b"Bearer key"), *length]
         request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
         with pytest.raises(RefusedCall) as refused:
-            await endpoint._chat(request)
+            await endpoint._serve(request, is_chat=True)
         assert refused.value.status == 413 and read == bound
