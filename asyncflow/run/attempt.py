@@ -199,7 +199,8 @@ class Attempt:
             checkpoints, version = newest
             return await asyncio.to_thread(read_driver, checkpoints.path(version), checkpoints.added(version))
         if checkpoints_of(self._config).versions():
-            raise RunError(f"none of the checkpoints in {self._folder.checkpoints} is whole: begin anew by run.overwrite=true")
+            where = self._folder.checkpoints
+            raise RunError(f"none of the checkpoints in {where} is whole: begin anew by run.overwrite=true, without --resume")
         return None
 
     def _check_free(self) -> None:

@@ -1,4 +1,4 @@
-"""Every mode in simulated runs, 100 seeds each (in the gate 8): slow, dying and stalled workers, late rewards, weights that do not
+"""Every mode in simulated runs, 100 seeds each (in the gate 6): slow, dying and stalled workers, late rewards, weights that do not
 arrive, workers that join and leave.
 
 No law is broken: the version interval of every row, each row trained once, all steps committed, no deadlock, a clean shutdown.
