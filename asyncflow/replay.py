@@ -26,7 +26,7 @@ from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config, dump, load, parse
 from asyncflow.loops.samples import Prompt
-from asyncflow.run.attempt import Attempt, AttemptInputs, Prepare
+from asyncflow.run.attempt import Attempt, Prepare
 from asyncflow.run.connection import JobFile, model_begun_with
 from asyncflow.run.driver_state import DriverState, Resumed, SavedPrompt
 from asyncflow.run.fleet import workers
@@ -205,7 +205,7 @@ class ReplayLife(Attempt):
         super().__init__(config, log, resume=False)
         self._plan = plan
 
-    async def begin(self, prepare: Prepare) -> AttemptInputs:
+    async def begin(self, prepare: Prepare) -> tuple[Prepared, Resumed]:
         """See `Attempt.begin`."""
         config, plan = self._config, self._plan
         self._folder.claim(dump(config))
@@ -230,7 +230,7 @@ class ReplayLife(Attempt):
         )
         folder = plan.checkpoint or self._folder.path
         rows = joined([_rows_alone(batch) for batch in plan.batches.values()])
-        return AttemptInputs(prepared, Resumed(folder, state, rows, is_whole=True))
+        return prepared, Resumed(folder, state, rows, is_whole=True)
 
 
 def _prompts_of(batch: Batch) -> dict[int, Prompt]:

@@ -116,21 +116,15 @@ class RunPlace:
         """Verdict on a request that has failed by this error."""
         from asyncflow.client import OutOfReach, RunOver
 
+        if not self.is_over and not isinstance(error, RunOver | OutOfReach):
+            try:
+                await self.worker.alive()
+            except (RunOver, OutOfReach) as answer:
+                error = answer
+            except RunError:
+                return "forgotten"
         self.is_over = self.is_over or isinstance(error, RunOver)
-        if self.is_over:
-            return "over"
-        if isinstance(error, OutOfReach):
-            return "wrong"
-        try:
-            await self.worker.alive()
-        except RunOver:
-            self.is_over = True
-            return "over"
-        except OutOfReach:
-            return "wrong"
-        except RunError:
-            return "forgotten"
-        return "wrong"
+        return "over" if self.is_over else "wrong"
 
     async def join_again(self, stopped: asyncio.Event, *, is_new: bool) -> bool:
         """Join the same run as another worker, when it has begun. Returns whether it goes on.

@@ -33,6 +33,11 @@ EVALUATORS: Final = "evaluator"
 Row = dict[str, float | int]
 
 
+def is_evaluator(worker: str) -> bool:
+    """Whether it is one of them, by its name."""
+    return worker.startswith(f"{EVALUATORS}/")
+
+
 def first_group(version: int, num_prompts: int) -> int:
     """Number of the first group of a version's evaluation: the sampled groups come first, then the greedy ones."""
     return EVALUATION_GROUPS + version * 2 * num_prompts

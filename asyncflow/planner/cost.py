@@ -170,7 +170,8 @@ def training(config: Config, model: Model) -> list[Figure]:
     prompt, group = model.lengths.prompt, config.rollout.group_size
     tokens = prompt + pieces * moments.mean
     pairs = prompt * prompt / 2 + pieces * (prompt * moments.mean + moments.mean_square / 2)
-    frozen = (train.old in ("step_start", "previous")) + _has_fused_reference(config)
+    has_reference = train.reference == "fused" and make_algorithm(config).needs_reference
+    frozen = (train.old in ("step_start", "previous")) + has_reference
     forwards = 1 + train.activation_checkpointing + frozen
     linear = 2.0 * (layers * shapes.of_layer + shapes.of_vocabulary)
     attention = model.attention_flops / layout.pp * pairs / tokens
@@ -265,10 +266,6 @@ def cut_of_rollout(config: Config) -> tuple[int, int]:
     """Devices of one instance, and instances of one worker."""
     options = config.rollout.engine.options
     return int(options.get("tensor_parallel", 1)), int(options.get("instances", 1))
-
-
-def _has_fused_reference(config: Config) -> bool:
-    return config.train.reference == "fused" and make_algorithm(config).needs_reference
 
 
 def _reach(num_devices: int, hardware: Hardware) -> str:

@@ -58,9 +58,9 @@ def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None =
 
 def workers_of(config: Config, task: str) -> int:
     """Workers that share a task: each is one device, or, where it is training, a data-parallel group of them."""
-    plan = config.plan
-    known = {"reference": plan.reference.num_workers, "values": plan.values.num_workers, "reward": plan.reward.num_workers}
-    return known.get(task, config.layout.dp if task == "train" else 1)
+    if task in POOLS:
+        return int(getattr(config.plan, task).num_workers)
+    return config.layout.dp if task == "train" else 1
 
 
 def divided(config: Config, part: int) -> Config:

@@ -17,7 +17,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -55,14 +54,6 @@ def write_published(folder: Path, published: Manifest, model: Path, config: Conf
     copy_tokenizer(model, folder)
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptInputs:
-    """Inputs of an attempt, and the checkpoint that it resumes, if it does."""
-
-    prepared: Prepared
-    resumed: Resumed | None
-
-
 class Attempt:
     """Attempt of a run. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read. `certificate`: of a
     finished run."""
@@ -78,8 +69,9 @@ class Attempt:
         self._model_before: int | None = None  # what was there when the run started
         self._model_version: int | None = None  # of what this attempt has saved
 
-    async def begin(self, prepare: Prepare) -> AttemptInputs | None:
-        """Look at the folder, have the inputs prepared, in a folder that goes afterwards, and make the run's. Raises `UserError`.
+    async def begin(self, prepare: Prepare) -> tuple[Prepared, Resumed | None] | None:
+        """Look at the folder, have the inputs prepared, in a folder that goes afterwards, and make the run's. Returns the inputs,
+        and the checkpoint that the attempt resumes, if it does. Raises `UserError`.
 
         None, with nothing made, where the run that is to go on is finished already.
         """
@@ -109,7 +101,7 @@ class Attempt:
         self.weights_dir = self._folder.make_weights_dir()
         self._model_before = self._folder.model_id()
         self.tell_workers(self._job_file(prepared, resumed))
-        return AttemptInputs(prepared, resumed)
+        return prepared, resumed
 
     def tell_workers(self, job: JobFile) -> None:
         """Write the job's file, which the workers read, into the folder."""

@@ -26,7 +26,7 @@ from asyncflow.control.critic_versions import CriticVersions
 from asyncflow.control.ledger import LedgerService
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.devices import kind_of
-from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.loops.evaluation import EVALUATORS, is_evaluator
 from asyncflow.loops.samples import Shape
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
@@ -169,7 +169,7 @@ async def joined(
     try:
         async with background(reporter.run(), queue.renew_held()):
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(CheckpointCoordinator, peer, "saves")
-            versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
+            versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if is_evaluator(name) else "versions")
             of_critic, rendezvous = proxy(CriticVersions, peer, CRITIC_VERSIONS), proxy(Rendezvous, peer, "rendezvous")
             desk, shape, cores = proxy(TrainDesk, peer, "desk"), shape_of(config), proxy(FreeCores, peer, "cores")
             parts = versions, of_critic, saves, reporter, rendezvous, desk, cores, proxy(Handover, peer, "handover")

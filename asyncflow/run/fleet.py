@@ -11,7 +11,7 @@ from asyncflow.cluster.base import OWN_DEVICES, WorkerSpec
 from asyncflow.config import Config
 from asyncflow.devices import COUNTED_AS, CPU, SHOWN_BY, kind_of
 from asyncflow.engines.base import RANKS_STORE
-from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.loops.evaluation import EVALUATORS, is_evaluator
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.run.factories import device_key, device_of, own_devices_each, shared_devices, tasks_before_training
 from asyncflow.run.rendezvous import AT_DRIVER
@@ -39,7 +39,7 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     tasks = tasks_before_training(config)
     specs = [storage_unit(i) for i in range(config.queue.num_units)] if config.queue.place == "workers" else []
     specs += [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
-    specs += [evaluator(config, f"{EVALUATORS}/{i}") for i in range(config.eval.num_workers)]
+    specs += [rollout_worker(config, f"{EVALUATORS}/{i}") for i in range(config.eval.num_workers)]
     if "reward" in tasks:
         device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.least_threads)
         needs, known, environment = devices(device, num_threads), imports(device=device), thread_environment(num_threads)
@@ -72,22 +72,15 @@ def _sharing(config: Config, spec: WorkerSpec, host: str) -> WorkerSpec:
 
 
 def rollout_worker(config: Config, name: str) -> WorkerSpec:
-    """Specification of a rollout worker, of those that a run starts with or that join it."""
-    return _generating(config, name, "rollout_worker", "rollout.device", config.rollout.device)
-
-
-def evaluator(config: Config, name: str) -> WorkerSpec:
-    """Specification of a worker that only evaluates."""
-    return _generating(config, name, "evaluator", "eval.device", config.evaluators_device)
-
-
-def _generating(config: Config, name: str, main: str, key: str, device: str) -> WorkerSpec:
-    rollout = config.rollout
+    """Specification of a rollout worker, of those that a run starts with or that join it, or of an evaluator, by its name."""
+    rollout, key, device = config.rollout, "rollout.device", config.rollout.device
+    if is_evaluator(name):
+        key, device = "eval.device", config.evaluators_device
     num_devices = own_devices_each(config)
     needs, there = devices(device, rollout.least_threads, num_devices), asked(key, device) if num_devices else ""
     return WorkerSpec(
         name,
-        f"{MAINS}:{main}",
+        f"{MAINS}:rollout_worker",
         generating(config),
         rollout.max_restarts,
         needs,

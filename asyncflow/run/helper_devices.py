@@ -11,7 +11,7 @@ from typing import Final
 from asyncflow.config import Config
 from asyncflow.devices import CPU, devices_of, kind_of
 from asyncflow.engines.rollout import ROLLOUT_ENGINE_DEVICES
-from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.loops.evaluation import is_evaluator
 from asyncflow.threads import num_cores
 from asyncflow.types import UserError
 
@@ -21,9 +21,8 @@ ON_ONE_MACHINE: Final = ("local", "inline")
 
 def generating_device(config: Config, name: str) -> str:
     """Device of a rollout worker or an evaluator, by its name: of several (`cuda:1-3`) its own, in turn."""
-    pool, _, number = name.partition("/")
-    devices = devices_of(config.evaluators_device if pool == EVALUATORS else config.rollout.device)
-    return devices[int(number) % len(devices)]
+    devices = devices_of(config.evaluators_device if is_evaluator(name) else config.rollout.device)
+    return devices[int(name.partition("/")[2]) % len(devices)]
 
 
 def helper_devices(config: Config) -> tuple[str, ...]:

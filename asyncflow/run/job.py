@@ -128,7 +128,8 @@ class Job:
         if begun is None:
             return
         assert attempt.weights_dir is not None
-        self._prepared = prepared = begun.prepared
+        self._prepared, resumed = begun
+        prepared = self._prepared
         self._has_trained, there = False, evaluated_versions(config.run_dir)
         self.evaluations = [row for row in self.evaluations if row["step"] in there]  # the others are made again
         num_kept = len(prepared.prompts), len(prepared.held_out)
@@ -138,7 +139,7 @@ class Job:
         if self.journal is not None and not self._resume:
             self.journal.clear()
         kept = self._kept if self.journal is not None else None
-        driver = Driver(config, begun.prepared, observer, begun.resumed, kept, attempt.memory)
+        driver = Driver(config, prepared, observer, resumed, kept, attempt.memory)
         driver.saves.on_settled = self._changed.notify
         server, cluster = self._place(driver, attempt.weights_dir)
         self._server, self._cluster = server, cluster

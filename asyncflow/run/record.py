@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.control.ledger import Consumed, Decided, StepTotals, Update
-from asyncflow.loops.evaluation import EVALUATORS, Row
+from asyncflow.loops.evaluation import Row, is_evaluator
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.run.context import Observer, RunContext
@@ -284,7 +284,7 @@ class RunRecord:
 
     def _why_not_deterministic(self) -> str:
         workers = [*self.hub.states.values(), *self.hub.past]
-        made = [worker.why_not_deterministic for worker in workers if not worker.worker.startswith(f"{EVALUATORS}/")]
+        made = [worker.why_not_deterministic for worker in workers if not is_evaluator(worker.worker)]
         whys = [self._before.why_not_deterministic, *made]
         return next((why for why in whys if why), "")
 

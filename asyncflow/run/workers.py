@@ -22,7 +22,7 @@ from asyncflow.loops.algorithm1 import publish, train
 from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.critic import add_values, publish_critic, train_critic
 from asyncflow.loops.episode import EpisodePlayer
-from asyncflow.loops.evaluation import position_of
+from asyncflow.loops.evaluation import is_evaluator, position_of
 from asyncflow.loops.rollout import FIRST, EngineVersion, Rollout, ServedWeights
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
@@ -70,16 +70,8 @@ class ToClose(Protocol):
 
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
-    """Generates, and scores unless another worker does, until the run stops."""
-    await _generate(name, run_dir)
+    """Generates, and scores unless another worker does, until the run stops; an evaluator, by its name, evaluations alone."""
 
-
-async def evaluator(name: str, run_dir: Path) -> None:
-    """Generates evaluations alone, and scores them, until the run stops."""
-    await _generate(name, run_dir, is_evaluator=True)
-
-
-async def _generate(name: str, run_dir: Path, *, is_evaluator: bool = False) -> None:
     def device(config: Config) -> str:
         return generating_device(config, name)
 
@@ -95,7 +87,7 @@ async def _generate(name: str, run_dir: Path, *, is_evaluator: bool = False) -> 
             weights = ServedWeights(receiver, partial(first_tensors, run.config, model), has)
             async with environments(run, name) as pool, capture_endpoint(pool) as endpoint:
                 episodes = None if pool is None else episode_player(run, engine, pool, tokenizer, endpoint)
-                await roll_out(run, engine, weights, score, tokenizer.decode, episodes, is_evaluator=is_evaluator)
+                await roll_out(run, engine, weights, score, tokenizer.decode, episodes, evaluates=is_evaluator(name))
             has = weights.has
             reset: Callable[[], Awaitable[None]] | None = getattr(engine, "reset", None)
             if reset is None or not await run.handover.stays():
@@ -113,11 +105,11 @@ async def roll_out(
     decode: Callable[[Array], str],
     episodes: EpisodePlayer | None = None,
     *,
-    is_evaluator: bool = False,
+    evaluates: bool = False,
 ) -> None:
     """A rollout worker's work, or an evaluator's, with what was built for it; the receiver is closed at the end."""
     task, schedule, shape = "rollout", make_schedule(run.config), run.shape
-    if is_evaluator:
+    if evaluates:
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
     widened, why = widening(run.config, run.cores, "rollout", engine)
     run.reporter.why_not_deterministic = why or engine.why_not_deterministic

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +42,7 @@ from asyncflow.engines.sleeping import (
 )
 from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 from asyncflow.loops.episode import EpisodePlayer
-from asyncflow.loops.evaluation import EVALUATORS, Row
+from asyncflow.loops.evaluation import EVALUATORS, Row, is_evaluator
 from asyncflow.loops.rollout import ServedWeights
 from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
@@ -282,8 +281,7 @@ class SimulatedJob(Job):
                 unit.holdings.storage = SleepingStorage(unit.holdings.storage, self._costs, own)
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains: dict[str, Main] = {
-            "rollout_worker": partial(self._generate, is_evaluator=False),
-            "evaluator": partial(self._generate, is_evaluator=True),
+            "rollout_worker": self._rollout_worker,
             "reward_worker": self._reward_worker,
             "reference_worker": self._reference_worker,
             "train_worker": self._train_worker,
@@ -338,7 +336,7 @@ class SimulatedJob(Job):
             await asyncio.sleep(self._costs_of(name).load_seconds)
             yield run
 
-    async def _generate(self, name: str, peer: SimulatedPeer, *, is_evaluator: bool) -> None:
+    async def _rollout_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
             rollout = self.config.rollout
             engine = SleepingRolloutEngine(
@@ -351,7 +349,7 @@ class SimulatedJob(Job):
             )
             score, episodes = _Scorer(self, name).score, self._episodes(name, engine)
             weights = ServedWeights(self._sync.receiver(name), dict)
-            await roll_out(run, engine, weights, score, _decode, episodes, is_evaluator=is_evaluator)
+            await roll_out(run, engine, weights, score, _decode, episodes, evaluates=is_evaluator(name))
             await engine.close()
 
     def _episodes(self, name: str, engine: SleepingRolloutEngine) -> EpisodePlayer | None:

@@ -66,7 +66,7 @@ def test_evaluators_are_started_as_rollout_workers_are_on_devices_that_count() -
         assert [name for name in specs if name.startswith("evaluator")] == ["evaluator/0", "evaluator/1"]
         one, other = specs["evaluator/0"], specs["rollout/0"]
         assert (one.needs, one.max_restarts, one.environment) == (needs, 7, other.environment)
-        assert (one.entry, other.entry) == ("asyncflow.run.workers:evaluator", "asyncflow.run.workers:rollout_worker")
+        assert one.entry == other.entry == "asyncflow.run.workers:rollout_worker"
 
 
 def test_options_that_say_no_number_of_devices_are_refused() -> None:
