@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -63,7 +63,8 @@ def plan(
     resolved = load(config, given)
     if devices is None and nodes is None and resolved.plan.devices is None:
         refuse({"--per-node": per_node}, "says how large a node is, and nothing says how many there are: give --nodes or --devices")
-    asked, found = asyncio.run(_plan(resolved, devices, hardware, nodes, per_node, measure))
+    machine = {"devices": devices, "device": hardware, "nodes": nodes, "per_node": per_node}
+    asked, found = asyncio.run(_plan(resolved, _folder(resolved), is_measured=measure, **machine))
     _print(asked, found, TOP if top is None else top)
     _print_files(resolved)
     print(f"  asyncflow train {config} plan={_folder(resolved) / 'plan.yaml'}")
@@ -78,7 +79,7 @@ def load_planned(config: Path, overrides: Sequence[str], *, is_tried: bool = Fal
     resolved = load(config, others)
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
         folder = Path(scratch) if is_tried else _folder(resolved)
-        asked, found = asyncio.run(_plan(resolved, None, None, None, None, False, folder))
+        asked, found = asyncio.run(_plan(resolved, folder))
         _print(asked, found, 1)
         if not is_tried:
             _print_files(resolved)
@@ -89,20 +90,12 @@ def _folder(config: Config) -> Path:
     return config.run.dir / f"{config.run.name}-plan"
 
 
-async def _plan(
-    config: Config,
-    devices: int | None,
-    hardware: str | None,
-    nodes: int | None,
-    per_node: int | None,
-    is_measured: bool,
-    folder: Path | None = None,
-) -> tuple[PlanRequest, Found]:
+async def _plan(config: Config, folder: Path, *, is_measured: bool = False, **machine: Any) -> tuple[PlanRequest, Found]:
+    """`folder`: of the plan's files. `machine`: see `request`."""
     from asyncflow.planner.measured import measure
     from asyncflow.planner.plan import calibrated, find_plan, request, write
 
-    asked = await request(config, devices=devices, device=hardware, nodes=nodes, per_node=per_node)
-    folder = folder or _folder(config)
+    asked = await request(config, **machine)
     if is_measured:
         measurement = await asyncio.to_thread(measure, config, folder.with_name(f"{folder.name}-measured"))
         print("\n".join(measurement.lines()))

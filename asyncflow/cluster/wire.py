@@ -12,17 +12,18 @@ import itertools
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from asyncflow.cluster.clock import VirtualLoop, current_process
 from asyncflow.transport import ConnectionLost, RemoteError, client_key, client_name
 from asyncflow.transport.codec import error_name, raised
 
+LATENCY_SECONDS: Final = 1e-4
 Reply = Callable[[str, str, str, tuple[Any, ...], Any], None]
 
 
 class Wire:
-    """Stands for `transport.Server`. A message takes up to twice `latency_seconds`; those of one client keep their order."""
+    """Stands for `transport.Server`. A message takes up to twice `LATENCY_SECONDS`; those of one client keep their order."""
 
     def __init__(
         self,
@@ -31,7 +32,6 @@ class Wire:
         on_disconnect: Callable[[str], None],
         *,
         rng: random.Random,
-        latency_seconds: float = 1e-4,
         on_reply: Reply = lambda worker, service, method, arguments, result: None,
     ) -> None:
         """`on_reply(worker, service, method, arguments, result)` is told of every request that was served."""
@@ -39,7 +39,7 @@ class Wire:
         self.peers: list[SimulatedPeer] = []
         self.numbers = itertools.count(1)
         self.context = contextvars.copy_context()
-        self._rng, self._latency_seconds = rng, latency_seconds
+        self._rng = rng
 
     async def start(self, address: object) -> str:
         """Do nothing: there is no door, every client that has the wire may connect."""
@@ -52,7 +52,7 @@ class Wire:
 
     def delay(self) -> float:
         """Seconds that the next message takes, at random."""
-        return 2 * self._latency_seconds * self._rng.random()
+        return 2 * LATENCY_SECONDS * self._rng.random()
 
 
 class SimulatedPeer:

@@ -25,6 +25,7 @@ from asyncflow.model_folder import read_json
 from asyncflow.planner.contention import BusyWorkers
 from asyncflow.planner.fit import TimedWork
 from asyncflow.run.factories import tokens_per_pass
+from asyncflow.run.resume import metrics_of
 from asyncflow.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncflow.telemetry.idle import HELPER_TASK
 from asyncflow.telemetry.spans import Span
@@ -72,8 +73,7 @@ def read_run(run_dir: Path) -> tuple[Config, list[Span], dict[int, Row]]:
     for name in (CONFIG_FILE, SPANS_FILE, METRICS_FILE):
         if not (run_dir / name).is_file():
             raise UserError(f"{run_dir} has no {name}: name the folder of a run, such as runs/quickstart")
-    lines = (run_dir / METRICS_FILE).read_bytes().splitlines()
-    rows = {int(row["step"]): row for row in map(msgspec.json.decode, lines)}
+    rows: dict[int, Row] = {int(row["step"]): row for row in metrics_of(run_dir)}
     if len(rows) <= WARM_UP:
         raise UserError(f"{run_dir} has {len(rows)} steps, of which the first {WARM_UP} are not counted: give it a longer run")
     return load(run_dir / CONFIG_FILE), join_pieces(read_spans(run_dir / SPANS_FILE)), rows

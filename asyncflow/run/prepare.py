@@ -188,14 +188,14 @@ def _check_lora(config: Config) -> None:
 
 def _check_critic(config: Config) -> None:
     """Check that a critic can be trained beside the policy. Raises `UserError`."""
-    schedule = make_schedule(config)
-    if schedule.membership != "strict":
-        raise UserError(
-            "schedule.membership=first_come has groups change their steps, and the critic has given them the values of one: take "
-            "strict"
-        )
+    _check_strict(config, "groups change their steps, and the critic has given them the values of one")
     if config.train.critic.path is not None:
         check_folder("train.critic.path", Path(config.train.critic.path), config.train.critic.path)
+
+
+def _check_strict(config: Config, why: str) -> None:
+    if make_schedule(config).membership != "strict":
+        raise UserError(f"schedule.membership=first_come has {why}: take strict")
 
 
 def _check_critic_fits(critic: Path, policy: Path) -> None:
@@ -224,12 +224,10 @@ def _check_candidates(config: Config, *, wants_them: bool) -> None:
                 "responses all have one reward (algorithm.dynamic_sampling of dapo), and this one trains all: leave them out"
             )
         return
-    schedule = make_schedule(config)
-    if schedule.membership != "strict":
-        raise UserError(
-            "schedule.membership=first_come has the groups that are complete first trained first, and dynamic sampling those that "
-            "come first in the order of the data: take strict"
-        )
+    _check_strict(
+        config,
+        "the groups that are complete first trained first, and dynamic sampling those that come first in the order of the data",
+    )
     if train.max_candidates is not None and train.max_candidates < shape.prompts_at_first:
         raise UserError(
             f"train.max_candidates is {train.max_candidates}, and a step begins with {shape.prompts_at_first} prompts "
