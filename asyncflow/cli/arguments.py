@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,15 @@ def refuse(options: Mapping[str, Any], why: str) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
             raise UserError(f"{name} {why}")
+
+
+def need_service(verb: str, *modules: str) -> None:
+    """Check that these modules of the extra `service` are there. Raises `UserError`."""
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"asyncflow {verb} needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error
 
 
 def sentence_of(error: Any) -> str:

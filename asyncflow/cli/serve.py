@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from asyncflow.cli.arguments import refuse
+from asyncflow.cli.arguments import need_service, refuse
 from asyncflow.cli.plan import load_planned
 from asyncflow.config import Config, load
 from asyncflow.types import RunError, UserError
@@ -48,12 +48,7 @@ def serve(
     full_weights: Annotated[bool, typer.Option(help="With --tinker: train all weights where clients ask for adapters.")] = False,
 ) -> None:
     """Serve a run over HTTP: clients start it, put prompts, train steps, generate for it or train for it."""
-    try:
-        import fastapi  # noqa: F401
-        import google.protobuf  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"asyncflow serve needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error
+    need_service("serve", "fastapi", "google.protobuf", "uvicorn")
     if certificate is not None:
         from asyncflow.service.server import tls
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from asyncflow.cli.arguments import need_service
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.types import UserError
 
@@ -25,7 +26,7 @@ def watch(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
     """Show a live page about a run: what every worker does and waits for, its metrics, its samples."""
-    check_extra()
+    need_service("watch", "fastapi", "httptools", "uvicorn")
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     raise typer.Exit(asyncio.run(serve_page(folder, listen, opens=browser, compared=[])))
@@ -55,16 +56,6 @@ def _names(runs: list[Path]) -> list[str]:
     """Names that tell the runs apart: of their folders, or their whole paths."""
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
-
-
-def check_extra() -> None:
-    """Raises `UserError` where the packages of the extra `service` are missing."""
-    try:
-        import fastapi  # noqa: F401
-        import httptools  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"asyncflow watch needs the extra `service` ({error}): pip install 'asyncflow-rl[service]'") from error
 
 
 async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[str]) -> int:

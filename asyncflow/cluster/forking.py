@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -60,24 +61,12 @@ class Refusal(RunError):
     """A fork would not be safe: the worker is to be started otherwise."""
 
 
-class ControlPipe:
-    """The writing end of a worker's control pipe."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-
-    def close(self) -> None:
-        """The worker ends with it. It may be closed already."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
 class ForkedProcess:
     """A `WorkerProcess` that a fork server has as its child."""
 
-    def __init__(self, pid: int, stdin: ControlPipe) -> None:
-        """Called in the event loop that is to hear of the end of the process."""
+    def __init__(self, pid: int, stdin: FileIO) -> None:
+        """Called in the event loop that is to hear of the end of the process. `stdin`: the writing end of its control pipe, with
+        which the worker ends."""
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None
         self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
@@ -138,7 +127,7 @@ class ForkServer:
         self._socket.setblocking(False)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_asked = 0
-        self._asked: dict[int, tuple[asyncio.Future[ForkedProcess], ControlPipe]] = {}
+        self._asked: dict[int, tuple[asyncio.Future[ForkedProcess], FileIO]] = {}
         self._children: dict[int, ForkedProcess] = {}
         self._is_lost = self._hangs = self._refuses = False
 
@@ -195,7 +184,7 @@ class ForkServer:
         self._num_asked, number = self._num_asked + 1, self._num_asked
         request = Fork(number, spec.imports, spec.entry, spec.name, str(run_dir), dict(environment), os.getcwd())
         answer: asyncio.Future[ForkedProcess] = loop.create_future()
-        self._asked[number] = answer, ControlPipe(own)
+        self._asked[number] = answer, FileIO(own, "w")
         try:
             self._send(request, [theirs, log])
             async with asyncio.timeout(ANSWER_SECONDS):

@@ -43,12 +43,17 @@ class RunContext:
     progress: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """Callbacks: for every trained group, with its step; for every committed step, with its metrics; for every evaluation; and for
-    every message."""
+class Listener:
+    """Observer of a run: it is called with what happens; the command line draws it. All methods may be left as they are."""
 
-    group: Callable[[int], None]
-    step: Callable[[int, Mapping[str, float]], None]
-    evaluation: Callable[[Row], None]
-    log: Callable[[str], None]
+    def log(self, text: str) -> None:
+        """Take note of something worth a line."""
+
+    def group(self, step: int) -> None:
+        """A group of the step has been trained."""
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        """A step is committed; its metrics."""
+
+    def evaluation(self, row: Row) -> None:
+        """An evaluation is finished; its figures."""

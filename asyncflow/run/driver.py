@@ -31,7 +31,7 @@ from asyncflow.loops.taking import Taking
 from asyncflow.model_folder import read_json
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
-from asyncflow.run.context import Observer, RunContext
+from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
 from asyncflow.run.driver_state import Resumed, as_prompt
@@ -80,7 +80,7 @@ class Driver:
         self,
         config: Config,
         prepared: Prepared,
-        observer: Observer,
+        observer: Listener,
         resumed: Resumed | None = None,
         kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None = None,
         memory: Path | None = None,

@@ -37,7 +37,7 @@ from asyncflow.registry import build
 from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.connection import model_begun_with
-from asyncflow.run.context import Observer
+from asyncflow.run.context import Listener as Listener
 from asyncflow.run.driver import Driver
 from asyncflow.run.driver_state import Resumed
 from asyncflow.run.factories import advice, queue_schema, shape_of
@@ -63,23 +63,7 @@ from asyncflow.types import RunError, UserError, first_error
 from asyncflow.waits import OUTCOME, OpenWaits
 
 
-class Listener:
-    """Observer of a run: it is called with what happens; the command line draws it. All methods may be left as they are."""
-
-    def log(self, text: str) -> None:
-        """Take note of something worth a line."""
-
-    def group(self, step: int) -> None:
-        """A group of the step has been trained."""
-
-    def step(self, step: int, row: Mapping[str, float]) -> None:
-        """A step is committed; its metrics."""
-
-    def evaluation(self, row: Row) -> None:
-        """An evaluation is finished; its figures."""
-
-
-class Job:
+class Job(Listener):
     """Run, from its start to its report. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
 
     With `resume` it goes on from its newest whole checkpoint, or begins if there is none.
@@ -135,11 +119,10 @@ class Job:
         num_kept = len(prepared.prompts), len(prepared.held_out)
         for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *prepared.notes, *advice(config)]:
             listener.log(line)
-        observer = Observer(self._on_group, self._on_step, self._on_evaluation, listener.log)
         if self.journal is not None and not self._resume:
             self.journal.clear()
         kept = self._kept if self.journal is not None else None
-        driver = Driver(config, prepared, observer, resumed, kept, attempt.memory)
+        driver = Driver(config, prepared, self, resumed, kept, attempt.memory)
         driver.saves.on_settled = self._changed.notify
         server, cluster = self._place(driver, attempt.weights_dir)
         self._server, self._cluster = server, cluster
@@ -459,16 +442,25 @@ class Job:
         is_hasty = self._running.failure is not None or self.ended_by == signal.SIGINT
         return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
 
-    def _on_group(self, step: int) -> None:
+    # -- from its driver ----------------------------------------------------------------------------------------------------
+
+    def log(self, text: str) -> None:
+        """See `Listener`."""
+        self.listener.log(text)
+
+    def group(self, step: int) -> None:
+        """See `Listener`."""
         self._has_trained = True
         self.listener.group(step)
 
-    def _on_step(self, step: int, row: Mapping[str, float]) -> None:
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        """See `Listener`."""
         self.rows[step] = {"step": step, **row}
         self.listener.step(step, row)
         self._changed.notify()
 
-    def _on_evaluation(self, row: Row) -> None:
+    def evaluation(self, row: Row) -> None:
+        """See `Listener`."""
         self.evaluations.append(row)
         if self.driver is not None:
             self.responses = self.driver.evaluating.held_out.latest

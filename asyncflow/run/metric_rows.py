@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from asyncflow.control.signal import Signal
 from asyncflow.own_metrics import means
-from asyncflow.run.context import Observer, RunContext
+from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.factories import shared_cores
 from asyncflow.run.training_checks import TrainingChecks
@@ -32,7 +32,7 @@ class MetricRows:
         context: RunContext,
         hub: Hub,
         checks: TrainingChecks,
-        observer: Observer,
+        observer: Listener,
         *,
         num_devices: Callable[[float, float], float],
         cores: FreeCores,

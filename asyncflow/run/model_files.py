@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import itertools
 import os
 import shutil
@@ -156,11 +157,8 @@ def _is_all_there(folder: Path, facts: Sequence[FileFact]) -> bool:
 
 
 def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(CHUNK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _read(path: Path, begin: int, end: int) -> Array:

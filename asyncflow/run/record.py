@@ -20,7 +20,7 @@ from asyncflow.control.ledger import Consumed, Decided, StepTotals, Update
 from asyncflow.loops.evaluation import Row, is_evaluator
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
-from asyncflow.run.context import Observer, RunContext
+from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.metric_rows import MetricRows
 from asyncflow.run.training_checks import TrainingChecks
@@ -62,7 +62,7 @@ class RunRecord:
     def __init__(
         self,
         context: RunContext,
-        observer: Observer,
+        observer: Listener,
         *,
         num_devices: Callable[[float, float], float],
         cores: FreeCores,

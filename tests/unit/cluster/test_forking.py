@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -241,7 +242,7 @@ async def test_the_end_of_a_worker_is_heard_of_though_its_server_hangs(
     server._process.send_signal(signal.SIGCONT)
     ended = await asyncio.create_subprocess_exec("true")
     await ended.wait()
-    process = forking.ForkedProcess(ended.pid, forking.ControlPipe(os.open(os.devnull, os.O_WRONLY)))
+    process = forking.ForkedProcess(ended.pid, FileIO(os.devnull, "w"))
     process.kill()  # there is nobody any more
     assert await asyncio.wait_for(process.wait(), patience(60)) == forking.UNKNOWN_STATUS
 
