@@ -20,7 +20,7 @@ from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
 from asyncflow.telemetry.report import REPORT_FILE
 from asyncflow.telemetry.tensorboard import cut_events
-from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE, read_lines, read_spans
+from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE, read_spans
 from asyncflow.telemetry.trackers import TENSORBOARD_FOLDER
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.types import Batch, UserError
@@ -120,7 +120,7 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
 
 def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The rows of metrics that are written."""
-    return read_lines(run_dir / METRICS_FILE, dict[str, Any], "a JSON object")
+    return _lines(run_dir / METRICS_FILE)
 
 
 def to_be_kept(config: Config) -> str:
@@ -143,21 +143,24 @@ def to_be_kept(config: Config) -> str:
 
 def evaluated_versions(run_dir: Path) -> set[int]:
     """Versions whose evaluations are written."""
-    return {row["step"] for row in _evaluations(run_dir)}
+    return {row["step"] for row in _lines(run_dir / EVAL_FILE)}
 
 
 def evaluation_of(run_dir: Path, version: int) -> dict[str, Any] | None:
     """Figures of a version's evaluation, if they are written."""
-    return next((row for row in _evaluations(run_dir) if row["step"] == version), None)
+    return next((row for row in _lines(run_dir / EVAL_FILE) if row["step"] == version), None)
 
 
 def left_out_before(run_dir: Path) -> int:
     """Number of evaluations that were left out, as the written figures report it."""
-    return sum(row.get("left_out", 0) for row in _evaluations(run_dir))
+    return sum(row.get("left_out", 0) for row in _lines(run_dir / EVAL_FILE))
 
 
-def _evaluations(run_dir: Path) -> Iterator[dict[str, Any]]:
-    return read_lines(run_dir / EVAL_FILE, dict[str, Any], "a JSON object")
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a JSON Lines file, without a half-written last one."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (msgspec.json.decode(line) for line in file if line.endswith(b"\n"))
 
 
 def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
