@@ -81,6 +81,7 @@ class DecoderConfig:
     is_local: tuple[bool, ...]  # by layer
     max_window: int | None = None  # tokens up to which the model's windows are no limit
     has_late_rounding: bool = False  # norms multiply by their weights in float32
+    rotates_in_float32: bool = False  # and rounds after that
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
@@ -154,6 +155,7 @@ class DecoderConfig:
             is_local=is_local,
             max_window=fields.get("sliding_window", None if kind == "phi3" else 4096) if has_windows else None,
             has_late_rounding=kind == "olmo2" or is_gemma,
+            rotates_in_float32=kind == "olmo2",
         )
 
 

@@ -10,8 +10,8 @@ On one CPU thread the bits of a row do not depend on its neighbours: buffers are
 `MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, in tiles that begin at multiples of `CHUNK` whatever pass
 they are in, and slot_cache.py sums each slot by itself. Nor do they depend on the adapters that other rows have (low_rank.py).
 
-In bfloat16 each operation rounds where transformers' modules round (but for OLMo 2's rotation, which is float32 there), so the
-logits of a prompt of `CHUNK` tokens at most are theirs to the bit. Decode steps are not: slot_cache.py rounds scores and weights of
+In bfloat16 each operation rounds where transformers' modules round, so the logits of a prompt of `CHUNK` tokens at most are theirs
+to the bit. Decode steps are not: slot_cache.py rounds scores and weights of
 the keys to bfloat16, where the attention kernel of a whole row keeps float32.
 
 T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
@@ -145,7 +145,8 @@ class Decoder:
         angles = torch.arange(max_context)[:, None].float() * rope_frequencies(self.config.rotary_dim, rope)
         cos, sin = angles.cos(), angles.sin()
         signed = torch.cat((-sin, sin), -1)  # so that a rotation swaps halves without negating
-        return torch.cat((cos, cos), -1).to(self.device, self.dtype), signed.to(self.device, self.dtype)
+        dtype = torch.float32 if self.config.rotates_in_float32 else self.dtype
+        return torch.cat((cos, cos), -1).to(self.device, dtype), signed.to(self.device, dtype)
 
     def _buffer(self, *shape: int) -> Tensor:
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -477,10 +478,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_rounded_late: bool = F
 
 
 def rotated(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Heads whose first R elements are rotated by their positions; the sines of the first half are negated."""
+    """Heads whose first R elements are rotated by their positions, in the cosines' dtype; the sines of the first half are
+    negated."""
     size = cos_T1R.shape[-1]
     if size == x_THD.shape[-1]:
-        return (x_THD * cos_T1R).add_(x_THD.roll(size // 2, -1).mul_(sin_T1R))
+        wide_THD = x_THD.to(cos_T1R.dtype)
+        return (wide_THD * cos_T1R).add_(wide_THD.roll(size // 2, -1).mul_(sin_T1R)).to(x_THD.dtype)
     first, rest = x_THD[..., :size], x_THD[..., size:]
     return torch.cat((rotated(first, cos_T1R, sin_T1R), rest), -1)
 
