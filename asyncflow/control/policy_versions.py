@@ -56,7 +56,7 @@ class PolicyVersions:
         self.stale_since: dict[str, float] = {}  # by `PolicyVersions`'s clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
-        self.attested: dict[str, bool] = {}  # whether the engine of a worker that was given a version has shown that it has it
+        self.attested: dict[str, bool] = {}  # whether the engine of a worker has shown that it has the last version it was given
         self.called_for = -1
         self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
@@ -136,7 +136,7 @@ class PolicyVersions:
             return self._is_over_for(worker) or self._target(serving) != version
 
         def is_granted() -> bool:
-            return version < serving or self._schedule.may_install(version, self._progress, self)
+            return version <= serving or self._schedule.may_install(version, self._progress, self)
 
         await self._signal.until(lambda: is_over() or is_granted(), waits.INSTALL_LEAVE, version=version)
         if is_over():
@@ -153,15 +153,16 @@ class PolicyVersions:
         worker = client_name.get()
         told = self._told.get(worker)
         promised = told if told is not None and told.version == version else self._kept.get(version)
+        is_compared, fault = False, ""
+        if promised is not None and promised.sums and attested is not None:
+            is_compared, fault = True, fault_of(attested, version, promised.sums, promised.base)
         if version:
-            self.attested[worker] = promised is not None and bool(promised.sums) and attested is not None
+            self.attested[worker] = is_compared and not fault
         else:
             self.attested.pop(worker, None)
-        if promised is not None and promised.sums and attested is not None:
-            fault = fault_of(attested, version, promised.sums, promised.base)
-            if fault:
-                self._refuse(worker, fault)
-                return fault
+        if fault:
+            self._refuse(worker, fault)
+            return fault
         self._serving[worker], self.has_been_served = version, True
         self.stale.pop(worker, None)
         self.stale_since.pop(worker, None)
@@ -264,9 +265,9 @@ class PolicyVersions:
 
     @property
     def share_attested(self) -> float | None:
-        """Share of the workers that serve whose engine has shown that it has the version; None where none is promised. One that
-        serves version 0, the worker's own files, has been given none yet."""
-        given = [self.attested[worker] for worker in self.serving if worker in self.attested]
+        """Share of the workers that have been given a version whose engine has shown, after its last install, that it has it; None
+        where none is promised. One that serves version 0, the worker's own files, has been given none yet."""
+        given = [has_shown for worker, has_shown in self.attested.items() if self._is_counted_on(worker)]
         if self.newest is None or not self.newest.sums or not given:
             return None
         return sum(given) / len(given)

@@ -208,7 +208,8 @@ class Rollout:
 
     async def _follow_weights(self) -> None:
         while (target := await self._versions.next_target(self._installed)) is not None:
-            if target.version == self._installed:  # what could not be fetched is not needed any more
+            # What could not be fetched is not needed any more. After an install that was refused there is nothing to serve.
+            if target.version == self._installed and self._weights.has is not None:
                 await self._versions.installed(target.version, self._attestation)
                 self._serve(target)
                 continue

@@ -626,9 +626,19 @@ async def test_a_worker_whose_weights_are_not_the_version_is_refused_until_they_
     assert fault == "the engine generates with other weights than those of version 1 in 1 of 1 parts, a the first"
     assert books.versions.stale == {A: fault} and A not in books.versions.serving
     assert await books.asks(B, books.versions.installed(1, right)) == ""
-    assert books.versions.attested == {A: True, B: True} and books.versions.generating == {B: 1}
+    assert books.versions.attested == {A: False, B: True} and books.versions.generating == {B: 1}
+    assert books.versions.share_attested == 0.5, "one that is refused at its first install counts"
     assert await books.asks(A, books.versions.installed(1, right)) == "" and not books.versions.stale
     assert await books.asks(A, books.versions.installed(1, None)) == "" and not books.versions.attested[A], "it cannot tell"
+
+
+async def test_a_worker_that_had_shown_one_version_and_has_another_than_the_next_counts_as_not_attested() -> None:
+    books = Books()
+    for version, total in ((1, 7), (2, 9)):
+        await books.versions.publish(Manifest("incarnation", version, "nowhere", "hash", 0, {}, sums={"a": total}))
+        assert bool(await books.asks(A, books.versions.installed(version, Attestation([(["a"], 7)])))) == (version == 2)
+        assert books.versions.share_attested == (1.0 if version == 1 else 0.0)
+    assert books.versions.serving == {A: 1} and not books.versions.generating
 
 
 async def test_a_version_that_is_installed_late_is_compared_though_it_is_not_kept_any_more() -> None:

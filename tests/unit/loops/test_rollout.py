@@ -488,6 +488,27 @@ async def test_one_that_was_called_back_in_vain_goes_on_with_the_version_that_it
 
 
 @pytest.mark.usefixtures("soon")
+async def test_one_that_was_called_back_and_has_something_else_installs_again_what_it_served() -> None:
+    async with a_worker() as world:
+        installs: list[int] = []
+
+        async def attest() -> Attestation:
+            installs.append(world.engine.version)
+            return Attestation([(["a"], 8 if installs[-1] == 1 and len(installs) > 2 else 7)])
+
+        world.engine.attest = attest  # type: ignore[attr-defined]
+        for version in (1, 2):
+            await world.versions.publish(Manifest("i", version, "", "", 0, {}, sums={"a": 7}))
+            await loop_turns()
+        await world.admit(meta(0, 2, 1, 1))
+        assert world.versions.stale and world.versions.attested == {WORKER: False}
+        await world.queue.client().drop([0, 1])  # somebody else has made them
+        await asyncio.sleep(0.1)
+        assert world.versions.serving == {WORKER: 2} and not world.versions.stale
+        assert installs == [1, 2, 1, 2] and world.engine.version == 2, "it generates with what was refused"
+
+
+@pytest.mark.usefixtures("soon")
 async def test_the_pause_between_attempts_doubles_up_to_a_limit_and_starts_anew_after_a_success(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
