@@ -33,6 +33,7 @@ API = {
         ["asyncflow.algorithms.base", "asyncflow.algorithms.policy_loss", "asyncflow.algorithms.functional"],
     ),
     "rewards": ("Rewards", ["asyncflow.rewards.base", "asyncflow.own_metrics"]),
+    "environments": ("Environments", ["asyncflow.environments.base"]),
     "engines": ("Engines", ["asyncflow.engines.base"]),
     "schedules": ("Schedules", ["asyncflow.control.schedule", "asyncflow.control.modes"]),
     "transfer_queue": ("Transfer queue", ["asyncflow.transfer_queue.client", "asyncflow.transfer_queue.loader.dataloader"]),
