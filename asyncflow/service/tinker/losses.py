@@ -11,9 +11,9 @@ client's own: the SDK asks for log-probs by `forward`, and sends its gradient as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -26,87 +26,68 @@ if TYPE_CHECKING:
 CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
-class Loss(Objective, Protocol):
-    """Loss that a request names. `TokenBatch.advantages_T` holds its coefficients, `rollout_logprobs_T` the sampled log-probs."""
+@dataclass(frozen=True, slots=True)
+class Loss(Objective):
+    """Loss that a request names: the sum over tokens of `objective`, [T], which is maximised. `TokenBatch.advantages_T` holds its
+    coefficients, `rollout_logprobs_T` the sampled log-probs."""
 
+    objective: Callable[[TokenBatch, float, float], Tensor]
     coefficients: str
     """Name of the input that weighs each token."""
-    sampling_logprobs: str | None
+    sampling_logprobs: str | None = None
     """Name of the input with the log-probs of the engine that sampled; None: the loss uses none."""
-
-
-class CrossEntropy(Loss):
-    """See the module's head."""
-
-    coefficients, sampling_logprobs = "weights", None
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    """Distances of the two thresholds from 1."""
     is_token_local = True
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        return LossSums(-(batch.advantages_T * batch.logprobs_T).sum(), {})
+        return LossSums(-self.objective(batch, self.clip_low, self.clip_high).sum(), {})
 
 
-class _RatioLoss(Loss):
-    coefficients, sampling_logprobs = "advantages", "logprobs"
-    is_token_local = True
-
-    def loss(self, batch: TokenBatch) -> LossSums:
-        log_ratio_T = functional.log_ratio(batch.logprobs_T, batch.rollout_logprobs_T, batch.mask_T)
-        return LossSums(-self.objective(batch, log_ratio_T).sum(), {})
-
-    def objective(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
-        """Objective of each token, float32 [T], to be maximised."""
-        raise NotImplementedError
+def _cross_entropy(batch: TokenBatch, low: float, high: float) -> Tensor:
+    return batch.advantages_T * batch.logprobs_T
 
 
-class ImportanceSampling(_RatioLoss):
-    """See the module's head."""
-
-    def objective(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
-        return log_ratio_T.exp() * batch.advantages_T
+def _importance_sampling(batch: TokenBatch, low: float, high: float) -> Tensor:
+    return _log_ratio(batch).exp() * batch.advantages_T
 
 
-@dataclass(frozen=True, slots=True)
-class _ClippedLoss(_RatioLoss):
-    """`clip_low`, `clip_high`: distances of the two thresholds from 1."""
-
-    clip_low: float
-    clip_high: float
+def _ppo(batch: TokenBatch, low: float, high: float) -> Tensor:
+    return functional.clipped_surrogate(_log_ratio(batch).exp(), batch.advantages_T, low, high)
 
 
-class ClippedSurrogateLoss(_ClippedLoss):
-    """See the module's head."""
-
-    def objective(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
-        return functional.clipped_surrogate(log_ratio_T.exp(), batch.advantages_T, self.clip_low, self.clip_high)
+def _cispo(batch: TokenBatch, low: float, high: float) -> Tensor:
+    weight_T = _log_ratio(batch).detach().exp()
+    return functional.weighted_log_prob(batch.logprobs_T, weight_T, batch.advantages_T, batch.mask_T, low, high)
 
 
-class ClippedWeightLoss(_ClippedLoss):
-    """See the module's head."""
-
-    def objective(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
-        weight_T = log_ratio_T.detach().exp()
-        return functional.weighted_log_prob(
-            batch.logprobs_T, weight_T, batch.advantages_T, batch.mask_T, self.clip_low, self.clip_high
-        )
+def _log_ratio(batch: TokenBatch) -> Tensor:
+    return functional.log_ratio(batch.logprobs_T, batch.rollout_logprobs_T, batch.mask_T)
 
 
-CLIPPED: Final[dict[str, type[_ClippedLoss]]] = {"ppo": ClippedSurrogateLoss, "cispo": ClippedWeightLoss}
-PLAIN: Final[dict[str, type[Loss]]] = {"cross_entropy": CrossEntropy, "importance_sampling": ImportanceSampling}
+LOSSES: Final = {
+    "cross_entropy": Loss(_cross_entropy, "weights"),
+    "importance_sampling": Loss(_importance_sampling, "advantages", "logprobs"),
+    "ppo": Loss(_ppo, "advantages", "logprobs"),
+    "cispo": Loss(_cispo, "advantages", "logprobs"),
+}
+CLIPPED: Final = ("ppo", "cispo")
 
 
 def make_loss(name: str, options: Mapping[str, float | str]) -> Loss:
     """Loss of this name. Raises `ValueError` for one that there is not, or an option that it does not have."""
-    if name not in (*PLAIN, *CLIPPED):
-        raise ValueError(f"there is no loss {name!r} here: choose one of {', '.join((*PLAIN, *CLIPPED))}, or a custom one")
+    if name not in LOSSES:
+        raise ValueError(f"there is no loss {name!r} here: choose one of {', '.join(LOSSES)}, or a custom one")
     known = (CLIP_LOW, CLIP_HIGH) if name in CLIPPED else ()
     if strangers := sorted(options.keys() - set(known)):
         raise ValueError(f"the loss {name} has no option {strangers[0]}; it has {', '.join(known) or 'none'}")
-    if name in PLAIN:
-        return PLAIN[name]()
+    if name not in CLIPPED:
+        return LOSSES[name]
     low, high = (options.get(key, default) for key, default in ((CLIP_LOW, 0.8), (CLIP_HIGH, 1.2)))
     if isinstance(low, str) or isinstance(high, str) or not 0 <= low <= 1 <= high < np.inf:
         raise ValueError(f"{CLIP_LOW} lies in 0..1 and {CLIP_HIGH} from 1 up, but they are {low} and {high}")
-    return CLIPPED[name](1 - low, high - 1)
+    return replace(LOSSES[name], clip_low=1 - low, clip_high=high - 1)
 
 
 class Recording(Objective):
