@@ -11,6 +11,7 @@ from pathlib import Path
 
 from asyncflow.engines.base import TrainEngine
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
+from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.results import Results
 
 
@@ -24,17 +25,7 @@ class BaseModel:
     max_context: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewAdapter:
-    """Low-rank adapter as a client asks for it: its rank, which linear layers have it, and the seed of its first values."""
-
-    rank: int
-    has_attention: bool = True
-    has_mlp: bool = True
-    seed: int | None = None
-
-
-MakeEngine = Callable[[Path | None, NewAdapter | None], TrainEngine]
+MakeEngine = Callable[[Path | None, LoraConfig | None], TrainEngine]
 """Makes a train engine of what such an engine has saved to a folder, or else (None) of the base model with a new adapter, or
 (None) of all weights; takes seconds."""
 

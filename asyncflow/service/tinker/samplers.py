@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling
+from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker.answers import Sampled, SampleOutput
 from asyncflow.types import Array, LoraSpec, UserError
@@ -32,26 +32,7 @@ from asyncflow.types import Array, LoraSpec, UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class SamplingEngine(RolloutEngine, Protocol):
-    """Rollout engine that scores sequences, too, and has adapters beside what is installed: `SlotEngine` documents them."""
-
-    def generate(
-        self,
-        prompt_ids: Array,
-        *,
-        samples: Sequence[int],
-        sampling: Sampling,
-        key: SampleKey,
-        after: Array = NO_TOKENS,
-        adapter: str | None = None,
-    ) -> AsyncGenerator[Response, None]: ...
-
-    async def log_probs(self, token_ids: Array, adapter: str | None = None) -> Array: ...
-
-    async def load_adapter(self, name: str, lora: LoraSpec, tensors: Mapping[str, Tensor]) -> None: ...
-
-    async def unload_adapter(self, name: str) -> None: ...
+    from asyncflow.engines.rollout.engine import SlotEngine
 
 
 class SamplerFiles(NamedTuple):
@@ -116,7 +97,7 @@ class _Held:
 class _Place:
     """An engine with its whole model, and its adapters, the one that was named longest ago first."""
 
-    engine: SamplingEngine
+    engine: SlotEngine
     installed: Path
     model: _Held
     adapters: OrderedDict[Path, _Held] = field(default_factory=OrderedDict)
@@ -127,7 +108,7 @@ class _Place:
 class _Grant:
     """Share of an engine that a request has until it has ended."""
 
-    engine: SamplingEngine
+    engine: SlotEngine
     model: _Held
     adapter: _Held | None
 
@@ -151,7 +132,7 @@ class Samplers:
 
     def __init__(
         self,
-        engines: Sequence[SamplingEngine],
+        engines: Sequence[SlotEngine],
         model: Path,
         read: Callable[[Path], ReadWeights],
         *,

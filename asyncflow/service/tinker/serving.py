@@ -26,7 +26,8 @@ from asyncflow.model_folder import read_json, weight_files
 from asyncflow.registry import build
 from asyncflow.run.factories import train_engine_options
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
-from asyncflow.service.tinker.context import BaseModel, Bounds, MakeEngine, NewAdapter, ServerContext
+from asyncflow.service.tinker.context import BaseModel, Bounds, MakeEngine, ServerContext
+from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import ReadWeights, Samplers
 from asyncflow.service.tinker.sessions import Sessions
@@ -88,7 +89,7 @@ def engine_maker(config: Config, base: BaseModel) -> MakeEngine:
         check_shared_prompt=False,
     )
 
-    def make(folder: Path | None, adapter: NewAdapter | None) -> TrainEngine:
+    def make(folder: Path | None, adapter: LoraConfig | None) -> TrainEngine:
         path, own = folder or base.folder, options
         if folder is not None and holds_adapter(folder):
             path, own = base.folder, replace(options, lora=replace(spec_in(folder), path=str(folder)))
@@ -101,9 +102,9 @@ def engine_maker(config: Config, base: BaseModel) -> MakeEngine:
     return make
 
 
-def targets_of(base: Path, adapter: NewAdapter) -> tuple[str, ...]:
+def targets_of(base: Path, adapter: LoraConfig) -> tuple[str, ...]:
     """Linear layers of a model that get an adapter, by the last parts of their names; `()`: all but the output layer."""
-    if adapter.has_attention and adapter.has_mlp:
+    if adapter.train_attn and adapter.train_mlp:
         return ()
     targets = set()
     for file in weight_files(base):
@@ -111,7 +112,7 @@ def targets_of(base: Path, adapter: NewAdapter) -> tuple[str, ...]:
             for name in opened.keys():  # noqa: SIM118
                 linear, _, kind = name.rpartition(".")
                 is_linear = kind == "weight" and ".layers." in name and len(opened.get_slice(name).get_shape()) == 2
-                if is_linear and ("attn" in linear or "attention" in linear) == adapter.has_attention:
+                if is_linear and ("attn" in linear or "attention" in linear) == adapter.train_attn:
                     targets.add(linear.rpartition(".")[2])
     if not targets:
         raise UserError(

@@ -26,7 +26,7 @@ from asyncflow.service.limits import Busy, Denied
 from asyncflow.service.tinker import messages
 from asyncflow.service.tinker.answers import Answer, Failure, Fields
 from asyncflow.service.tinker.checkpoint_store import Checkpoint, Kind
-from asyncflow.service.tinker.context import NewAdapter, ServerContext
+from asyncflow.service.tinker.context import ServerContext
 from asyncflow.service.tinker.samplers import SampleRequest, SamplerFiles, Samplers
 from asyncflow.service.tinker.trained_model import TrainedModel, answered
 from asyncflow.types import UserError
@@ -123,7 +123,7 @@ class Sessions:
                 raise UserError(
                     f"adapters have rank {self._bounds.rank} at most here: ask for less, or start the server with --max-rank"
                 )
-            adapter = NewAdapter(rank=rank, has_attention=asked.train_attn, has_mlp=asked.train_mlp, seed=asked.seed)
+            adapter = asked
         return self._begin_model(request.session_id, request.model_seq_id, {"type": "create_model"}, rank, adapter)
 
     def load_weights(self, request: messages.LoadWeights) -> str:
@@ -258,7 +258,7 @@ class Sessions:
         number: int,
         made: dict[str, str],
         rank: int,
-        adapter: NewAdapter | None = None,
+        adapter: messages.LoraConfig | None = None,
         *,
         checkpoint: Checkpoint | None = None,
         has_optimizer: bool = False,

@@ -28,10 +28,10 @@ import torch
 from asyncflow.engines.base import TrainEngine
 from asyncflow.service.tinker.answers import Answer, Failure, Fields, PassOutput
 from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Checkpoint, Kind
-from asyncflow.service.tinker.context import NewAdapter, ServerContext
+from asyncflow.service.tinker.context import ServerContext
 from asyncflow.service.tinker.examples import LossInputs, loss_inputs
 from asyncflow.service.tinker.losses import Loss, Recording, make_loss
-from asyncflow.service.tinker.messages import AdamParams, Pass, SaveWeights
+from asyncflow.service.tinker.messages import AdamParams, LoraConfig, Pass, SaveWeights
 from asyncflow.service.tinker.turns import Turns
 from asyncflow.types import Array, Ragged, RunError, TokenBatch, UserError
 
@@ -43,7 +43,7 @@ TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_templ
 class TrainedModel:
     """A model in training. `run` serves its requests until `close`. `last_request`: Unix time of the last one."""
 
-    def __init__(self, model_id: str, context: ServerContext, *, rank: int, adapter: NewAdapter | None) -> None:
+    def __init__(self, model_id: str, context: ServerContext, *, rank: int, adapter: LoraConfig | None) -> None:
         """`rank`: of the adapter that the client asks for; older SDKs want to hear it again. `adapter`: the one that is trained;
         None: all weights are. A checkpoint that is loaded brings its own."""
         self.model_id, self.base, self.rank = model_id, context.base, rank

@@ -29,7 +29,8 @@ from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, routes
 from asyncflow.service.tinker import sessions as sessions_file
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
-from asyncflow.service.tinker.context import BaseModel, Bounds, NewAdapter, ServerContext
+from asyncflow.service.tinker.context import BaseModel, Bounds, ServerContext
+from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import ReadWeights, Samplers
 from asyncflow.service.tinker.sessions import Sessions
@@ -40,7 +41,7 @@ from tests.patience import patience
 class Training:
     """Train engine whose log-prob of a target t is - t / 10, and whose weights are the number of its updates."""
 
-    def __init__(self, folder: Path | None, adapter: NewAdapter | None) -> None:
+    def __init__(self, folder: Path | None, adapter: LoraConfig | None) -> None:
         self.adapter = adapter
         self.calls: list[Any] = []
         self.updates = 0 if folder is None else int((folder / "weights").read_text())
@@ -170,7 +171,7 @@ class World:
         transport = httpx2.ASGITransport(app=self.app)
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://t/api/v1", headers={"X-API-Key": self.key})
 
-    def _make(self, folder: Path | None, adapter: NewAdapter | None) -> Training:
+    def _make(self, folder: Path | None, adapter: LoraConfig | None) -> Training:
         self.engines.append(Training(folder, adapter))
         return self.engines[-1]
 
@@ -459,7 +460,7 @@ async def test_an_engine_that_is_made_too_late_is_closed(tmp_path: Path, monkeyp
     async with opened(tmp_path) as world:
         make = world._make
 
-        def slowly(folder: Path | None, adapter: NewAdapter | None) -> Training:
+        def slowly(folder: Path | None, adapter: LoraConfig | None) -> Training:
             may_go.wait(patience(10))
             return make(folder, adapter)
 
@@ -510,7 +511,7 @@ async def test_a_model_has_the_adapter_that_was_asked_for(tmp_path: Path) -> Non
         await world.done("/create_model", {**asked, "model_seq_id": 1, "lora_config": part})
         await world.done("/create_model", {**asked, "model_seq_id": 2})  # of nothing: all weights
         assert [engine.adapter for engine in world.engines] == [
-            NewAdapter(rank=8), NewAdapter(rank=4, has_mlp=False, seed=7), None
+            LoraConfig(rank=8), LoraConfig(rank=4, train_mlp=False, train_unembed=False, seed=7), None
         ]  # fmt: skip
         infos = [await world.post("/get_info", {"model_id": f"{session}:train:{n}"}) for n in range(3)]
         assert [(info["is_lora"], info["lora_rank"]) for info in infos] == [(True, 8), (True, 4), (False, None)]

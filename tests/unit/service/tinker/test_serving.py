@@ -19,7 +19,7 @@ from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_options import AdapterRoom
 from asyncflow.service.tinker.answers import SampleOutput
-from asyncflow.service.tinker.context import NewAdapter
+from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.samplers import SampleRequest, SamplerFiles, Samplers
 from asyncflow.service.tinker.serving import base_model, config_of_model, engine_maker, read_weights, targets_of
 from asyncflow.types import LoraSpec, Ragged, UserError
@@ -48,16 +48,16 @@ def test_the_run_of_a_link_to_a_model_has_the_links_name(tmp_path: Path) -> None
 
 
 def test_an_adapter_of_a_part_has_the_linear_layers_of_that_part() -> None:
-    assert targets_of(MODEL, NewAdapter(rank=4)) == ()
-    attention = targets_of(MODEL, NewAdapter(rank=4, has_mlp=False))
-    mlp = targets_of(MODEL, NewAdapter(rank=4, has_attention=False))
+    assert targets_of(MODEL, LoraConfig(rank=4)) == ()
+    attention = targets_of(MODEL, LoraConfig(rank=4, train_mlp=False))
+    mlp = targets_of(MODEL, LoraConfig(rank=4, train_attn=False))
     assert attention == ("k_proj", "o_proj", "q_proj", "v_proj") and mlp == ("down_proj", "gate_proj", "up_proj")
 
 
 async def test_an_adapter_is_made_saved_and_loaded_and_its_base_stays(tmp_path: Path) -> None:
     make = maker()
-    asked = NewAdapter(rank=4, has_mlp=False, seed=3)
-    engine, other = make(None, asked), make(None, NewAdapter(rank=4, has_mlp=False, seed=4))
+    asked = LoraConfig(rank=4, train_mlp=False, seed=3)
+    engine, other = make(None, asked), make(None, LoraConfig(rank=4, train_mlp=False, seed=4))
     first, others = await tensors_of(engine), await tensors_of(other)
     lows = [name for name in first if "lora_A" in name]
     assert lows and all("self_attn" in name for name in first) and not any(first[name].equal(others[name]) for name in lows)
@@ -81,7 +81,7 @@ async def test_without_an_adapter_all_weights_are_trained(tmp_path: Path) -> Non
     assert "model.embed_tokens.weight" in await tensors_of(engine)
     (tmp_path / "whole").mkdir()
     await engine.save(tmp_path / "whole")
-    again = make(tmp_path / "whole", NewAdapter(rank=4))  # likewise
+    again = make(tmp_path / "whole", LoraConfig(rank=4))  # likewise
     assert "model.embed_tokens.weight" in await tensors_of(again)
     for made in (engine, again):
         await made.close()
@@ -90,7 +90,7 @@ async def test_without_an_adapter_all_weights_are_trained(tmp_path: Path) -> Non
 def test_a_part_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     save_file({"model.layers.0.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="layers that the model does not have"):
-        targets_of(tmp_path, NewAdapter(rank=4, has_mlp=False))
+        targets_of(tmp_path, LoraConfig(rank=4, train_mlp=False))
 
 
 PROMPT = np.arange(3, 20)
