@@ -159,8 +159,7 @@ class Gate:
         key = None if secret is None else self._keys.find(secret)
         if key is not None and not self._keys.is_over(key):
             return key
-        client = scope.get("client")
-        self._callers.refuse(client[0] if client else "")
+        self._callers.refuse(_address(scope))
         ask = {"WWW-Authenticate": 'Bearer realm="asyncflow", Basic realm="asyncflow"'}
         if key is not None:
             raise Denied(401, "this key has expired: ask for another", ask)
@@ -173,8 +172,7 @@ class Gate:
         if scope["method"] not in LOOKS or _length(headers):
             raise Denied(405, "a link is there to be fetched")
         if self._tickets.find(scope["path"]) is None:
-            client = scope.get("client")
-            self._callers.refuse(client[0] if client else "")
+            self._callers.refuse(_address(scope))
             raise Denied(404, "this link leads nowhere: it is over, or was never made; ask for another")
         if (connection := scope["state"].get("connection")) is not None:
             connection.proven()
@@ -290,12 +288,11 @@ class Gate:
         return paced
 
     def _note(self, scope: Any, key: Key, headers: Mapping[bytes, bytes], status: int, seconds: float) -> None:
-        client = scope.get("client")
         self._audit.note(
             {
                 "time": time.time(),
                 "key": key.name,
-                "client": client[0] if client else "",
+                "client": _address(scope),
                 "method": scope["method"],
                 "path": scope["path"],
                 "request": headers.get(HEADER, b"").decode("latin-1"),
@@ -387,6 +384,12 @@ def _secret(headers: Mapping[bytes, bytes], *, is_look: bool) -> str | None:
         except binascii.Error:
             return ""
     return None
+
+
+def _address(scope: Any) -> str:
+    """Address of a request's client; "" where there is none, as at a unix socket."""
+    client = scope.get("client")
+    return client[0] if client else ""
 
 
 def _length(headers: Mapping[bytes, bytes]) -> int:

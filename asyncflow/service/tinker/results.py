@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker.answers import Answer, Failure
@@ -19,11 +19,9 @@ class Unknown(Exception):
     """Error: there is no such request, or its result has been dropped."""
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
+class _Entry(NamedTuple):
     owner: str
-    is_there: asyncio.Event = field(default_factory=asyncio.Event)
-    answer: Answer | None = None
+    answer: asyncio.Future[Answer]
 
 
 class Results:
@@ -50,14 +48,13 @@ class Results:
         """Accept a request of a session. Raises `Busy` as `check_room`."""
         self.check_room(owner)
         self._open[owner] = self._open.get(owner, 0) + 1
-        self._entries[request_id] = _Entry(owner)
+        self._entries[request_id] = _Entry(owner, asyncio.get_running_loop().create_future())
 
     def settle(self, request_id: str, answer: Answer) -> None:
         """Answer a request, once; nothing happens if its session has ended."""
         entry = self._entries.get(request_id)
-        if entry is not None and entry.answer is None:
-            entry.answer = answer
-            entry.is_there.set()
+        if entry is not None and not entry.answer.done():
+            entry.answer.set_result(answer)
 
     async def get(self, request_id: str, seconds: float) -> Answer | None:
         """Answer to a request; None if it is not there within so many seconds. Raises `Unknown`."""
@@ -66,12 +63,11 @@ class Results:
             raise Unknown
         try:
             async with asyncio.timeout(seconds):
-                await entry.is_there.wait()
+                answer = await asyncio.shield(entry.answer)
         except TimeoutError:
             return None
-        assert entry.answer is not None
-        self._note_retrieved(request_id, entry)
-        return entry.answer
+        self._note_retrieved(request_id, entry.owner, answer)
+        return answer
 
     def forget(self, owner: str) -> None:
         """Drop all results of a session that has ended; those that somebody waits for are failures."""
@@ -81,16 +77,15 @@ class Results:
             self._num_bytes -= self._retrieved.pop(request_id, 0)
         self._open.pop(owner, None)
 
-    def _note_retrieved(self, request_id: str, entry: _Entry) -> None:
+    def _note_retrieved(self, request_id: str, owner: str, answer: Answer) -> None:
         if request_id not in self._entries:  # dropped while it was waited for
             return
         if request_id in self._retrieved:
             self._retrieved.move_to_end(request_id)
             return
-        assert entry.answer is not None
-        self._open[entry.owner] -= 1
-        self._retrieved[request_id] = entry.answer.nbytes
-        self._num_bytes += entry.answer.nbytes
+        self._open[owner] -= 1
+        self._retrieved[request_id] = answer.nbytes
+        self._num_bytes += answer.nbytes
         while self._num_bytes > self._kept_bytes and len(self._retrieved) > 1:
             oldest, nbytes = self._retrieved.popitem(last=False)
             self._num_bytes -= nbytes
