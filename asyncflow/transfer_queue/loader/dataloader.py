@@ -263,7 +263,7 @@ class StreamDataLoader:
 
     def _from_queue(self) -> Generator[Message, None, None]:
         feed = self._opened()
-        feed.wait(feed.begin(msgspec.structs.replace(self._want, partition=self.partition)), "starting to lease")
+        feed.wait(feed.submit(feed.begin(msgspec.structs.replace(self._want, partition=self.partition))), "starting to lease")
         delivered = np.empty(0, np.int64)
         acknowledges = self._acknowledges and not feed.schema.task(self.task).writes
         while feed is self._held.feed:

@@ -156,9 +156,9 @@ class StreamFeed:
         self._thread.start()
         self.schema = opened.result()
 
-    def submit(self, call: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> Future[T]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine over there."""
-        return asyncio.run_coroutine_threadsafe(call(self._client), self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, future: Future[T], what: str, seconds: float | None = None) -> T:
         """Result of a future, for which it blocks, for `seconds` at most; None: `source.timeout_seconds`. Raises `TimeoutError`
@@ -171,27 +171,19 @@ class StreamFeed:
 
     def call(self, call: Callable[[TransferQueueClient], Coroutine[Any, Any, T]], what: str) -> T:
         """Run a coroutine over there. Raises what `wait` does."""
-        return self.wait(self.submit(call), what)
+        return self.wait(self.submit(call(self._client)), what)
 
-    def begin(self, want: Want) -> Future[None]:
-        """Start a pass, when the one before is over."""
-
-        async def start(client: TransferQueueClient) -> None:
-            self._ahead = Ahead(client, self._fetch, self._prefetch)
-            if self._failure is not None:
-                self._ahead.fail(self._failure)
-            self._running = asyncio.create_task(self._ahead.run(self._source.task, want))
-
-        return self.submit(start)
+    async def begin(self, want: Want) -> None:
+        """Start a pass, when the one before is over. To be submitted."""
+        self._ahead = Ahead(self._client, self._fetch, self._prefetch)
+        if self._failure is not None:
+            self._ahead.fail(self._failure)
+        self._running = asyncio.create_task(self._ahead.run(self._source.task, want))
 
     def take(self) -> Future[Fetched | None]:
         """The next batch of the pass; None at its end."""
-
-        async def take(client: TransferQueueClient) -> Fetched | None:
-            assert self._ahead is not None, "`begin` first"
-            return await self._ahead.take()
-
-        return self.submit(take)
+        assert self._ahead is not None, "`begin` first"
+        return self.submit(self._ahead.take())
 
     def close(self) -> None:
         """Hang up: what is leased is given back. May be called from any thread, and again."""
