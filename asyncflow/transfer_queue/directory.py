@@ -78,10 +78,6 @@ class Directory:
         if self.current.places.get(name) != address:
             self.add(name, address)
 
-    def next_unit(self) -> int:
-        """The lowest number that no unit has had yet."""
-        return max(self.current.units, default=-1) + 1
-
     def add(self, name: str, address: str = HERE) -> None:
         """Add a part of the queue under its name, or change its address; `HERE`: it is in the process of the directory."""
         old = self.current

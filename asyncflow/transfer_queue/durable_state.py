@@ -26,11 +26,6 @@ class DurableState(msgspec.Struct):
     dropped: dict[int, set[int]] = {}
     gone: bytes = b""
 
-    @classmethod
-    def decoded(cls, encoded: bytes) -> DurableState:
-        """State from its encoding."""
-        return msgspec.msgpack.decode(encoded, type=cls)
-
     def dropped_rows(self) -> Array:
         """Rows that are dropped, int64 [n]."""
         return np.array([row for rows in self.dropped.values() for row in rows], np.int64)
@@ -53,7 +48,7 @@ class SavedDurableState:
     async def open(self) -> None:
         """Read the state that an earlier process has left."""
         if (facts := await self._storage.kept(FACTS)) is not None:
-            self.now, self._kept = DurableState.decoded(facts), facts
+            self.now, self._kept = msgspec.msgpack.decode(facts, type=DurableState), facts
             self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
 
     async def keep(self) -> None:

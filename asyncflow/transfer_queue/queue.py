@@ -77,8 +77,9 @@ class TransferQueue:
             self.controllers[name] = Controller(name, schema, (events or {}).get(name))
             self._serve(f"controller/{name}", self.controllers[name])
         self.units: list[StorageUnit] = []
-        for storage in storages:
-            self._add(StorageUnit(storage, schema, unit_options))
+        for number, storage in enumerate(storages):
+            self.units.append(StorageUnit(storage, schema, unit_options))
+            self._serve(f"unit/{number}", self.units[number])
 
     async def open(self) -> None:
         """Open the units' storages."""
@@ -122,12 +123,6 @@ class TransferQueue:
     def client(self) -> TransferQueueClient:
         """A client in this process."""
         return TransferQueueClient(self.places)
-
-    async def add_unit(self, storage: Storage) -> int:
-        """Let a unit join the live queue: groups put from now on go to it too. Returns its number."""
-        unit = StorageUnit(storage, self.schema, self._unit_options)
-        await unit.open()
-        return self._add(unit)
 
     def abandon(self, client: str) -> None:
         """A client has gone: what it held is delivered again."""
@@ -181,12 +176,6 @@ class TransferQueue:
 
     def _manifest(self, name: str) -> Path:
         return snapshot_path(self._unit_options.snapshot_dir, f"{name}.json")
-
-    def _add(self, unit: StorageUnit) -> int:
-        number = self.directory.next_unit()
-        self.units.append(unit)
-        self._serve(f"unit/{number}", unit)
-        return number
 
     def _serve(self, name: str, service: object) -> None:
         self._here[name] = self.services[name] = service

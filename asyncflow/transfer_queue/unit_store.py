@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.batches import take
@@ -255,7 +256,7 @@ class UnitStore:
             count += _num_rows(new)
             groups += [meta.group for meta in new]
         self._count_found(groups, self.storage.nbytes - before)
-        found = DurableState.decoded(facts)
+        found = msgspec.msgpack.decode(facts, type=DurableState)
         for notice in found.ends():
             self.facts.end(notice)
         dropped = self.index.present(found.dropped_rows())

@@ -41,12 +41,11 @@ from tests.contract.queue.house import (
 )
 
 
-@over("process-1", "unix-1")
+@over("units-1", "apart-1", "apart-tls-1")
 async def test_a_unit_joins_a_live_queue_old_rows_stay_and_new_ones_go_to_both(house: House, client: TransferQueueClient) -> None:
     await put(client, 0, 1)
     old = (await leased(client)).lease
-    assert await house.queue.add_unit(MemoryStorage()) == 1
-    house.server.services.update(house.queue.services)
+    await house.start_unit(1, MemoryStorage())
     await within(client.wait_for_units(2))
     await put(client, 2, 3)
     assert {number: unit.rows for number, unit in (await client.status())[1].items()} == {0: 6, 1: 2}
@@ -56,17 +55,6 @@ async def test_a_unit_joins_a_live_queue_old_rows_stay_and_new_ones_go_to_both(h
     assert prompts_in(found) == {group: prompt_of(group) for group in (1, 2, 3)}
     await client.complete(found.lease, outputs(*found.lease.indices))
     assert is_outputs(await leased(client, "train", groups=9))
-
-
-@over("units-1", "apart-1", "apart-tls-1")
-async def test_a_unit_of_another_process_joins_a_live_queue(house: House, client: TransferQueueClient) -> None:
-    await put(client, 0, 1)
-    await house.start_unit(1, MemoryStorage())
-    await within(client.wait_for_units(2))
-    await put(client, 2, 3)
-    await generate(client)
-    assert is_outputs(await leased(client, "train", groups=9))
-    assert {number: unit.rows for number, unit in (await client.status())[1].items()} == {0: 6, 1: 2}
 
 
 class Gate:
