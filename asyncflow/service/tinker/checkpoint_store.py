@@ -14,11 +14,11 @@ import re
 import shutil
 import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
@@ -140,18 +140,15 @@ class CheckpointStore:
     def find(self, path: str) -> Checkpoint:
         """Checkpoint at `tinker://MODEL/KIND/NAME`. Raises `UserError` if there is none."""
         parts = path.removeprefix(SCHEME).split("/")
-        for kind in KINDS if path.startswith(SCHEME) and len(parts) == 3 else ():
-            if parts[1] == kind and (found := self._read(parts[0], kind, parts[2])) is not None:
-                return found
+        if path.startswith(SCHEME) and len(parts) == 3 and (found := self._read(*parts)) is not None:
+            return found
         raise UserError(f"there is no checkpoint {path[:300]!r} here: it was never saved, has expired, or was deleted")
 
     def all(self, model_id: str | None = None) -> list[Checkpoint]:
         """Checkpoints of one model, or of all, oldest first."""
-        found: list[Checkpoint] = []
-        for folder in self._folder.iterdir() if self._folder.is_dir() else ():
-            if model_id is None or folder.name == model_id:
-                found += self._of_model(folder)
-        return sorted(found, key=lambda checkpoint: checkpoint.record.created)
+        places = [entry.parts[-3:] for entry in self._folder.glob("*/*/*")]
+        found = [self._read(*place) for place in places if model_id in (None, place[0])]
+        return sorted(filter(None, found), key=lambda checkpoint: checkpoint.record.created)
 
     def delete(self, checkpoint: Checkpoint) -> None:
         """Remove a checkpoint from the disk."""
@@ -194,15 +191,10 @@ class CheckpointStore:
         """Remove all snapshots of a model."""
         shutil.rmtree(self._snapshots / model_id, ignore_errors=True)
 
-    def _of_model(self, folder: Path) -> Iterator[Checkpoint]:
-        for kind in KINDS:
-            for entry in (folder / kind).iterdir() if (folder / kind).is_dir() else ():
-                if (found := self._read(folder.name, kind, entry.name)) is not None:
-                    yield found
-
-    def _read(self, model_id: str, kind: Kind, name: str) -> Checkpoint | None:
+    def _read(self, model_id: str, kind: str, name: str) -> Checkpoint | None:
         """Checkpoint if it is there and has not expired; one that has expired is removed."""
-        if not (_NAME.fullmatch(model_id) and _NAME.fullmatch(name)) or name.endswith((_PARTIAL, _OVER)):
+        is_path = _NAME.fullmatch(model_id) and kind in KINDS and _NAME.fullmatch(name)
+        if not is_path or name.endswith((_PARTIAL, _OVER)):
             return None
         folder = self._folder / model_id / kind / name
         try:
@@ -212,7 +204,7 @@ class CheckpointStore:
         if record.expires is not None and time.time() >= record.expires:
             self._remove(folder)
             return None
-        return Checkpoint(model_id, kind, name, folder, record)
+        return Checkpoint(model_id, cast(Kind, kind), name, folder, record)
 
     def _place(self, model_id: str, kind: Kind, name: str) -> Path:
         return self._folder / _checked(model_id) / kind / _checked(name)

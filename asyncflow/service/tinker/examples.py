@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncflow.engines.base import MicroBatch
+from asyncflow.service.tinker.losses import Loss
 from asyncflow.types import Array, Ragged
 
 TARGETS = "target_tokens"
@@ -72,17 +73,15 @@ class LossInputs:
         )
 
 
-def loss_inputs(
-    examples: Sequence[Example], *, coefficients: str, sampling_logprobs: str | None, vocab_size: int, max_context: int
-) -> LossInputs:
-    """Check the examples of a request, for a loss with inputs of these names.
+def loss_inputs(examples: Sequence[Example], loss: Loss, *, vocab_size: int, max_context: int) -> LossInputs:
+    """Check the examples of a request, for a loss with inputs of certain names.
 
     Raises `ValueError` that names the first example, and input, which is none.
     """
     if not examples:
         raise ValueError("a request has one example at least")
-    names = (coefficients, *(() if sampling_logprobs is None else (sampling_logprobs,)))
-    columns: dict[str, list[Array]] = {name: [] for name in (TARGETS, *names)}
+    names = (TARGETS, loss.coefficients, loss.sampling_logprobs)
+    columns: dict[str, list[Array]] = {name: [] for name in names if name is not None}
     for number, example in enumerate(examples):
         _check_tokens(example.token_ids, f"model_input of datum {number}", vocab_size)
         length = len(example.token_ids)
@@ -103,8 +102,8 @@ def loss_inputs(
             elif not np.isfinite(values).all():
                 raise ValueError(f"{name} of datum {number} has numbers that are not finite")
             column.append(values if name == TARGETS else values.astype(np.float32))
-    targets, weights = columns[TARGETS], columns[coefficients]
-    sampled = [np.zeros_like(one) for one in weights] if sampling_logprobs is None else columns[sampling_logprobs]
+    targets, weights = columns[TARGETS], columns[loss.coefficients]
+    sampled = [np.zeros_like(one) for one in weights] if loss.sampling_logprobs is None else columns[loss.sampling_logprobs]
     return LossInputs([example.token_ids for example in examples], targets, weights, sampled)
 
 

@@ -114,8 +114,7 @@ class TrainedModel:
         inputs = await asyncio.to_thread(
             loss_inputs,
             request.examples,
-            coefficients=loss.coefficients,
-            sampling_logprobs=loss.sampling_logprobs,
+            loss,
             vocab_size=self.base.vocab_size,
             max_context=self.base.max_context,
         )

@@ -5,6 +5,7 @@ import pytest
 
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.service.tinker.examples import Example, LossInputs, loss_inputs
+from asyncflow.service.tinker.losses import make_loss
 
 
 def example(tokens: list[int], targets: list[int], weights: list[float], **more: object) -> Example:
@@ -13,7 +14,7 @@ def example(tokens: list[int], targets: list[int], weights: list[float], **more:
 
 
 def checked(examples: list[Example]) -> LossInputs:
-    return loss_inputs(examples, coefficients="weights", sampling_logprobs=None, vocab_size=50, max_context=9)
+    return loss_inputs(examples, make_loss("cross_entropy", {}), vocab_size=50, max_context=9)
 
 
 def test_position_i_predicts_target_i_also_where_the_target_is_not_the_next_token() -> None:
