@@ -353,8 +353,7 @@ def misfits(error: RequestValidationError | ValidationError) -> str:
 
 def key_of(request: Request) -> Key:
     """Key of a request that has passed the gate."""
-    key: Key = request.state.key
-    return key
+    return request.state.key
 
 
 Caller = Annotated[Key, Depends(key_of)]

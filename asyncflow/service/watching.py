@@ -166,24 +166,17 @@ def _last_change(path: Path) -> float:
 def watch_routes(watched: Watched) -> APIRouter:
     """The page, and what it asks for."""
     router = APIRouter(prefix=PAGE.rstrip("/"))
-    files = resources.files("asyncflow.telemetry")
-    page = page_template("live.html.j2").render()
-    plotly = get_plotlyjs()
 
-    def static(content: str, kind: str) -> Callable[[], Awaitable[Response]]:
+    def add(name: str, content: str, kind: str, **headers: str) -> None:
         async def route() -> Response:
-            return Response(content, media_type=kind, headers=_HEADERS)
+            return Response(content, media_type=kind, headers={**_HEADERS, **headers})
 
-        return route
+        router.add_api_route(f"/{name}", route, include_in_schema=False)
 
-    router.add_api_route("/", static(page, "text/html"), include_in_schema=False)
+    add("", page_template("live.html.j2").render(), "text/html")
+    add("plotly.js", get_plotlyjs(), "text/javascript", **{"Cache-Control": "private, max-age=86400"})
     for name, kind in _SCRIPTS.items():
-        content = files.joinpath(name).read_text(encoding="utf-8")
-        router.add_api_route(f"/{name}", static(content, kind), include_in_schema=False)
-
-    @router.get("/plotly.js", include_in_schema=False)
-    async def plotly_js() -> Response:
-        return Response(plotly, media_type="text/javascript", headers={**_HEADERS, "Cache-Control": "private, max-age=86400"})
+        add(name, resources.files("asyncflow.telemetry").joinpath(name).read_text(encoding="utf-8"), kind)
 
     @router.get("/api/runs", summary="Names of the runs")
     async def runs() -> Response:

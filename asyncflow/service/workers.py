@@ -14,11 +14,10 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.rollout import ServedWeights
@@ -30,9 +29,6 @@ from asyncflow.service.generation import OutsideEngine, PublishedFiles, ToldQueu
 from asyncflow.service.limits import Busy
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Array, Batch, RunError, UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -137,14 +133,11 @@ class OutsideWorkers:
             await asyncio.wait([session.task])
 
     async def _roll_out(self, name: str, engine: OutsideEngine, files: PublishedFiles, has_joined: asyncio.Event) -> None:
-        def no_tensors() -> Mapping[str, Tensor]:
-            return {}
-
         make_queue = partial(ToldQueue, engine=engine, kept=self._kept)
         run_dir = self._driver.config.run_dir
         async with connected(name, run_dir, lambda config: "cpu", make_queue) as run, scoring(run, name) as score:
             has_joined.set()
-            weights, decode = ServedWeights(files, no_tensors), CheckpointTokenizer(Path(run.job.model)).decode
+            weights, decode = ServedWeights(files, dict), CheckpointTokenizer(Path(run.job.model)).decode
             await roll_out(run, engine, weights, score, decode)
             await engine.close()
 

@@ -94,7 +94,9 @@ class UnitSubscription:
 
     async def bury(self, dead: list[DeadRow]) -> None:
         """Mark rows dead in the units that have them. Goes on if its caller goes: the other tasks have to hear of it."""
-        await asyncio.shield(self._start(self._bury(dead)))
+        rows, errors = np.array([letter.row for letter in dead], np.int64), [letter.error for letter in dead]
+        marking = [self._start(self._mark_dead(unit, rows, errors)) for unit in self._units.values()]
+        await asyncio.shield(asyncio.gather(*marking))
 
     def close(self) -> None:
         """Give up what goes on beside."""
@@ -166,10 +168,6 @@ class UnitSubscription:
                 await unit.end_partition(self._table.spec.name, partition)
             if self._table.is_closed:
                 await unit.close_task(self._table.spec.name)
-
-    async def _bury(self, dead: list[DeadRow]) -> None:
-        rows, errors = np.array([letter.row for letter in dead], np.int64), [letter.error for letter in dead]
-        await asyncio.gather(*(self._mark_dead(unit, rows, errors) for unit in self._units.values()))
 
     async def _mark_dead(self, unit: StorageUnit, rows: Array, errors: list[str]) -> None:
         pause = RETRY_SECONDS[0]
