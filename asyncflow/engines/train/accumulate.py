@@ -173,9 +173,7 @@ class PlainAccumulator(Accumulator):
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        for some in self.pieces.cut(gradients):
-            self.pieces.add(partial(torch._foreach_div_, some, float(normaliser)))
-        self.pieces.end()
+        self.pieces.over(lambda some: torch._foreach_div_(some, float(normaliser)), gradients)
         return gradients
 
 
@@ -348,23 +346,9 @@ def order_free_norm(gradients: Sequence[Tensor], pieces: Pieces = AT_ONCE) -> fl
     If the gradients are sharded over processes, each process calls the three parts itself: `norm_of` takes the maximum of all
     `largest_magnitude` and the sum of all `sum_of_squares`. These are the same, to the bit, however the elements are sharded.
     """
-    peaks: list[float] = []
-    squares: list[int] = []
-
-    def find_peak(some: Sequence[Tensor]) -> None:
-        peaks.append(largest_magnitude(some))
-
-    def add_squares(some: Sequence[Tensor]) -> None:
-        squares.append(sum_of_squares(some, largest))
-
-    for some in pieces.cut(gradients):
-        pieces.add(partial(find_peak, some))
-    pieces.end()
+    peaks = pieces.over(largest_magnitude, gradients)
     largest = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
-    for some in pieces.cut(gradients):
-        pieces.add(partial(add_squares, some))
-    pieces.end()
-    return norm_of(sum(squares), largest)
+    return norm_of(sum(pieces.over(partial(sum_of_squares, largest=largest), gradients)), largest)
 
 
 def largest_magnitude(gradients: Sequence[Tensor]) -> float:

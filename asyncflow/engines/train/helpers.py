@@ -210,7 +210,7 @@ class _SharedPieces(Pieces):
         self.num_left = 0
         self.error: BaseException | None = None
 
-    def cut(self, items: Sequence[T]) -> Iterable[Sequence[T]]:
+    def cut(self, items: Sequence[T]) -> Iterable[list[T]]:
         return ([item] for item in items)
 
     def parts(self, num_rows: int, work: int) -> list[slice]:

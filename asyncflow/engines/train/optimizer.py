@@ -84,9 +84,7 @@ class Optimizer:
         if not gradients or not math.isfinite(grad_norm):
             return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate, skipped=True)
         if grad_norm > self._max_grad_norm:
-            for some in self.pieces.cut(gradients):
-                self.pieces.add(partial(torch._foreach_mul_, some, self._max_grad_norm / grad_norm))
-            self.pieces.end()
+            self.pieces.over(lambda some: torch._foreach_mul_(some, self._max_grad_norm / grad_norm), gradients)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         if self._offloads:

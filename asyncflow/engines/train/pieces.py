@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -27,9 +28,9 @@ class Beside:
 class Pieces:
     """Pieces that are computed at once, by the thread that adds them."""
 
-    def cut(self, items: Sequence[T]) -> Iterable[Sequence[T]]:
+    def cut(self, items: Sequence[T]) -> Iterable[list[T]]:
         """Items, in the parts that pieces are made of: all together, where nobody else takes any."""
-        return [items] if items else []
+        return [[*items]] if items else []
 
     def parts(self, num_rows: int, work: int) -> list[slice]:
         """Parts of so many rows that are computed each by itself, the first one by the caller: all together, where nobody takes
@@ -43,6 +44,14 @@ class Pieces:
     def add(self, piece: Callable[[], object]) -> None:
         """Compute a piece, now or later. What it reads may not change until `end`."""
         piece()
+
+    def over(self, function: Callable[[list[T]], R], items: Sequence[T]) -> list[R]:
+        """Results of a function that is called with parts of the items, as pieces, in any order."""
+        results: list[R] = []
+        for part in self.cut(items):
+            self.add(lambda own=part: results.append(function(own)))  # type: ignore[misc]
+        self.end()
+        return results
 
     def end(self) -> None:
         """Wait until all pieces that were added are computed. Raises the first error of one."""
