@@ -32,20 +32,15 @@ DEFAULTS: dict[str, Any] = {
 # Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
 FIXED = {"use_sliding_window": False, "use_mrope": False, "use_bidirectional_attention": False, **DEFAULTS}
 HARMLESS = {
-    *(
-        "_name_or_path",
-        "_model_name_or_path",
-        "unk_token_id",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "initializer_range",
-        "attention_dropout",
-        "use_cache",
-    ),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),
+    *("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),
     *("output_attentions", "output_hidden_states", "return_dict"),
-    *("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),  # the last one counts under rope types that are refused
+    *(
+        "attention_dropout",
+        "embd_pdrop",
+        "resid_pdrop",
+        "original_max_position_embeddings",
+    ),  # the last one counts under rope types that are refused
 }
 LOCAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 """Families with windows in some layers: of so many, all but the last, where the config does not name the layers."""
