@@ -84,7 +84,7 @@ def profile_layer(
         module.to(device, getattr(torch, options.dtype))
         watch = Stopwatch(measure, device, amount.repeats, ranks)
         if ranks is not None and options.layout.tp > 1:
-            shard_model(module, ranks.mesh["tp"], sequence_parallel=True)
+            shard_model(module, ranks.mesh["tp"])
         for num_tokens in amount.tokens:
             packed = _packed(num_tokens, amount.num_responses, module.config.vocab_size, device)
             _time_layer(watch, module, packed)

@@ -70,7 +70,7 @@ class ShardedModel:
         self.hidden_size: int = module.config.hidden_size
         self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)
         if ranks.layout.tp > 1:
-            shard_model(module, ranks.mesh["tp"], sequence_parallel=True)
+            shard_model(module, ranks.mesh["tp"])
         self.lora: LoraSwitch | None = None
         if lora is not None:
             self.lora = add_lora(module, shapes, lora, place_lora if ranks.layout.tp > 1 else None)

@@ -6,9 +6,9 @@
                      norm -> gate, up (columns) --------> down ----+ a sum over ranks
 
 Between a matrix that is cut by its outputs and the next, which is cut by its inputs, everything is a plain tensor of this rank's
-heads or columns: attention knows nothing of it. The residual stream is a DTensor, the same on all ranks or, with sequence
-parallelism, cut over tokens, in pieces of any size, so that norms and residuals are computed and kept once. What enters a pair of
-matrices is gathered then, and either way its gradient is summed once.
+heads or columns: attention knows nothing of it. The residual stream is a DTensor, cut over tokens (sequence parallelism), in
+pieces of any size, so that norms and residuals are computed and kept once. What enters a pair of matrices is gathered then, and its
+gradient is summed once.
 
 Parameters are DTensors afterwards, those too that are not cut. Each one's gradient has the parameter's own placement: nothing is
 left to be summed over the mesh. The output layer is cut over the vocabulary: `head_shard` is what log_probs.py asks for.
@@ -36,10 +36,11 @@ from asyncflow.types import UserError
 
 # P packed tokens, H hidden elements, V tokens of the vocabulary.
 
-_TOKENS: Final = 1  # the dim of [1, P, H]
+RESIDUAL: Final = Shard(1)
+"""Placement of the residual stream [1, P, H]: cut over tokens."""
 
 
-def shard_model(module: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def shard_model(module: Any, mesh: DeviceMesh) -> None:
     """Cut the parameters of transformers' causal language model, or of a stage of it, over a mesh of one axis, in place.
 
     Each rank has the whole parameters before, the same ones or none yet (on the meta device), and nothing is sent.
@@ -53,8 +54,7 @@ def shard_model(module: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> No
     base, head = module.base_model, module.get_output_embeddings()
     embedding_VH = getattr(module.get_input_embeddings(), "weight", None)
     is_tied = embedding_VH is not None and getattr(head, "weight", None) is embedding_VH
-    residual = Shard(_TOKENS) if sequence_parallel else Replicate()
-    parallelize_module(base, mesh, _plan(base, residual), src_data_rank=None)
+    parallelize_module(base, mesh, _plan(base), src_data_rank=None)
     if is_tied:
         head.weight = module.get_input_embeddings().weight
     elif isinstance(head, nn.Linear):
@@ -137,7 +137,7 @@ def whole(parameter: Tensor) -> Tensor | None:
     return None if any(parameter.device_mesh.get_coordinate() or ()) else whole.to_local()
 
 
-def _plan(base: Any, residual: Placement) -> dict[str, ParallelStyle]:
+def _plan(base: Any) -> dict[str, ParallelStyle]:
     """A style for every module of the base model that has parameters of its own, and for every layer."""
     wanted: dict[str, str] = base.config.base_model_tp_plan or {}
     if not wanted:
@@ -146,7 +146,7 @@ def _plan(base: Any, residual: Placement) -> dict[str, ParallelStyle]:
     # Residual stream in, residual stream out: `use_local_output` would lose how many tokens there are.
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
-        "rowwise": lambda: RowwiseParallel(output_layouts=residual, use_local_output=False),
+        "rowwise": lambda: RowwiseParallel(output_layouts=RESIDUAL, use_local_output=False),
         "replicated_with_grad_allreduce": HeadNorm,
     }
     plan: dict[str, ParallelStyle] = {}
@@ -161,25 +161,17 @@ def _plan(base: Any, residual: Placement) -> dict[str, ParallelStyle]:
                 )
             plan[name] = styles[style]()
         elif pattern == "layers.*" and next(module.parameters(), None) is not None:
-            plan[name] = ReplicatedInput(residual)
+            plan[name] = ReplicatedInput()
         elif isinstance(module, nn.Embedding):
-            plan[name] = VocabularyEmbedding(residual)
+            plan[name] = VocabularyEmbedding()
         elif has_own and pattern.startswith("layers.*.self_attn."):
             plan[name] = HeadNorm()
         elif has_own:
-            plan[name] = ResidualNorm(residual)
+            plan[name] = ResidualNorm()
     return plan
 
 
-class ResidualStyle(ParallelStyle):
-    """Style of a module that makes or takes the residual stream."""
-
-    def __init__(self, residual: Placement) -> None:
-        super().__init__()
-        self._residual = residual
-
-
-class ReplicatedInput(ResidualStyle):
+class ReplicatedInput(ParallelStyle):
     """Makes a plain tensor that a layer is given, whole and the same on all ranks, the residual stream: a stage's first one is."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -187,14 +179,14 @@ class ReplicatedInput(ResidualStyle):
             hidden, *others = inputs
             if not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
-                hidden = hidden.redistribute(placements=[self._residual])
+                hidden = hidden.redistribute(placements=[RESIDUAL])
             return hidden, *others
 
         module.register_forward_pre_hook(enter)
         return module
 
 
-class VocabularyEmbedding(ResidualStyle):
+class VocabularyEmbedding(ParallelStyle):
     """Rows of the vocabulary on each rank; a token's row comes from the one that has it. Token ids in, residual stream out.
 
     PyTorch's own style for it (`RowwiseParallel`) takes the padding token, whose row gets no gradient, for a row of each shard, and
@@ -214,27 +206,23 @@ class VocabularyEmbedding(ResidualStyle):
             embedded = F.embedding(rows, local_VH, padding if 0 <= padding < len(local_VH) else None)
             embedded = embedded.where(is_here[..., None], 0.0)
             summed = DTensor.from_local(embedded, device_mesh, [Partial()], run_check=False)
-            return summed.redistribute(placements=[self._residual])
+            return summed.redistribute(placements=[RESIDUAL])
 
         embedding.forward = forward
         return module
 
 
-class ResidualNorm(ResidualStyle):
+class ResidualNorm(ParallelStyle):
     """A norm on the residual stream: what this rank has of it in, all tokens out. On plain tensors, which is ten times as fast."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Each rank has seen its own tokens alone, or all of them.
-        of_gradient = Partial() if self._residual.is_shard() else Replicate()
         _distribute(module, device_mesh, Replicate())
         plain_forward = module.forward
 
         def forward(stream: DTensor) -> DTensor:
-            with _local_parameters(module, of_gradient):
+            with _local_parameters(module):
                 local = plain_forward(stream.to_local())
-            out = DTensor.from_local(
-                local, device_mesh, [self._residual], run_check=False, shape=stream.shape, stride=stream.stride()
-            )
+            out = DTensor.from_local(local, device_mesh, [RESIDUAL], run_check=False, shape=stream.shape, stride=stream.stride())
             # The gradient that comes back is a sum over ranks, and is made whole, or its part of the tokens, here.
             return out.redistribute(placements=[Replicate()])
 
@@ -250,7 +238,7 @@ class HeadNorm(ParallelStyle):
         plain_forward = module.forward
 
         def forward(heads: Tensor) -> Tensor:
-            with _local_parameters(module, Partial()):
+            with _local_parameters(module):
                 out: Tensor = plain_forward(heads)
             return out
 
@@ -273,11 +261,12 @@ def _summed(gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def _local_parameters(module: nn.Module, of_gradient: Placement) -> Iterator[None]:
-    """Within it the module's own parameters are plain tensors, whose gradients come back with the placement `of_gradient`."""
+def _local_parameters(module: nn.Module) -> Iterator[None]:
+    """Within it the module's own parameters are plain tensors, whose gradients, of this rank's tokens or heads, come back as
+    parts of a sum over ranks."""
     own: dict[str, Any] = dict(module._parameters)
     for name, parameter in own.items():
-        module._parameters[name] = parameter.to_local(grad_placements=[of_gradient])
+        module._parameters[name] = parameter.to_local(grad_placements=[Partial()])
     try:
         yield
     finally:

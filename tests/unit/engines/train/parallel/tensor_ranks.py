@@ -98,11 +98,11 @@ def gradient_errors(ours: nn.Module, expected: nn.Module, prefix: str = "") -> d
     return {**errors, "gradient": distance**0.5 / size, "norm": abs(squares.sqrt().item() / size - 1)}
 
 
-def compare_model(mesh: DeviceMesh, family: str, *, is_tied: bool, sequence_parallel: bool) -> dict[str, float]:
+def compare_model(mesh: DeviceMesh, family: str, *, is_tied: bool) -> dict[str, float]:
     """Errors of losses, log-probs, entropies and summed gradients of a model over all ranks. Nothing differs between ranks."""
     expected_model = make_model(family, is_tied=is_tied)
     model = copy.deepcopy(expected_model)
-    shard_model(model, mesh, sequence_parallel=sequence_parallel)
+    shard_model(model, mesh)
     errors, bits = {}, hashlib.sha256()
     for i, packed in enumerate(packed_cases()):
         chunk_tokens = 7 if i % 2 else None
@@ -125,11 +125,10 @@ def compare_models(families: tuple[str, ...], tied: tuple[bool, ...]) -> dict[st
     found = {}
     with world():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        for family, is_tied, sequence_parallel in itertools.product(families, tied, (True, False)):
-            options = {"is_tied": is_tied, "sequence_parallel": sequence_parallel}
-            errors = compare_model(mesh, family, **options)
+        for family, is_tied in itertools.product(families, tied):
+            errors = compare_model(mesh, family, is_tied=is_tied)
             worst = max(errors, key=lambda name: errors[name])
-            found[f"{family} {options}: {worst}"] = errors[worst]
+            found[f"{family} {is_tied=}: {worst}"] = errors[worst]
     return found
 
 
@@ -144,12 +143,12 @@ class Root(nn.Module):
         return StageOf(self.module).stage_forward(packed, None), self.module.lm_head.weight
 
 
-def compare_sharded(family: str, is_tied: bool, sequence_parallel: bool, is_checkpointed: bool) -> dict[str, float]:
+def compare_sharded(family: str, is_tied: bool, is_checkpointed: bool) -> dict[str, float]:
     """Errors of FSDP2 over two ranks, tensor parallelism over two; rank = dp_rank * 2 + tp_rank. Each pair has its own tokens."""
     with world():
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
         expected_model = make_model(family, is_tied=is_tied)
-        root = _fully_sharded(expected_model, mesh, sequence_parallel=sequence_parallel, is_checkpointed=is_checkpointed)
+        root = _fully_sharded(expected_model, mesh, is_checkpointed=is_checkpointed)
         errors = {}
         for i, packed in enumerate(packed_cases()):
             hidden_PH = StageOf(expected_model).stage_forward(packed, None)
@@ -167,14 +166,14 @@ def compare_sharded(family: str, is_tied: bool, sequence_parallel: bool, is_chec
         return errors
 
 
-def compare_bfloat16(sequence_parallel: bool) -> tuple[float, float]:
+def compare_bfloat16() -> tuple[float, float]:
     """Of passes in bfloat16 from float32 weights, sharded and in one process: gradients' distance from those in float32."""
     with world():
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
         exact = make_model("qwen3", is_tied=True)
         rounded = copy.deepcopy(exact).bfloat16()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        root = _fully_sharded(exact, mesh, sequence_parallel=sequence_parallel, mp_policy=policy)
+        root = _fully_sharded(exact, mesh, mp_policy=policy)
         for i, packed in enumerate(packed_cases()[:2]):
             for model in (exact, rounded):
                 loss_of(StageOf(model).stage_forward(packed, None), model.lm_head.weight, packed, 7)[0].backward()
@@ -190,11 +189,9 @@ def _full(gradient: Any) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def _fully_sharded(
-    model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, is_checkpointed: bool = False, **options: Any
-) -> nn.Module:
+def _fully_sharded(model: Any, mesh: DeviceMesh, *, is_checkpointed: bool = False, **options: Any) -> nn.Module:
     model = copy.deepcopy(model)
-    shard_model(model, mesh["tp"], sequence_parallel=sequence_parallel)
+    shard_model(model, mesh["tp"])
     if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -206,7 +203,7 @@ def _fully_sharded(
     return root
 
 
-def compare_stages(sequence_parallel: bool) -> dict[str, float]:
+def compare_stages() -> dict[str, float]:
     """Errors of a model in two stages, each over all ranks. What crosses from one to the other is as it is without them."""
     with world():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -214,7 +211,7 @@ def compare_stages(sequence_parallel: bool) -> dict[str, float]:
         stages = [copy.deepcopy(expected_model) for _ in range(2)]
         for index, model in enumerate(stages):
             cut_stage(model, index, 2)
-            shard_model(model, mesh, sequence_parallel=sequence_parallel)
+            shard_model(model, mesh)
         packed = packed_cases()[0]
         expected_PH = StageOf(expected_model).stage_forward(packed, None)
         crossing_PH = StageOf(stages[0]).stage_forward(packed, None)
@@ -236,7 +233,7 @@ def bytes_kept(family: str) -> dict[str, float]:
     with world():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         model = make_model(family, is_tied=True)
-        shard_model(model, mesh, sequence_parallel=False)
+        shard_model(model, mesh)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         kept = {name: p.to_local().untyped_storage().nbytes() / (4 * p.numel()) for name, p in model.named_parameters()}
         model.requires_grad_(False)
@@ -254,7 +251,7 @@ def refused_plans() -> list[str]:
         for changed in (None, without, {**plan, "layers.*.mlp.up_proj": "packed_colwise"}):
             model.config.base_model_tp_plan = changed
             try:
-                shard_model(model, mesh, sequence_parallel=False)
+                shard_model(model, mesh)
             except UserError as error:
                 said.append(str(error))
     return said

@@ -41,36 +41,27 @@ def test_losses_and_gradients_are_those_of_one_process(
     ranks: Processes, num_ranks: int, families: tuple[str, ...], tied: tuple[bool, ...]
 ) -> None:
     for errors in ranks.run(compare_models, families, tied, size=num_ranks):
-        assert len(errors) == 2 * len(families) * len(tied)
+        assert len(errors) == len(families) * len(tied)
         assert not {case: error for case, error in errors.items() if not error < 1e-5}
 
 
 @pytest.mark.parametrize(
-    ("family", "is_tied", "is_checkpointed", "sequence_parallel"),
-    [
-        ("qwen3", True, True, True),
-        pytest.param("qwen3", True, True, False, marks=deep),
-        pytest.param("llama", False, False, True, marks=deep),
-        pytest.param("llama", False, False, False, marks=deep),
-    ],
+    ("family", "is_tied", "is_checkpointed"),
+    [("qwen3", True, True), pytest.param("llama", False, False, marks=deep)],
 )
-def test_fsdp_shards_what_is_sharded(
-    ranks: Processes, family: str, is_tied: bool, is_checkpointed: bool, sequence_parallel: bool
-) -> None:
-    for errors in ranks.run(compare_sharded, family, is_tied, sequence_parallel, is_checkpointed):
+def test_fsdp_shards_what_is_sharded(ranks: Processes, family: str, is_tied: bool, is_checkpointed: bool) -> None:
+    for errors in ranks.run(compare_sharded, family, is_tied, is_checkpointed):
         assert len(errors) > 30
         assert not {name: error for name, error in errors.items() if not error < 1e-5}
 
 
-@pytest.mark.parametrize("sequence_parallel", in_gate(True, of=[True, False]))
-def test_bfloat16_is_as_near_as_in_one_process(ranks: Processes, sequence_parallel: bool) -> None:
-    for error, in_one_process in ranks.run(compare_bfloat16, sequence_parallel):
+def test_bfloat16_is_as_near_as_in_one_process(ranks: Processes) -> None:
+    for error, in_one_process in ranks.run(compare_bfloat16):
         assert 0 < error < 1.3 * in_one_process < 0.1
 
 
-@pytest.mark.parametrize("sequence_parallel", in_gate(True, of=[True, False]))
-def test_what_crosses_between_stages_is_as_it_is_without(ranks: Processes, sequence_parallel: bool) -> None:
-    for errors in ranks.run(compare_stages, sequence_parallel, size=2):
+def test_what_crosses_between_stages_is_as_it_is_without(ranks: Processes) -> None:
+    for errors in ranks.run(compare_stages, size=2):
         assert not {name: error for name, error in errors.items() if not error < 1e-5}
 
 
