@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,23 +45,12 @@ from asyncflow.engines.train.model.products import rows_by, rows_by_transposed, 
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import LossSums, Ragged
 
+if TYPE_CHECKING:
+    from asyncflow.engines.train.parallel.sharded_model import ShardedModel
+
 Sums = ExactAccumulator | PlainAccumulator
 
 # P packed tokens, O outputs, I inputs, H hidden elements, V tokens of the vocabulary, U of them, C rows of logits.
-
-
-class Trained(Protocol):
-    """Model, or a stage of one."""
-
-    device: torch.device
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that are trained, by name."""
-
-    @property
-    def module(self) -> Any:
-        """Transformers' model, which has the parameters."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +70,7 @@ class PassGradients:
     pieces: Pieces = AT_ONCE
     """Pieces by which the gradients of matrices are computed: nothing in a pass waits for them."""
 
-    def __init__(self, model: Trained, sums: Sums, *, gives_zeros: bool = False) -> None:
+    def __init__(self, model: CausalModel | ShardedModel, sums: Sums, *, gives_zeros: bool = False) -> None:
         """Change the model's modules so that they compute as before, except in a pass (`within`). See `why_not` first.
 
         `gives_zeros`: autograd gets zeros for a gradient of each weight, for the sake of who waits for one.
@@ -106,7 +95,7 @@ class PassGradients:
                 module.forward = partial(_form_of(module), self, module, own, module.forward)
 
     @staticmethod
-    def why_not(model: Trained) -> str:
+    def why_not(model: CausalModel | ShardedModel) -> str:
         """Reason why a model's gradients cannot be taken so; "" if they can."""
         if getattr(model.module.get_output_embeddings(), "bias", None) is not None:
             return "its output layer has a bias"
