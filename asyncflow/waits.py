@@ -236,7 +236,7 @@ PULL: Final = _wait(
 BROADCAST: Final = _wait(
     "broadcast",
     "all receivers of a broadcast of weights",
-    "weight_sync/collective.py:CollectiveSender._until CollectiveSender.join _store weight_sync/group.py:Group._finish",
+    "weight_sync/collective.py:CollectiveSender._until CollectiveSender.join weight_sync/group.py:Group._finish",
     ends="weight_sync.deadline_seconds",
 )
 PUBLISHING: Final = _wait(

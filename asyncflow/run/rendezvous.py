@@ -92,7 +92,7 @@ def meet_at_driver(rendezvous: Rendezvous, door: str) -> None:
     def call(method: str, *arguments: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(getattr(rendezvous, method)(*arguments), loop).result(EXCHANGE_SECONDS)
 
-    offer: Callable[[str, Callable[..., Any]], None] = load("function", "asyncflow.engines.train.parallel.store:offer")
+    offer: Callable[[str, Callable[..., Any]], None] = load("function", "asyncflow.transport.torch_store:offer")
     offer(AT_DRIVER.partition(":")[0], call)
 
 

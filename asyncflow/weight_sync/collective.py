@@ -29,10 +29,11 @@ from torch import Tensor
 
 from asyncflow.threads import ComputeThread
 from asyncflow.transport import ConnectionLost, Peer, client_key, client_name, proxy, remote
+from asyncflow.transport.torch_store import RendezvousStore
 from asyncflow.types import Array, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.door import Dialler, ServedSender
-from asyncflow.weight_sync.group import Group, GroupStore, reason
+from asyncflow.weight_sync.group import Group, reason
 from asyncflow.weight_sync.layout import FileLayout
 from asyncflow.weight_sync.staging import Arriving, expected
 
@@ -311,16 +312,13 @@ class _Groups:
         self._kept = kept
 
 
-def _store(sender: CollectiveSender, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> GroupStore:
+def _store(sender: CollectiveSender, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> RendezvousStore:
     """Store for a thread that forms a group while `loop` talks to the sender."""
 
-    def wait(call: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(call, loop).result(deadline_seconds)
+    def call(method: str, *arguments: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(getattr(sender, method)(epoch, *arguments), loop).result(deadline_seconds)
 
-    return GroupStore(
-        lambda key, value: wait(sender.put(epoch, key, value)),
-        lambda key: wait(sender.get(epoch, key)),
-    )
+    return RendezvousStore(call)
 
 
 def _name(key: str) -> str:

@@ -18,42 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncflow.transport.torch_store import RendezvousStore
 from asyncflow.types import Array
 
 CHUNK_BYTES = 4 << 20
 _IN_FLIGHT = 2  # chunks: one arrives while the one before it is copied and hashed
 
 
-class GroupStore(dist.Store):  # type: ignore[name-defined]
-    """Store in which the members of a group find each other's addresses, with the methods that torch calls."""
-
-    def __init__(self, put: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> None:
-        """`get` waits until the key is there."""
-        super().__init__()
-        self._put, self._get = put, get
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Publish a value under a key."""
-        self._put(key, value.encode() if isinstance(value, str) else value)
-
-    def get(self, key: str) -> bytes:
-        """Value of a key, when it is there."""
-        return self._get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have values."""
-        for key in keys:
-            self._get(key)
-
-
 class Group:
     """Group of processes that broadcast. Calls block; they raise `RuntimeError`, and close the group, when a member is gone, or
     silent for `timeout_seconds`."""
 
-    def __init__(self, store: GroupStore, rank: int, size: int, *, device: str, timeout_seconds: float, is_local: bool) -> None:
+    def __init__(
+        self, store: RendezvousStore, rank: int, size: int, *, device: str, timeout_seconds: float, is_local: bool
+    ) -> None:
         """Waits for the other members, and keeps the `store`. `is_local`: all are on this machine."""
         self._device, self._timeout = torch.device(device), timedelta(seconds=timeout_seconds)
-        self._store: GroupStore | None = store  # the backend refers to it, in C++
+        self._store: RendezvousStore | None = store  # the backend refers to it, in C++
         self._backend = _backend(store, rank, size, self._device, self._timeout, is_local)
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         num_buffers = _IN_FLIGHT if rank else 0
@@ -109,7 +90,7 @@ def reason(error: BaseException) -> str:
     return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text
 
 
-def _backend(store: GroupStore, rank: int, size: int, device: torch.device, timeout: timedelta, is_local: bool) -> Any:
+def _backend(store: RendezvousStore, rank: int, size: int, device: torch.device, timeout: timedelta, is_local: bool) -> Any:
     """The library that torch itself chooses for a device, a plug-in's (HCCL for an NPU) included."""
     name = dist.Backend.default_device_backend_map[device.type]
     if name == "gloo" and is_local:

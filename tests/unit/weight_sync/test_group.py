@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from asyncflow.transport.torch_store import RendezvousStore
 from asyncflow.types import Array
-from asyncflow.weight_sync.group import CHUNK_BYTES, Group, GroupStore, reason
+from asyncflow.weight_sync.group import CHUNK_BYTES, Group, reason
 from tests.patience import patience
 
 
@@ -19,7 +20,7 @@ def members(size: int, timeout_seconds: float) -> list[Group]:
     box, groups = dist.HashStore(), dict[int, Group]()
 
     def form(rank: int) -> None:
-        store = GroupStore(lambda key, value: box.set(key, value), lambda key: box.get(key))
+        store = RendezvousStore(lambda method, *arguments: {"put": box.set, "get": box.get}[method](*arguments))
         groups[rank] = Group(store, rank, size, device="cpu", timeout_seconds=timeout_seconds, is_local=True)
 
     threads = [threading.Thread(target=form, args=(rank,)) for rank in range(size)]

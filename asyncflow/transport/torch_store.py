@@ -1,4 +1,4 @@
-"""A store for `torch.distributed` that somebody else keeps: where ranks on several machines leave their addresses for one another.
+"""A store for `torch.distributed` that somebody else keeps: where processes leave their addresses for one another.
 
 It is reached by one function, which blocks: `call(method, *arguments)`, of the methods put, get, add, put_if, has and remove.
 """
@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined]
-    """Store with the methods that torch's rendezvous calls. It leaves timeouts to `call`, which has its own."""
+    """Store with the methods that torch's rendezvous and process groups call. It leaves timeouts to `call`, which has its own."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
