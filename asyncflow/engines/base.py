@@ -276,23 +276,6 @@ class Hyperparameters:
     max_grad_norm: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenOptions:
-    """Options of an engine whose model is not trained. config.py lists the allowed values and the defaults.
-
-    The passes compute on `device` in `dtype`; the weights are kept in `dtype`, too, and with `offload` in host memory.
-    `temperature` is the rollout's sampling temperature. At most `log_prob_chunk_tokens` rows of logits exist at a time.
-    `num_threads`: threads that compute on the CPU.
-    """
-
-    device: str
-    dtype: Literal["float32", "bfloat16"]
-    temperature: float
-    log_prob_chunk_tokens: int
-    num_threads: int
-    offload: bool
-
-
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.config import Config
 from asyncflow.devices import kind_of
-from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
+from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, OUTSIDE, TRAIN_ENGINES
 from asyncflow.model_folder import read_json
@@ -73,16 +73,7 @@ def train_engine(run: RunConnection) -> TrainEngine:
 
 def reference_engine(config: Config, model: Path) -> LogProbEngine:
     """The frozen reference, where it is a task of its own."""
-    train = config.train
-    options = FrozenOptions(
-        device=train.device,
-        dtype=train.frozen_dtype or train.dtype,
-        temperature=config.rollout.temperature,
-        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
-        num_threads=train.least_threads,
-        offload=train.offload,
-    )
-    arguments = {"model_path": model, "options": options}
+    arguments = {"model_path": model, "options": train_engine_options(config)}
     return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
 
 

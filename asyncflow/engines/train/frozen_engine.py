@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from asyncflow.engines.base import FrozenOptions, LogProbEngine
+from asyncflow.engines.base import LogProbEngine, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions
 from asyncflow.threads import ComputeThread
@@ -16,11 +16,11 @@ from asyncflow.types import Array, Ragged
 class FrozenEngine(LogProbEngine):
     """`LogProbEngine` of a model that is not trained, on one device."""
 
-    def __init__(self, model_path: Path | str, options: FrozenOptions) -> None:
-        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be computed here."""
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
+        """Load the model at `model_path` (Hugging Face format), to keep it as a train engine keeps its reference. Raises
+        `UserError` when it cannot be computed here."""
         check_device(options.device, "train.device")
-        passes = PassOptions(getattr(torch, options.dtype), options.device, options.temperature, options.log_prob_chunk_tokens)
-        self._model = FrozenModel(model_path, passes, offload=options.offload)
+        self._model = FrozenModel(model_path, PassOptions.of_frozen(options), offload=options.offload)
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
     async def use_threads(self, count: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.config import parse
-from asyncflow.engines.base import FrozenOptions, MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.model.log_probs import Head, VocabularyShard, token_local_losses
 from asyncflow.engines.train.one_rank import OneRank
@@ -46,8 +46,7 @@ def one_rank(engine: TorchEngine) -> OneRank:
 
 def frozen_engine(model_path: Path | str, **changes: Any) -> FrozenEngine:
     """An engine as `torch_engine`'s reference, computed apart."""
-    options = train_options(**changes)
-    return FrozenEngine(model_path, FrozenOptions(**{name: getattr(options, name) for name in FrozenOptions.__slots__}))
+    return FrozenEngine(model_path, train_options(**changes))
 
 
 async def train_on(engine: TrainEngine, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
