@@ -323,10 +323,6 @@ def _packed_tokens(micro_batch: MicroBatch) -> int:
     return len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
 
 
-def _result_of(micro_batch: MicroBatch) -> MicroBatchResult:
-    return MicroBatchResult(0.0, int(micro_batch.loss_mask.values.sum()), _packed_tokens(micro_batch))
-
-
 class SleepingPasses:
     """Passes of a sleeping engine, and `Helpers` that take some of them: tasks of the event loop."""
 
@@ -409,8 +405,10 @@ class SleepingTrainEngine:
     async def begin_step(self) -> None:
         """See `TrainEngine`."""
 
-    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine`. Takes the time of computing the prompt once for all its responses."""
+    async def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective | ValueObjective
+    ) -> list[MicroBatchResult]:
+        """See `TrainEngine`. Takes the time of computing the prompt once for all its responses; all losses are 0."""
         seconds = self._costs.forward_backward
         await self._passes.compute(
             self._passes.cut(micro_batches),
@@ -420,12 +418,7 @@ class SleepingTrainEngine:
         if self._ranks is not None and self._costs.collectives_seconds:
             await self._ranks.wait()
             await self.occupied(self._costs.collectives_seconds)
-        return [_result_of(each) for each in micro_batches]
-
-    async def train_on(self, micro_batch: MicroBatch) -> MicroBatchResult:
-        """Sleep as long as one micro-batch takes; its loss is 0 under any objective."""
-        await self.occupied(self._costs.forward_backward(_packed_tokens(micro_batch)))
-        return _result_of(micro_batch)
+        return [MicroBatchResult(0.0, int(each.loss_mask.values.sum()), _packed_tokens(each)) for each in micro_batches]
 
     async def set_hyperparameters(self, chosen: Hyperparameters) -> None:
         """See `TrainEngine`. The learning rate is only reported."""
@@ -490,7 +483,8 @@ class SleepingCritic:
         """See `SleepingTrainEngine`."""
         self._costs = costs
         self._engine = SleepingTrainEngine(costs.of_critic(), learning_rate=learning_rate, pool=pool, cores=cores)
-        self.begin_step, self.optim_step, self.discard = self._engine.begin_step, self._engine.optim_step, self._engine.discard
+        self.begin_step, self.forward_backward = self._engine.begin_step, self._engine.forward_backward
+        self.optim_step, self.discard = self._engine.optim_step, self._engine.discard
         self.fingerprint, self.save, self.close = self._engine.fingerprint, self._engine.save, self._engine.close
         self.save_state, self.load_state = self._engine.save_state, self._engine.load_state
         self.export_weights = self._engine.export_weights
@@ -499,10 +493,6 @@ class SleepingCritic:
         """See `CriticEngine`."""
         passed = await self._engine.pass_over(prompt_ids, response_ids, self._costs.values)
         return Ragged(np.zeros_like(passed.values), passed.offsets)
-
-    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
-        """See `CriticEngine`."""
-        return [await self._engine.train_on(micro_batch) for micro_batch in micro_batches]
 
     async def install(self, tensors: Mapping[str, Tensor]) -> None:
         """See `CriticEngine`."""
