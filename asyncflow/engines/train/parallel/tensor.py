@@ -19,8 +19,7 @@ Left out: key and value heads that several ranks share, and `module(...)` itself
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -216,12 +215,10 @@ class ResidualNorm(ParallelStyle):
     """A norm on the residual stream: what this rank has of it in, all tokens out. On plain tensors, which is ten times as fast."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
-        plain_forward = module.forward
+        plain_forward = _forward_of_norm(module, device_mesh)
 
         def forward(stream: DTensor) -> DTensor:
-            with _local_parameters(module):
-                local = plain_forward(stream.to_local())
+            local = plain_forward(stream.to_local())
             out = DTensor.from_local(local, device_mesh, [RESIDUAL], run_check=False, shape=stream.shape, stride=stream.stride())
             # The gradient that comes back is a sum over ranks, and is made whole, or its part of the tokens, here.
             return out.redistribute(placements=[Replicate()])
@@ -234,16 +231,27 @@ class HeadNorm(ParallelStyle):
     """A norm on each of this rank's heads: the weight is one for all heads, so its gradient is a sum over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
-        plain_forward = module.forward
-
-        def forward(heads: Tensor) -> Tensor:
-            with _local_parameters(module):
-                out: Tensor = plain_forward(heads)
-            return out
-
-        module.forward = forward
+        module.forward = _forward_of_norm(module, device_mesh)
         return module
+
+
+def _forward_of_norm(norm: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Give all ranks a norm's parameters. Returns its forward on plain tensors: of this rank's tokens or heads, so that the
+    parameters' gradients come back as parts of a sum over ranks."""
+    _distribute(norm, mesh, Replicate())
+    plain_forward = norm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        own: dict[str, Any] = dict(norm._parameters)
+        for name, parameter in own.items():
+            norm._parameters[name] = parameter.to_local(grad_placements=[Partial()])
+        try:
+            out: Tensor = plain_forward(x)
+            return out
+        finally:
+            norm._parameters.update(own)
+
+    return forward
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
@@ -258,19 +266,6 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
 
 def _summed(gradient: Tensor) -> Tensor:
     return gradient.redistribute(placements=[Replicate()]) if isinstance(gradient, DTensor) else gradient
-
-
-@contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Within it the module's own parameters are plain tensors, whose gradients, of this rank's tokens or heads, come back as
-    parts of a sum over ranks."""
-    own: dict[str, Any] = dict(module._parameters)
-    for name, parameter in own.items():
-        module._parameters[name] = parameter.to_local(grad_placements=[Partial()])
-    try:
-        yield
-    finally:
-        module._parameters.update(own)
 
 
 def _leave_whole(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
