@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from asyncflow.engines.families import FAMILIES, Family
+from asyncflow.engines.families import FAMILIES
 from asyncflow.types import Array, UserError
 
 END_TOKEN: Final = "<|endoftext|>"
@@ -42,14 +42,6 @@ class _Shape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.model_type]
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 SPECS: Final = {
@@ -118,7 +110,7 @@ def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 def _config(shape: _Shape, vocabulary_size: int) -> dict[str, Any]:
     return {
-        "architectures": [shape.family.architecture],
+        "architectures": [FAMILIES[shape.model_type].architecture],
         "model_type": shape.model_type,
         "vocab_size": vocabulary_size,
         "hidden_size": shape.hidden_size,
@@ -126,7 +118,7 @@ def _config(shape: _Shape, vocabulary_size: int) -> dict[str, Any]:
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        "head_dim": shape.hidden_size // shape.num_heads,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -141,7 +133,8 @@ def _config(shape: _Shape, vocabulary_size: int) -> dict[str, Any]:
 def _random_tensors(shape: _Shape, vocabulary_size: int, seed: int) -> dict[str, Array]:
     """Weights, float32, by Hugging Face name: matrices normal with `initializer_range`, norms 1, biases 0, as in transformers."""
     rng = np.random.default_rng(seed)
-    hidden, wide = shape.hidden_size, shape.intermediate_size
+    family, hidden, wide = FAMILIES[shape.model_type], shape.hidden_size, shape.intermediate_size
+    head_dim = hidden // shape.num_heads
     heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
 
     def matrix(num_rows: int, num_columns: int) -> Array:
@@ -151,12 +144,12 @@ def _random_tensors(shape: _Shape, vocabulary_size: int, seed: int) -> dict[str,
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
         for name, num_heads in heads.items():
-            size = num_heads * shape.head_dim
+            size = num_heads * head_dim
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = matrix(size, hidden)
-            if shape.family.has_qkv_bias:
+            if family.has_qkv_bias:
                 tensors[f"{prefix}self_attn.{name}_proj.bias"] = np.zeros(size, np.float32)
-            if shape.family.has_qk_norm and name != "v":
-                tensors[f"{prefix}self_attn.{name}_norm.weight"] = np.ones(shape.head_dim, np.float32)
+            if family.has_qk_norm and name != "v":
+                tensors[f"{prefix}self_attn.{name}_norm.weight"] = np.ones(head_dim, np.float32)
         tensors[f"{prefix}self_attn.o_proj.weight"] = matrix(hidden, hidden)
         tensors[f"{prefix}mlp.gate_proj.weight"] = matrix(wide, hidden)
         tensors[f"{prefix}mlp.up_proj.weight"] = matrix(wide, hidden)
