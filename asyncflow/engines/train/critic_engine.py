@@ -11,6 +11,7 @@ Left out: a critic that is sharded over several devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from asyncflow.engines.base import CriticEngine, MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.leader_engine import TrainingEngine
-from asyncflow.engines.train.model.causal_model import CausalModel, PassOptions
+from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.micro_step import float_tensor
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.one_rank import OneModel
@@ -61,7 +62,7 @@ class CriticTraining(OneModel):
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model, see `TorchCritic`."""
-        self.model = ValueModel(model_path, PassOptions.of(options))
+        self.model = ValueModel(model_path, options)
         super().__init__(self.model.parameters, options)
 
     @torch.no_grad()
@@ -124,12 +125,12 @@ class CriticTraining(OneModel):
 class ValueModel(CausalModel):
     """Causal language model with a value head, `HEAD` [1, H], instead of its output layer."""
 
-    def __init__(self, path: Path | str, passes: PassOptions) -> None:
+    def __init__(self, path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model as `CausalModel` does, and its head from `HEAD_FILE` in the same folder, if that is there.
 
         Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
         """
-        super().__init__(path, passes)
+        super().__init__(path, replace(options, lora=None))
         prefix = self.module.base_model_prefix + "."
         self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
         size = self.module.config.hidden_size

@@ -8,7 +8,7 @@ import torch
 
 from asyncflow.engines.base import LogProbEngine, TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions
+from asyncflow.engines.train.model.causal_model import FrozenModel
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, Ragged
 
@@ -20,7 +20,7 @@ class FrozenEngine(LogProbEngine):
         """Load the model at `model_path` (Hugging Face format), to keep it as a train engine keeps its reference. Raises
         `UserError` when it cannot be computed here."""
         check_device(options.device, "train.device")
-        self._model = FrozenModel(model_path, PassOptions.of_frozen(options), offload=options.offload)
+        self._model = FrozenModel(model_path, options)
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
     async def use_threads(self, count: int) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.train.accumulate import ExactAccumulator, make_accumulator
 from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions, SharedBaseModel
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, SharedBaseModel
 from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.engines.train.model.packing import Packed, joined
@@ -48,20 +47,15 @@ class Passes:
         self.device: str = options.device
         self.is_behind = True
         self._apart_from = first if first is not None and first.device != self.device else None
-        how, lora = PassOptions.of(options), options.lora
-        of_model: dict[str, Any] = {"first": None if first is None else first.policy}
-        if lora is not None:
-            of_model |= {"weights_dtype": how.dtype, "lora": lora, "seed": options.seed}
-        self.policy: CausalModel = CausalModel(model_path, how, **of_model)
+        self.policy: CausalModel = CausalModel(model_path, options, first=None if first is None else first.policy)
         self.remark = probe(self.policy) if first is None and self.policy.way != "packed" else ""
         self.models: TriModel[Frozen]
-        if lora is None:
-            of_frozen = PassOptions.of_frozen(options)
+        if options.lora is None:
             made = [] if first is None else first.models.frozen  # in the order in which they were made
             firsts = iter([each for each in made if isinstance(each, FrozenModel)])
 
             def frozen() -> Frozen:
-                model = FrozenModel(model_path, of_frozen, offload=options.offload, first=next(firsts, None))
+                model = FrozenModel(model_path, options, first=next(firsts, None))
                 model.way = self.policy.way
                 return model
 

@@ -40,7 +40,7 @@ from asyncflow.engines.train.adapters.gathered import GatheredTraining, loaded
 from asyncflow.engines.train.checks import model_fields
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions, load_module, recompute_activations
+from asyncflow.engines.train.model.causal_model import FrozenModel, load_module, recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, cut_into_passes, joined, pack_thrifty
@@ -86,8 +86,7 @@ class DeepSpeedTraining(GatheredTraining):
         self._weights = _Weights(self._zero)
         self._num_added = self._fill_tokens = 0
 
-        passes = PassOptions.of_frozen(replace(options, device=self._device))
-        frozen = partial(FrozenModel, model_path, passes, offload=options.offload)
+        frozen = partial(FrozenModel, model_path, replace(options, device=self._device))
         self.models = TriModel(self._weights, options, frozen)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:

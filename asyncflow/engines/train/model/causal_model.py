@@ -13,7 +13,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from asyncflow.engines.train.model.lora import SharedBase, add_lora, fill_lora, 
 from asyncflow.engines.train.model.own_rows import Way, row_states
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
 from asyncflow.engines.train.model.products import adopt
-from asyncflow.types import Array, LoraSpec, Ragged, UserError
+from asyncflow.types import Array, Ragged, UserError
 
 _bases: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # of adapters, by files, dtype and device
 _SHARING = threading.Lock()  # so that nobody loads what somebody is loading
@@ -44,73 +44,45 @@ _LOADING = threading.Lock()  # a load changes global state of transformers: two 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
 
 
-@dataclass(frozen=True, slots=True)
-class PassOptions:
-    """Options of a model's forward and backward passes."""
-
-    dtype: torch.dtype
-    device: str
-    """Device of the passes; weights may be kept in another dtype, and on another device."""
-    temperature: float
-    """Sampling temperature of the rollout, which logits are divided by."""
-    chunk_tokens: int
-    """Rows of logits that exist at a time, at most."""
-    recomputes: bool = False
-    """Whether each layer's activations are computed again in the backward pass."""
-
-    @classmethod
-    def of(cls, options: TrainEngineOptions) -> PassOptions:
-        """Options of the policy's passes."""
-        dtype: torch.dtype = getattr(torch, options.dtype)
-        return cls(dtype, options.device, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
-
-    @classmethod
-    def of_frozen(cls, options: TrainEngineOptions) -> PassOptions:
-        """Options of the passes of the old policy and the reference."""
-        dtype: torch.dtype = getattr(torch, options.frozen_dtype or options.dtype)
-        return cls(dtype, options.device, options.temperature, options.log_prob_chunk_tokens)
+def frozen_options(options: TrainEngineOptions) -> TrainEngineOptions:
+    """Options of a model that is not trained: an old policy, or the reference."""
+    return replace(options, dtype=options.frozen_dtype or options.dtype, activation_checkpointing=False, lora=None)
 
 
 class CausalModel:
     """Causal language model: its weights, and the device and dtype that its passes compute in."""
 
     def __init__(
-        self,
-        path: Path | str,
-        passes: PassOptions,
-        *,
-        weights_dtype: torch.dtype = torch.float32,
-        weights_device: str | None = None,
-        lora: LoraSpec | None = None,
-        seed: int = 0,
-        first: CausalModel | None = None,
+        self, path: Path | str, options: TrainEngineOptions, *, is_trained: bool = True, first: CausalModel | None = None
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
-        Its weights are kept in `weights_dtype` on `weights_device` (None: the passes'), and every pass computes in the dtype and on
-        the device of `passes`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the
-        same numbers as a rollout engine of that dtype. Gradients are added to the kept weights.
+        Every pass computes in the dtype and on the device of `options`. Weights that are trained are kept in float32, others in
+        that dtype, and with `offload` in host memory. If these differ, each pass makes a copy of the weights and drops it at its
+        end; the copy has the same numbers as a rollout engine of that dtype. Gradients are added to the kept weights.
 
-        `lora`: add a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in `parameters`. Models with
-        adapters over the same files have the memory of their bases in common.
+        With `lora` the model has a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in
+        `parameters`. Models with adapters over the same files have the memory of their bases in common.
         `first`: compute in the way of that one, and if the weights of both are on one device, with that one's, whatever becomes of
         them: then nothing is loaded. Gradients stay apart.
 
         Raises `UserError` if there is no such model, or it cannot be trained here.
         """
-        place = self._place = weights_device or passes.device
+        dtype, lora = getattr(torch, options.dtype), options.lora
+        place = self._place = CPU if options.offload and not is_trained else options.device
         shared = first if first is not None and first._place == place else None
         self.is_copy = first is not None and shared is None
         """Whether its weights are a copy of the first one's, on another device."""
         # As it was loaded, to make others of the same memory; an adapter's base stays as long as an adapter of it is here.
+        weights_dtype = torch.float32 if is_trained and lora is None else dtype
         self._loaded: Any = shared._loaded if shared else (base_of if lora else load_module)(path, weights_dtype, place)
         own = {id(w): w if lora else nn.Parameter(w.data, w.requires_grad) for w in self._loaded.parameters()}
         self.module = copy.deepcopy(self._loaded, own).eval()
-        self._chunk_tokens = passes.chunk_tokens
-        self.device, self.dtype, self.temperature = torch.device(passes.device), passes.dtype, passes.temperature
-        self._divisor = passes.temperature / logit_scale(self.module.config)
+        self._chunk_tokens = options.log_prob_chunk_tokens
+        self.device, self.dtype, self.temperature = torch.device(options.device), dtype, options.temperature
+        self._divisor = self.temperature / logit_scale(self.module.config)
         cap = getattr(self.module.config, "final_logit_softcapping", None)
-        self._softcap: float | None = None if cap is None else cap / passes.temperature
+        self._softcap: float | None = None if cap is None else cap / self.temperature
         is_packed = self.module.config._attn_implementation == ATTENTION_NAME
         self.way: Way = first.way if first else "packed" if is_packed else "batched"
         """How micro-batches go through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
@@ -123,16 +95,16 @@ class CausalModel:
             for name, parameter in self.parameters.items():
                 parameter.data = shared.parameters[name].data
         elif lora is not None:
-            fill_lora(self.parameters, lora, seed)
+            fill_lora(self.parameters, lora, options.seed)
         head_VH = self.module.get_output_embeddings().weight
         self._head_name = next(name for name, parameter in self._weights.items() if parameter is head_VH)
         bias_V = self.module.get_output_embeddings().bias
         self._bias_name = next((name for name, parameter in self._weights.items() if parameter is bias_V), None)
-        layers = list(layers_of(self.module)) if passes.recomputes else []
+        layers = list(layers_of(self.module)) if options.activation_checkpointing else []
         # Such a layer casts its weights itself, in each of its passes, so that the copies exist no longer than the pass.
         self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
         for layer in layers:
-            recompute_activations(layer, partial(_cast_parameters, layer, self.device, passes.dtype))
+            recompute_activations(layer, partial(_cast_parameters, layer, self.device, dtype))
 
     def pack(self, prompt_ids: Array, responses: Ragged, targets: Ragged | None = None) -> Packed:
         """Pack a prompt and its responses for this model, see `pack_thrifty`; without sharing where it does not take the layout."""
@@ -188,12 +160,9 @@ class CausalModel:
 class FrozenModel(CausalModel):
     """Model that is not trained: an old policy, or the reference."""
 
-    def __init__(self, path: Path | str, passes: PassOptions, *, offload: bool = False, first: FrozenModel | None = None) -> None:
-        """Load the model as `CausalModel` does. Weights are kept in `passes.dtype`.
-
-        `offload`: keep them in host memory; each pass then copies them to the device.
-        """
-        super().__init__(path, passes, weights_dtype=passes.dtype, weights_device=CPU if offload else None, first=first)
+    def __init__(self, path: Path | str, options: TrainEngineOptions, *, first: FrozenModel | None = None) -> None:
+        """Load the model as `CausalModel` does, with the policy's `options`."""
+        super().__init__(path, frozen_options(options), is_trained=False, first=first)
         self.module.requires_grad_(False)
 
     @torch.no_grad()

@@ -30,7 +30,6 @@ from asyncflow.engines.base import EXCHANGE_SECONDS, MicroBatch, MicroBatchResul
 from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.causal_model import PassOptions
 from asyncflow.engines.train.model.packing import (
     INERT_TOKENS,
     Packed,
@@ -202,16 +201,14 @@ class ManyRanks(PolicyTraining):
         self.data_parallel_rank = self.ranks.dp_rank if self.ranks.is_leader else None
         self._model_path = model_path
         self._is_to_check, self._tokens_per_pass = options.check_shared_prompt, options.tokens_per_pass
-        cut = partial(ShardedModel, model_path, self.ranks)
         is_exact = options.accumulate == "exact"
         reduce_dtype = torch.float64 if is_exact and options.layout.dp > 1 else torch.float32
-        here, self._lora = replace(options, device=str(self.ranks.device)), options.lora
-        passes = PassOptions.of(here)
+        cut = partial(ShardedModel, model_path, self.ranks, replace(options, device=str(self.ranks.device)))
+        self._lora = options.lora
+        self._policy = policy = cut(reduce_dtype=reduce_dtype)
         if self._lora is None:
-            self._policy = policy = cut(passes, reduce_dtype=reduce_dtype)
-            self.models = TriModel(policy, options, partial(cut, PassOptions.of_frozen(here), is_offloaded=options.offload))
+            self.models = TriModel(policy, options, cut)
         else:
-            self._policy = policy = cut(passes, reduce_dtype=reduce_dtype, lora=self._lora, seed=options.seed)
             shared = partial(SharedBaseShards, policy)
             self.models = TriModel(policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
         stage = policy.stage

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.lora import initial_lora
-from asyncflow.engines.train.model.causal_model import PassOptions, compute_buffers, empty_module, recompute_activations
+from asyncflow.engines.train.model.causal_model import compute_buffers, empty_module, frozen_options, recompute_activations
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.lora import LoraSwitch, SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.packing import Packed
@@ -30,7 +31,7 @@ from asyncflow.engines.train.parallel.fsdp import Unit, cut_over_data, local_par
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.stages import cut_stage
 from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, place_lora, shard_model
-from asyncflow.types import LoraSpec, TensorSpec
+from asyncflow.types import TensorSpec
 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
 
@@ -39,25 +40,19 @@ class ShardedModel:
     """Part of a model's weights on this rank, and of the arithmetic that they are used in. Implements `StageModel`."""
 
     def __init__(
-        self,
-        path: Path | str,
-        ranks: Ranks,
-        passes: PassOptions,
-        *,
-        reduce_dtype: torch.dtype | None = None,
-        is_offloaded: bool = False,
-        lora: LoraSpec | None = None,
-        seed: int = 0,
+        self, path: Path | str, ranks: Ranks, options: TrainEngineOptions, *, reduce_dtype: torch.dtype | None = None
     ) -> None:
-        """Load the model at `path` (Hugging Face format), and keep this rank's part, in host memory if `is_offloaded`: in float32
-        what is trained, and in `passes.dtype` what is not.
+        """Load the model at `path` (Hugging Face format), and keep this rank's part: in float32 what is trained, and in the passes'
+        dtype what is not; with `offload` a model that is not trained in host memory.
 
-        `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained. `lora`, `seed`: see
-        `CausalModel`.
+        `options`: the policy's. `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained.
 
         Raises `UserError` if there is no such model, or it cannot be trained here, or not under the layout.
         """
-        weights_dtype = passes.dtype if reduce_dtype is None or lora is not None else torch.float32
+        options = frozen_options(options) if reduce_dtype is None else options
+        lora, is_offloaded = options.lora, options.offload and reduce_dtype is None
+        self.device, self.dtype = torch.device(options.device), getattr(torch, options.dtype)
+        weights_dtype = self.dtype if reduce_dtype is None or lora is not None else torch.float32
         module = empty_module(path, weights_dtype).requires_grad_(reduce_dtype is not None)
         whole = {name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()}
         files = WeightFiles(path)
@@ -65,8 +60,7 @@ class ShardedModel:
         files.check({sources[name]: spec.shape for name, spec in whole.items()})
         shapes = {} if lora is None else shapes_for(module, lora)
         self.specs = {name: TensorSpec(shape, "float32") for name, shape in shapes.items()} or whole
-        self.device, self.dtype = torch.device(passes.device), passes.dtype
-        self._temperature, self._chunk_tokens = passes.temperature, passes.chunk_tokens
+        self._temperature, self._chunk_tokens = options.temperature, options.log_prob_chunk_tokens
         self.hidden_size: int = module.config.hidden_size
         self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)
         if ranks.layout.tp > 1:
@@ -77,7 +71,7 @@ class ShardedModel:
             self.stage = replace(self.stage, tied_name=None)  # nothing is to be added up: the matrix is not trained
         adopt(module)
         layers = [layer for layer in module.base_model.layers if next(layer.parameters(), None) is not None]
-        if passes.recomputes:
+        if options.activation_checkpointing:
             for layer in layers:
                 recompute_activations(layer)
         begins = {name: _begin(parameter, ranks) for name, parameter in module.named_parameters()}
@@ -87,7 +81,7 @@ class ShardedModel:
             self._root,
             self.units,
             ranks.mesh["dp"],
-            dtype=None if passes.dtype == weights_dtype and lora is None else passes.dtype,
+            dtype=None if self.dtype == weights_dtype and lora is None else self.dtype,
             reduce_dtype=reduce_dtype or weights_dtype,
             is_offloaded=is_offloaded and self.device.type != "cpu",
         )
@@ -101,7 +95,7 @@ class ShardedModel:
             if name not in shapes:
                 files.fill(local_part(parameter), sources[name], begins[name])
         if lora is not None:
-            first = initial_lora(shapes, lora, seed)
+            first = initial_lora(shapes, lora, options.seed)
             for name, part in self.parts.items():
                 local_part(part).copy_(first[name][part_at(begins[name], part.shape)])
 

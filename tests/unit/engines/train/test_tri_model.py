@@ -13,13 +13,22 @@ from asyncflow.config import load
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.model import check_sharing
-from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
 from asyncflow.engines.train.model.packing import Packed, SharedPrompt, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.run.factories import train_engine_options
 from asyncflow.types import Layout, LossSums, Ragged, RunError, TokenBatch
 from tests.conftest import MODEL, ROOT
-from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, frozen_engine, one_rank, torch_engine, train_on, weights_of
+from tests.unit.engines.train.training import (
+    MakeMicroBatch,
+    ModelPath,
+    frozen_engine,
+    one_rank,
+    torch_engine,
+    train_on,
+    train_options,
+    weights_of,
+)
 
 
 @dataclass
@@ -237,7 +246,7 @@ def test_rounding_to_bfloat16_is_told_from_a_fault_in_a_trained_model(
     make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """The gradient of a sum of log-probs is small beside its addends: rounding changes it by some percent."""
-    policy, lengths = CausalModel(MODEL, PassOptions(torch.bfloat16, "cpu", 1.0, 512)), (10, 8, 6, 9, 4, 3, 4, 2)
+    policy, lengths = CausalModel(MODEL, train_options(dtype="bfloat16")), (10, 8, 6, 9, 4, 3, 4, 2)
     prompt = np.random.default_rng(seed).integers(0, policy.module.config.vocab_size, 30)
     responses = Ragged.from_arrays(sampled(policy, prompt, lengths), "int64")
     batch = replace(make_micro_batch(lengths=lengths), prompt_ids=prompt, response_ids=responses)
