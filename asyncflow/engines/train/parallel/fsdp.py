@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from asyncflow.engines.train.accumulate import (
 )
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.types import UserError
+
+if TYPE_CHECKING:
+    from asyncflow.engines.train.parallel.sharded_model import ShardedModel
 
 # R ranks of the group, E elements that each of them keeps of a unit's parameters.
 
@@ -104,9 +107,10 @@ def local_part(parameter: Tensor) -> Tensor:
 class Sums(ABC):
     """Gradient sums of a step: this rank's part. An exception leaves them unusable until `clear`."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]) -> None:
-        """`parameters` as FSDP2 has them, `parts` this rank's own, in the same memory, named alike."""
-        self._parameters, self._parts = parameters, parts
+    def __init__(self, policy: ShardedModel) -> None:
+        # As FSDP2 has them, and this rank's own parts, in the same memory, named alike.
+        self._parameters, self._parts = policy.parameters, policy.parts
+        self._trained = [unit for unit in policy.units if unit.shapes]  # a stage in the middle has nothing of its own but layers
 
     @abstractmethod
     def of_passes(self) -> ExactAccumulator:
@@ -142,35 +146,21 @@ class Sums(ABC):
         """Forget the step."""
 
 
-def make_sums(
-    kind: Literal["exact", "fp32"],
-    parameters: Mapping[str, nn.Parameter],
-    parts: Mapping[str, nn.Parameter],
-    units: Sequence[Unit],
-    ranks: Ranks,
-) -> Sums:
-    """`kind` as in accumulate.py, `parameters` and `parts` as in `Sums`."""
-    units = [unit for unit in units if unit.shapes]  # a stage in the middle has nothing of its own but layers
+def make_sums(kind: Literal["exact", "fp32"], policy: ShardedModel, ranks: Ranks) -> Sums:
+    """Sums of a policy's gradients, `kind` as in accumulate.py."""
     if kind == "exact" and ranks.layout.dp > 1:
-        return ExactSums(parameters, parts, units, ranks)
-    return HandedSums(parameters, parts, units, make_accumulator(kind, parts), ranks)
+        return ExactSums(policy, ranks)
+    return HandedSums(policy, make_accumulator(kind, policy.parts), ranks)
 
 
 class HandedSums(Sums):
     """Sums by the accumulator of one process, over what FSDP2 has reduced."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        parts: Mapping[str, nn.Parameter],
-        units: Sequence[Unit],
-        accumulator: Accumulator,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(parameters, parts)
+    def __init__(self, policy: ShardedModel, accumulator: Accumulator, ranks: Ranks) -> None:
+        super().__init__(policy)
         self._accumulator, self._is_alone = accumulator, ranks.layout.dp == 1
         self._is_muted = False
-        for unit in units:
+        for unit in self._trained:
             _reduce_by(unit, _Reduction(self._mute))
 
     def of_passes(self) -> ExactAccumulator:
@@ -206,13 +196,11 @@ class HandedSums(Sums):
 class ExactSums(Sums):
     """Sums over ranks and micro-batches of what `GRADIENT_GRID` keeps of each gradient, float64."""
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter], units: Sequence[Unit], ranks: Ranks
-    ) -> None:
-        super().__init__(parameters, parts)
+    def __init__(self, policy: ShardedModel, ranks: Ranks) -> None:
+        super().__init__(policy)
         self._ranks = ranks
-        self._units = [_ExactUnit(unit, ranks.layout.dp) for unit in units]
-        self._of_pass = PassSums({name: shape for unit in units for name, shape in unit.shapes.items()}, ranks.device)
+        self._units = [_ExactUnit(unit, ranks.layout.dp) for unit in self._trained]
+        self._of_pass = PassSums({name: shape for unit in self._trained for name, shape in unit.shapes.items()}, ranks.device)
 
     def of_passes(self) -> ExactAccumulator:
         return self._of_pass

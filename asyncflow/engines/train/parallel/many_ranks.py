@@ -219,7 +219,7 @@ class ManyRanks(PolicyTraining):
             device=self.ranks.device,
             timeout_seconds=EXCHANGE_SECONDS,
         )
-        self._sums = make_sums(options.accumulate, policy.parameters, policy.parts, policy.units, self.ranks)
+        self._sums = make_sums(options.accumulate, policy, self.ranks)
         self.remark = ""
         self._gradients: PassGradients | None = None
         self._most_fill, self._fill_tokens = options.pipeline_fill if options.layout.pp > 1 else 0.0, 0
