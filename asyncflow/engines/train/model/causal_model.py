@@ -29,9 +29,10 @@ from transformers.utils.logging import disable_progress_bar
 from asyncflow.devices import CPU
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, why_not_packed
+from asyncflow.engines.lora import initial_lora
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
-from asyncflow.engines.train.model.lora import SharedBase, add_lora, fill_lora, shapes_for
+from asyncflow.engines.train.model.lora import SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.own_rows import Way, row_states
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
 from asyncflow.engines.train.model.products import adopt
@@ -86,7 +87,8 @@ class CausalModel:
         is_packed = self.module.config._attn_implementation == ATTENTION_NAME
         self.way: Way = first.way if first else "packed" if is_packed else "batched"
         """How micro-batches go through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
-        self.lora = None if lora is None else add_lora(self.module, shapes_for(self.module, lora), lora)
+        shapes = {} if lora is None else shapes_for(self.module, lora)
+        self.lora = None if lora is None else add_lora(self.module, shapes, lora)
         adopt(self.module)
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -95,7 +97,8 @@ class CausalModel:
             for name, parameter in self.parameters.items():
                 parameter.data = shared.parameters[name].data
         elif lora is not None:
-            fill_lora(self.parameters, lora, options.seed)
+            for name, tensor in initial_lora(shapes, lora, options.seed).items():
+                self.parameters[name].data.copy_(tensor)
         head_VH = self.module.get_output_embeddings().weight
         self._head_name = next(name for name, parameter in self._weights.items() if parameter is head_VH)
         bias_V = self.module.get_output_embeddings().bias

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncflow.engines.lora import initial_lora
 from asyncflow.engines.lora_files import linear_of, lora_shapes
 from asyncflow.types import LoraSpec
 
@@ -82,14 +81,6 @@ def plain(linear: Any, x: Tensor, output: Tensor, scaling: float) -> Tensor:
     """Output with the adapter, where each process has all of the layer."""
     added: Tensor = output + linear.lora_B(linear.lora_A(x)) * scaling
     return added
-
-
-@torch.no_grad()
-def fill_lora(parameters: Mapping[str, Tensor], spec: LoraSpec, seed: int) -> None:
-    """Give the parameters of a whole adapter their first values."""
-    first = initial_lora({name: tuple(parameter.shape) for name, parameter in parameters.items()}, spec, seed)
-    for name, parameter in parameters.items():
-        parameter.copy_(first[name])
 
 
 class SharedBase:
