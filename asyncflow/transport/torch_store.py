@@ -1,4 +1,5 @@
-"""A store for `torch.distributed` that somebody else keeps: where processes leave their addresses for one another.
+"""A store for `torch.distributed` that somebody else keeps: where processes leave their addresses for one another. And what its
+errors say.
 
 It is reached by one function, which blocks: `call(method, *arguments)`, of the methods put, get, add, put_if, has and remove.
 """
@@ -66,3 +67,9 @@ def offer(scheme: str, call: Callable[..., Any]) -> None:
         yield store, int(numbers["rank"]), int(numbers["world_size"])
 
     register_rendezvous_handler(scheme, handler)  # type: ignore[no-untyped-call]
+
+
+def reason(error: BaseException) -> str:
+    """Reason why processes have lost one another, without the place in a library's source and its advice."""
+    text = " ".join(str(error).split()) or "no answer in time"
+    return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text

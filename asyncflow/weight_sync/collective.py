@@ -29,11 +29,11 @@ from torch import Tensor
 
 from asyncflow.threads import ComputeThread
 from asyncflow.transport import ConnectionLost, Peer, client_key, client_name, proxy, remote
-from asyncflow.transport.torch_store import RendezvousStore
+from asyncflow.transport.torch_store import RendezvousStore, reason
 from asyncflow.types import Array, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.door import Dialler, ServedSender
-from asyncflow.weight_sync.group import Group, reason
+from asyncflow.weight_sync.group import Group
 from asyncflow.weight_sync.layout import FileLayout
 from asyncflow.weight_sync.staging import Arriving, expected
 

@@ -84,12 +84,6 @@ class Group:
             raise
 
 
-def reason(error: BaseException) -> str:
-    """Reason why a group has broken, without the place in a library's source and its advice."""
-    text = " ".join(str(error).split()) or "no answer in time"
-    return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text
-
-
 def _backend(store: RendezvousStore, rank: int, size: int, device: torch.device, timeout: timedelta, is_local: bool) -> Any:
     """The library that torch itself chooses for a device, a plug-in's (HCCL for an NPU) included."""
     name = dist.Backend.default_device_backend_map[device.type]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from asyncflow.transport.torch_store import RendezvousStore
+from asyncflow.transport.torch_store import RendezvousStore, reason
 from asyncflow.types import Array
-from asyncflow.weight_sync.group import CHUNK_BYTES, Group, reason
+from asyncflow.weight_sync.group import CHUNK_BYTES, Group
 from tests.patience import patience
 
 

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_INTERFACES, RANKS_STORE
 from asyncflow.engines.devices import own_device
 from asyncflow.engines.train.parallel.calls import Call, decode, encode
+from asyncflow.transport.torch_store import reason
 from asyncflow.types import Layout, RunError, UserError
 
 _PARKED: Final = timedelta(days=30)
@@ -126,7 +127,7 @@ class Ranks:
             if not is_lost(error):
                 raise
             raise RunError(
-                f"rank {self.rank} of {self.size} lost the others over {what} ({_first_words(error)}): one of them has ended, or "
+                f"rank {self.rank} of {self.size} lost the others over {what} ({reason(error)[:200]}): one of them has ended, or "
                 f"said nothing for {EXCHANGE_SECONDS:g} s, and its own last words say why"
             ) from error
 
@@ -152,12 +153,6 @@ def is_lost(error: BaseException) -> bool:
     """Whether an error says that ranks could not exchange something. Gloo's errors have no type of their own."""
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo/" in text or "Connection closed by peer" in text
-
-
-def _first_words(error: BaseException) -> str:
-    """Reason of an error, without the place in a library's source and its advice."""
-    text = " ".join(str(error).split())
-    return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text[:200]
 
 
 def backend_of(device: torch.device) -> str:
