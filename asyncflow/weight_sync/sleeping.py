@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncflow.types import WeightSource
@@ -21,24 +22,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(kw_only=True)
 class SleepingWeightSync:
     """`WeightSync` of one process. `fails(worker)` and `hangs(worker)` are asked at every fetch: whether it is in vain, and for
     how many seconds it hangs before it is in vain (0: it does not hang)."""
 
-    def __init__(
-        self,
-        *,
-        keep: int,
-        num_bytes: int,
-        publish_seconds: float,
-        fetch_seconds: float,
-        fails: Callable[[str], bool] = lambda worker: False,
-        hangs: Callable[[str], float] = lambda worker: 0.0,
-    ) -> None:
-        self.keep, self.num_bytes = keep, num_bytes
-        self.publish_seconds, self.fetch_seconds = publish_seconds, fetch_seconds
-        self.fails, self.hangs = fails, hangs
-        self.kept: list[tuple[str, int]] = []  # (incarnation, version), oldest first
+    keep: int
+    num_bytes: int
+    publish_seconds: float
+    fetch_seconds: float
+    fails: Callable[[str], bool] = lambda worker: False
+    hangs: Callable[[str], float] = lambda worker: 0.0
+    kept: list[tuple[str, int]] = field(default_factory=list)  # (incarnation, version), oldest first
 
     def sender(self, incarnation: str) -> SleepingSender:
         """See `WeightSync`. What the sender of an earlier attempt has published is gone with it."""

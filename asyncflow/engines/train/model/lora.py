@@ -26,20 +26,16 @@ Combine = Callable[[Any, Any, Any, float], Any]
 class LoraSwitch:
     """Whether a model computes with its adapter."""
 
-    def __init__(self) -> None:
-        self._is_on = True
-
-    def __bool__(self) -> bool:
-        return self._is_on
+    is_on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Context inside which the model is its base."""
-        self._is_on = False
+        self.is_on = False
         try:
             yield
         finally:
-            self._is_on = True
+            self.is_on = True
 
 
 def shapes_for(module: Any, spec: LoraSpec) -> dict[str, tuple[int, int]]:
@@ -72,7 +68,7 @@ def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Call
 
 def _hook(switch: LoraSwitch, scaling: float, combine: Combine) -> Callable[[Any, Any, Tensor], Tensor]:
     def with_adapter(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return combine(linear, inputs[0], output, scaling) if switch else output
+        return combine(linear, inputs[0], output, scaling) if switch.is_on else output
 
     return with_adapter
 
