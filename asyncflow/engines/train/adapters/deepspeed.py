@@ -81,8 +81,7 @@ class DeepSpeedTraining(GatheredTraining):
         self._policy = _Policy(load_module(model_path, torch.float32), options)
         self.specs = {name: TensorSpec.of(parameter) for name, parameter in sorted(self._policy.parameters_by_name.items())}
         self._optimizer = Optimizer(self._policy.parameters_by_name, options)
-        arguments = (self._policy, self._policy.parameters_by_name, self._optimizer.adamw, options, self._ranks.device, stage)
-        self._zero = Zero(*arguments, zero)
+        self._zero = Zero(self._policy, self._optimizer.adamw, options, self._ranks.device, stage, zero)
         self._weights = _Weights(self._zero)
         self._num_added = self._fill_tokens = 0
 
@@ -199,31 +198,30 @@ class DeepSpeedTraining(GatheredTraining):
 
 
 class Zero:
-    """DeepSpeed's engine around `module`, which is called through it. Every process makes every call at the same time."""
+    """DeepSpeed's engine around a policy, which is called through it. Every process makes every call at the same time."""
 
     def __init__(
         self,
-        module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
+        policy: _Policy,
         adamw: torch.optim.Optimizer,
         options: TrainEngineOptions,
         device: torch.device,
         stage: int,
         zero: Mapping[str, Any],
     ) -> None:
-        """Hand `module` and its `parameters` (float32, those of `adamw`) to DeepSpeed, which shards them as `stage` says.
+        """Hand the policy and its parameters (float32, those of `adamw`) to DeepSpeed, which shards them as `stage` says.
 
         `zero`: more keys for DeepSpeed's section `zero_optimization`.
         """
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed needs it even if it is given the device
         deepspeed = importlib.import_module("deepspeed")
         deepspeed.utils.logger.setLevel("WARNING")
-        self._utils, self._parameters, self._size = deepspeed.utils, parameters, dist.get_world_size()
+        self._utils, self._parameters, self._size = deepspeed.utils, policy.parameters_by_name, dist.get_world_size()
         config = _config(options, stage, zero)
         which = Namespace(device_rank=device.index or 0)
         # On a CPU, DeepSpeed would compile, for about a minute, a collective in shared memory, which only its inference uses.
         with patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None):
-            self._engine, *_ = deepspeed.initialize(which, model=module, optimizer=adamw, config=config, dist_init_required=False)
+            self._engine, *_ = deepspeed.initialize(which, model=policy, optimizer=adamw, config=config, dist_init_required=False)
         self._optimizer, self._adamw, self._is_whole = self._engine.optimizer, adamw, stage < 3
         self._is_offloaded = "offload_optimizer" in config["zero_optimization"]
         self._optimizer.override_loss_scale(1.0)
