@@ -46,7 +46,9 @@ class Passes:
         """
         self.device: str = options.device
         self.is_behind = True
-        self._apart_from = first if first is not None and first.device != self.device else None
+        self._first = first
+        self.is_apart = first is not None and first.device != self.device
+        """Whether these are on another device than the weights."""
         self.policy: CausalModel = CausalModel(model_path, options, first=None if first is None else first.policy)
         self.remark = probe(self.policy) if first is None and self.policy.way != "packed" else ""
         self.models: TriModel[Frozen]
@@ -108,11 +110,6 @@ class Passes:
             packed = [self.policy.pack(each.prompt_ids, each.response_ids, each.target_ids) for each in micro_batches]
             return self.compute(micro_batches, packed, objective)
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether these are on another device than the weights."""
-        return self._apart_from is not None
-
     def share(self, pieces: Pieces) -> None:
         """Leave pieces of a pass to others."""
         if self._gradients is not None:
@@ -121,7 +118,7 @@ class Passes:
     @torch.no_grad()
     def _catch_up(self) -> None:
         """Copy what has changed since the last call: the weights of the policy, and of the old one. The reference's never do."""
-        first = self._apart_from
+        first = self._first
         assert first is not None, "there is a device to copy from"
         for own, source in ((self.policy, first.policy), (self.models.old_model, first.models.old_model)):
             if own is not None and source is not None and own.is_copy:  # with `offload` an old one's memory is the same
