@@ -140,8 +140,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     path: str | None = None
     """A file of JSON Lines, JSON, CSV, TSV or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
-    (`openai/gsm8k`), `generated:arithmetic`, or `reasoning_gym:TASK`. None: prompts are put by the user, as the run goes, and it
-    waits for them."""
+    (`openai/gsm8k`), `generated:arithmetic`, or `reasoning_gym:TASK`. None: clients of `asyncflow serve` put the prompts, and the
+    run waits for them; `model.max_context_tokens` says how long they may be."""
     subset: str | None = None
     """Which part of a data set on the Hub, where it has several (`main`)."""
     split: str = "train"
