@@ -39,11 +39,8 @@ class TorchEngine(LeaderEngine):
             training = ManyRanks(model_path, options)
         super().__init__(training, options)
         self.remark = training.remark
-
-    @property
-    def helpers(self) -> Helpers | None:
+        self.helpers: Helpers | None = training.helpers if isinstance(training, OneRank) else None
         """Helpers of the engine, if it was made with any."""
-        return self.training.helpers if isinstance(self.training, OneRank) else None
 
     async def close(self) -> None:
         await super().close()

@@ -75,6 +75,8 @@ class ShardedModel:
             for layer in layers:
                 recompute_activations(layer)
         begins = {name: _begin(parameter, ranks) for name, parameter in module.named_parameters()}
+        self.module: Any = module
+        """Transformers' model: what this rank has of it."""
         self._root: Any = _Passes(module)
         self.units = _units(self._root, layers)
         cut_over_data(
@@ -98,11 +100,6 @@ class ShardedModel:
             first = initial_lora(shapes, lora, options.seed)
             for name, part in self.parts.items():
                 local_part(part).copy_(first[name][part_at(begins[name], part.shape)])
-
-    @property
-    def module(self) -> Any:
-        """Transformers' model: what this rank has of it."""
-        return self._root.module
 
     def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
         """See `StageModel.stage_forward`."""
@@ -140,7 +137,7 @@ class ShardedModel:
 
     def _make_room(self, device: torch.device | str) -> None:
         """Memory for the parameters' parts, which had none."""
-        module = self._root.module
+        module = self.module
         heads = [module.get_input_embeddings(), module.get_output_embeddings()]
         is_tied = len({id(getattr(one, "weight", one)) for one in heads}) == 1
         self._root.to_empty(device=device)
