@@ -36,7 +36,13 @@ from setproctitle import setproctitle
 TITLE: Final = "asyncflow-fork-server"
 """How lists of processes call it."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
-_MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
+_MALLOC: Final = {
+    "MALLOC_TRIM_THRESHOLD_": -1,
+    "MALLOC_TOP_PAD_": -2,
+    "MALLOC_MMAP_THRESHOLD_": -3,
+    "MALLOC_MMAP_MAX_": -4,
+    "MALLOC_ARENA_MAX": -8,
+}
 """Variables that glibc reads when a process starts, with mallopt's number of each: a fork does not start anew, so it calls
 mallopt."""
 

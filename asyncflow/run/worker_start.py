@@ -16,11 +16,12 @@ from asyncflow.engines.train import TRAIN_ENGINE_IMPORTS
 from asyncflow.threads import thread_environment
 
 MAINS: Final = "asyncflow.run.workers"
-# Micro-batches and decode steps allocate and free the same memory over and over: glibc is to keep it, not to map zeroed pages each
-# time.
+# Micro-batches, sums and decode steps allocate and free the same memory over and over: glibc is to keep it, not to take fresh pages
+# each time. Threads share one arena, since one of their own takes no block above 64 MB; -1: nothing is given back.
 _KEEP_FREED_MEMORY: Final = {
-    "MALLOC_TRIM_THRESHOLD_": str(10**9),
-    "MALLOC_MMAP_THRESHOLD_": str(10**9),
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
