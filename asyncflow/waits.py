@@ -191,9 +191,7 @@ LEASE: Final = _wait(
     " transfer_queue/client.py:TransferQueueClient.stream",
 )
 FREE_CORES: Final = _wait("free cores", "cores or devices that others leave free", ends="the run's end")
-RENDEZVOUS: Final = _wait(
-    "rendezvous", "ranks to meet: key {key}", "run/rendezvous.py:Rendezvous.get", ends="the rendezvous' timeout of torch"
-)
+RENDEZVOUS: Final = _wait("rendezvous", "ranks to meet: key {key}", ends="the rendezvous' timeout of torch")
 
 # -- lanes: the state of a worker that waits -----------------------------------------------------------------------------------
 

@@ -210,10 +210,8 @@ def fit_all(pieces: Mapping[str, Sequence[TimedWork]], cores: int) -> tuple[dict
         found = pieces.get(name, ())
         if piece.pool and piece.pool not in slowdown and found:
             slowdown[piece.pool], fits[name] = fit_slowdown(name, piece.terms, found, cores)
-        elif piece.pool:
-            fits[name] = alone(name, piece.terms, found, slowdown.get(piece.pool, 0.0), cores)
-        else:
-            fits[name] = alone(name, piece.terms, [TimedWork(each.amounts, each.seconds) for each in found], 0.0, 1 << 20)
+        else:  # without a pool work is not slowed down, as on more cores than there are workers
+            fits[name] = alone(name, piece.terms, found, slowdown.get(piece.pool, 0.0), cores if piece.pool else 1 << 20)
     return fits, {pool: value for pool, value in slowdown.items() if value}
 
 

@@ -19,9 +19,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncflow.control.signal import Signal
 from asyncflow.engines.train.experience import Experience, Published
 from asyncflow.transport import remote
 from asyncflow.types import RunError
+from asyncflow.waits import OUTSIDE
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class TrainDesk:
         self._published: asyncio.Future[Published] | None = None
         self._verdict: asyncio.Future[str] | None = None  # of the engine on what was published last
         self._is_over = False
-        self._changed = asyncio.Event()
+        self._changed = Signal()
         self._on_progress = on_progress
 
     # -- the engine's -------------------------------------------------------------------------------------------------------
@@ -110,15 +112,13 @@ class TrainDesk:
         least (0: no limit). Waits for some, so long; then there are none, and the step may be complete."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                while not (ready := self._ready()) and self._normaliser is None and not self._is_over:
-                    self._changed.clear()
-                    await self._changed.wait()
+                await self._changed.until(lambda: bool(self._ready()) or self._normaliser is not None or self._is_over, OUTSIDE)
         except TimeoutError:
             return TakenGroups(self.step)
         if self._is_over:
             raise RunError("the run is stopping: there is no more experience")
         taken: list[DeskGroup] = []
-        for group in ready:
+        for group in self._ready():
             if (groups and len(taken) >= groups) or (tokens and taken and _tokens([*taken, group]) > tokens):
                 break
             group.taken_by = session
@@ -184,7 +184,7 @@ class TrainDesk:
 
     def _notify(self) -> None:
         self._on_progress()
-        self._changed.set()
+        self._changed.notify()
 
 
 def _tokens(groups: list[DeskGroup]) -> int:

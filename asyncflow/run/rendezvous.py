@@ -20,9 +20,11 @@ from typing import Any, Final
 import psutil
 
 from asyncflow.cluster.remote_node import own_address
+from asyncflow.control.signal import Signal
 from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_INTERFACES, RANKS_STORE
 from asyncflow.registry import load
 from asyncflow.transport import remote
+from asyncflow.waits import RENDEZVOUS
 
 AT_DRIVER: Final = "driver://"
 """Value in the environment of such ranks that says where they find each other."""
@@ -33,7 +35,7 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._changed = asyncio.Event()
+        self._changed = Signal()
 
     @remote
     async def put(self, key: str, value: bytes) -> None:
@@ -43,8 +45,7 @@ class Rendezvous:
     @remote
     async def get(self, key: str) -> bytes:
         """The value, when there is one."""
-        while key not in self._values:
-            await self._changed.wait()
+        await self._changed.until(lambda: key in self._values, RENDEZVOUS, key=key)
         return self._values[key]
 
     @remote
@@ -73,8 +74,7 @@ class Rendezvous:
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.notify()
 
 
 def meet_at_driver(rendezvous: Rendezvous, door: str) -> None:

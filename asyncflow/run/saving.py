@@ -179,14 +179,13 @@ class CheckpointCoordinator:
         return [manifests[each] for each in sorted(manifests)]
 
     @remote
-    async def written(self, version: int, place: CheckpointPlace = "disk", held_seconds: float = 0.0) -> None:
-        """The trainers' files are there, for which training was held up so long: make them a checkpoint. Returns when it is one, or
-        has been left out."""
-        why = ""
+    async def written(self, version: int, place: CheckpointPlace = "disk", held_seconds: float = 0.0, why: str = "") -> None:
+        """The trainers' files are there, for which training was held up so long, or could not be written, and why: make them a
+        checkpoint. Returns when it is one, or has been left out."""
         try:
             await self._own.pop((place, version))
         except OSError as error:
-            why = _why(error)
+            why = why or _why(error)
         of_critic = await self._part_of_critic(version, place)  # in any case: its files would stay else
         finishing = asyncio.ensure_future(self._finish(version, place, why or of_critic, held_seconds))
         self._finishing.add(finishing)
@@ -195,12 +194,13 @@ class CheckpointCoordinator:
 
     async def _finish(self, version: int, place: CheckpointPlace, why: str, held_seconds: float) -> None:
         """Make the files a checkpoint, or leave it out because of `why`."""
-        try:
-            await self._record.rows.finished(version)
-            for trouble in [] if why else await asyncio.to_thread(self._places[place].commit, version):
-                self._log(trouble)
-        except (OSError, RunError) as error:
-            why = _why(error) if isinstance(error, OSError) else str(error)
+        if not why:
+            try:
+                await self._record.rows.finished(version)
+                for trouble in await asyncio.to_thread(self._places[place].commit, version):
+                    self._log(trouble)
+            except (OSError, RunError) as error:
+                why = _why(error) if isinstance(error, OSError) else str(error)
         if why:
             await self._give_up(version, place, why)
         self._settle(version, place, held_seconds)
@@ -216,15 +216,6 @@ class CheckpointCoordinator:
             return ""
         await self._came.until(lambda: (place, version) in self._parts, CRITIC_PART, version=version)
         return self._parts.pop((place, version))
-
-    @remote
-    async def failed(self, version: int, why: str, place: CheckpointPlace = "disk") -> None:
-        """The trainers' files could not be written."""
-        own = self._own.pop((place, version))
-        await asyncio.gather(own, return_exceptions=True)
-        await self._part_of_critic(version, place)  # whose files would stay else
-        await self._give_up(version, place, why)
-        self._settle(version, place, 0.0)
 
     async def _give_up(self, version: int, place: CheckpointPlace, why: str) -> None:
         checkpoints = self._places[place]
@@ -389,10 +380,8 @@ class CheckpointWriter:
         why = await files
         if self._part == CRITIC_DIR:
             await self._saves.critic_written(version, why, place)
-        elif self._is_first and why:
-            await self._saves.failed(version, why, place)
         elif self._is_first:
-            await self._saves.written(version, place, held_seconds)
+            await self._saves.written(version, place, held_seconds, why)
 
 
 def _why(error: OSError) -> str:
