@@ -133,14 +133,14 @@ async def _evaluate(config: Config, out: Path | None) -> bool:
         return False
     if not job.responses:
         raise RunError(f"no response was scored ({_count_unscored(job)} could not be): the messages above say why; mend the scorer")
-    samples = list(_samples(config, job.held_out, len(job.held_out)))
+    samples = list(_samples(config, job.prepared.held_out, len(job.prepared.held_out)))
     result = result_of(config.model.path, config.data.path or "", _settings(config), job.evaluations[-1], job.responses, samples)
     for line in lines_of(result):
         print(line)
     for path in write_evaluation(out, result, correct_from=config.eval.correct_from) if out is not None else ():
         print(f"  {path}")
     held_out, most = config.eval, config.reward.max_failed_fraction
-    unscored, total = _count_unscored(job), len(job.held_out) * (held_out.samples_per_prompt + held_out.greedy)
+    unscored, total = _count_unscored(job), len(job.prepared.held_out) * (held_out.samples_per_prompt + held_out.greedy)
     if unscored > most * total:
         raise RunError(
             f"{unscored} of {total} responses could not be scored, more than reward.max_failed_fraction={most:g}, so these figures "

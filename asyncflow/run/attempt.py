@@ -108,11 +108,6 @@ class Attempt:
         self.job = job
         replace(self._config.run_dir / JOB_FILE, msgspec.json.encode(job))
 
-    @property
-    def has_saved(self) -> bool:
-        """Whether there is a final model of this attempt."""
-        return self._folder.model_id() != self._model_before
-
     def save_published_model(self, published: Manifest | None, model: Path, committed: int) -> None:
         """Make the last version that was published the run's model, if the trainer could not save in time: it is a safetensors file
         with the same names.
@@ -122,7 +117,7 @@ class Attempt:
         folder = self._folder
         folder.restore_models()
         self._look_at_critic(committed)
-        if self.has_saved:
+        if folder.model_id() != self._model_before:  # of this attempt
             self._model_version = committed
             return
         if published is None:

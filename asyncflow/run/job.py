@@ -66,7 +66,8 @@ from asyncflow.waits import OUTCOME, OpenWaits
 class Job(Listener):
     """Run, from its start to its report. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
 
-    With `resume` it goes on from its newest whole checkpoint, or begins if there is none.
+    With `resume` it goes on from its newest whole checkpoint, or begins if there is none. `prepared`: its inputs, once it has been
+    started.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Job(Listener):
         if begun is None:
             return
         assert attempt.weights_dir is not None
-        self._prepared, resumed = begun
-        prepared = self._prepared
+        self.prepared, resumed = begun
+        prepared = self.prepared
         self._has_trained, there = False, evaluated_versions(config.run_dir)
         self.evaluations = [row for row in self.evaluations if row["step"] in there]  # the others are made again
         num_kept = len(prepared.prompts), len(prepared.held_out)
@@ -266,24 +267,9 @@ class Job(Listener):
 
     # -- from outside, while it runs ----------------------------------------------------------------------------------------
 
-    @property
-    def held_out(self) -> Sequence[Prompt]:
-        """The prompts that evaluations ask, once the run has been started."""
-        return self._prepared.held_out
-
     @cached_property
     def _tokenizer(self) -> CheckpointTokenizer:
-        return CheckpointTokenizer(self._prepared.model)
-
-    @property
-    def model(self) -> Path:
-        """Folder of the model that the run was started from."""
-        return self._prepared.model
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of a prompt and its response at most."""
-        return self._prepared.max_context
+        return CheckpointTokenizer(self.prepared.model)
 
     @property
     def weights_dir(self) -> Path:
@@ -301,7 +287,7 @@ class Job(Listener):
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
         if self.driver is None:
             raise RunError("this run is over: it trains on no more prompts")
-        name, prepared = "the pushed prompts", self._prepared
+        name, prepared = "the pushed prompts", self.prepared
         given = [] if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) else [*rows]
         if not all(isinstance(row, Mapping) for row in given) or (not given and rows != []):
             raise UserError(f"{name} must be a list of rows, each a mapping of columns, as data.path has them")
@@ -345,7 +331,7 @@ class Job(Listener):
     async def _inputs(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs: those of this process's attempt before, where there was one and a checkpoint is resumed."""
         if self._num_restarts and resumed is not None:
-            return self._prepared
+            return self.prepared
         return await self._prepare(scratch, resumed)
 
     async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
@@ -394,7 +380,7 @@ class Job(Listener):
         await driver.settle()
 
     def _save_published_model(self, driver: Driver) -> None:
-        self._attempt.save_published_model(driver.versions.newest, self._prepared.model, driver.ledger.ledger.committed)
+        self._attempt.save_published_model(driver.versions.newest, self.prepared.model, driver.ledger.ledger.committed)
 
     def _write_report(self) -> None:
         write_trace(self.config.run_dir)
@@ -422,7 +408,7 @@ class Job(Listener):
         if not kept.prompts:
             return kept, ()
         source = source_of(config, [dict(row) for row in kept.prompts], "the prompts that were put")
-        return kept, tokenize(config, self._tokenizer, source, self._prepared.tools)
+        return kept, tokenize(config, self._tokenizer, source, self.prepared.tools)
 
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps

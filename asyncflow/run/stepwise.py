@@ -85,20 +85,20 @@ class StepwiseRun:
         if folder.exists() or folder.is_symlink():
             raise UserError(f"{folder} is there already: name a new folder for the model")
         if not version:
-            raise UserError(f"no step is committed yet: the model is still the one in {self.job.model}")
+            raise UserError(f"no step is committed yet: the model is still the one in {self.job.prepared.model}")
         with self._waiting():
             if not await self._or_its_end(self.job.until_done(driver.versions.has_published(version))):
                 raise RunError(f"the run was interrupted before version {version} was published")
         published = driver.versions.newest
         if published is None or not Path(published.address).is_file():
             raise RunError("the weights are in no file on this machine: call checkpoint(), which the trainer writes")
-        await asyncio.to_thread(write_published, folder, published, self.job.model, self.config)
+        await asyncio.to_thread(write_published, folder, published, self.job.prepared.model, self.config)
         return published.version
 
     async def evaluate(self) -> Mapping[str, float]:
         """Evaluate the model after the last committed step. See `Trainer.evaluate`."""
         job, driver = self.job, self.driver
-        if not job.held_out:
+        if not job.prepared.held_out:
             raise UserError("this run has no prompts to be evaluated on: set eval.path")
         version = driver.ledger.ledger.committed
 

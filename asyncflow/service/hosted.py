@@ -89,7 +89,7 @@ class HostedRun:
         if run.job.driver is None:
             self.over.set()
             raise UserError(f"this run is finished already: raise run.steps to go on, or serve another one ({config.run_dir})")
-        model = run.job.model
+        model = run.job.prepared.model
         vocabulary = int(read_json(model / "config.json")["vocab_size"])
         self.config, self._run = config, run
         self._workers = OutsideWorkers(run.driver, model, vocabulary, self._kept)
@@ -225,7 +225,7 @@ class HostedRun:
     @property
     def most_weight_bytes(self) -> int:
         """Bytes that weights may have: those of the model in float32, and a head that is tied, and names."""
-        num_bytes = sum(file.stat().st_size for file in self.run.job.model.glob("*.safetensors"))
+        num_bytes = sum(file.stat().st_size for file in self.run.job.prepared.model.glob("*.safetensors"))
         return 4 * num_bytes + (1 << 20)
 
     def _check_trained_outside(self) -> None:

@@ -134,12 +134,12 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
             worker=session.id,
             version=session.engine.version,
             group_size=shape.group_size,
-            max_context=hosted.run.job.max_context,
+            max_context=hosted.run.job.prepared.max_context,
             seed=shape.seed,
             group_bits=shape.group_bits,
             dtype=hosted.run.config.rollout.dtype,
             run=hosted.run.config.run.name,
-            model=sample_hash(hosted.run.job.model),
+            model=sample_hash(hosted.run.job.prepared.model),
         )
 
     @router.post("/generators/{worker}/prompts", tags=["generators"])

@@ -137,12 +137,12 @@ def add_state(router: APIRouter, hosted: HostedRun) -> None:
     @router.get("/model", tags=["run"])
     async def model() -> list[str]:
         """Files of the model that the run started from: version 0."""
-        return sorted(file.name for file in hosted.run.job.model.iterdir() if file.is_file())
+        return sorted(file.name for file in hosted.run.job.prepared.model.iterdir() if file.is_file())
 
     @router.get("/model/{name}", tags=["run"], response_class=FileResponse)
     async def model_file(name: Annotated[str, Field(max_length=255)]) -> FileResponse:
         """File of a model."""
-        found = {file.name: file for file in hosted.run.job.model.iterdir() if file.is_file()}
+        found = {file.name: file for file in hosted.run.job.prepared.model.iterdir() if file.is_file()}
         if name not in found:
             raise Denied(404, "the model has no such file")
         return FileResponse(found[name], media_type="application/octet-stream")
