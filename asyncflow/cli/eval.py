@@ -28,7 +28,7 @@ GIVEN = ("run.name", "run.dir", "model.path", "data.path", "eval.path", "eval.nu
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model's folder in Hugging Face format, such as runs/quickstart/model.")],
+    model: Annotated[str, typer.Argument(help="What model.path takes: a folder such as runs/quickstart/model, a name on the Hub.")],
     data: Annotated[str, typer.Argument(help="What data.path takes: a file, a folder, a name on the Hub, generated:arithmetic.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value of a run's configuration.")] = None,
     config: Annotated[Path | None, typer.Option(help="Take everything else from this run's YAML file.")] = None,
