@@ -108,11 +108,6 @@ class Connection:
         self._running: dict[int, asyncio.Future[Any]] = {}
         self._held: dict[int, asyncio.TimerHandle] = {}  # its arguments hold the arrays
         self._context = contextvars.copy_context()
-        self._handlers: dict[type, Callable[[Any, Sequence[np.ndarray]], None]] = {
-            codec.Request: self._request,
-            codec.Cancel: self._cancel,
-            codec.Taken: self._taken,
-        }
 
     def open(self, stream: Stream) -> None:
         """Begin the connection over this stream."""
@@ -206,13 +201,17 @@ class Connection:
             except ValueError as error:
                 self.close(f"it sent no message: {error}")
                 return
-            handler = self._handlers.get(type(message))
-            if self._is_greeted and handler is not None:
-                handler(message, buffers)
-            elif not self._is_greeted and isinstance(message, codec.Hello):
-                self._hello(message)
-            else:
-                self.close(f"it sent a {type(message).__name__} where none belongs")
+            match message:
+                case codec.Request() if self._is_greeted:
+                    self._request(message, buffers)
+                case codec.Cancel(number) if self._is_greeted:
+                    self._cancel(number)
+                case codec.Taken(number) if self._is_greeted:
+                    self._let_go(number)
+                case codec.Hello() if not self._is_greeted:
+                    self._hello(message)
+                case _:
+                    self.close(f"it sent a {type(message).__name__} where none belongs")
 
     def _hello(self, hello: codec.Hello) -> None:
         self.name, self.key, self._is_greeted = hello.name, f"{hello.name}@{next(_numbers)}", True
@@ -247,15 +246,12 @@ class Connection:
             self._running[number] = future
             future.add_done_callback(functools.partial(self._done, number))
 
-    def _cancel(self, cancel: codec.Cancel, buffers: Sequence[np.ndarray]) -> None:
-        future = self._running.pop(cancel.id, None)
+    def _cancel(self, number: int) -> None:
+        future = self._running.pop(number, None)
         if future is not None:
             future.cancel()
         else:
-            self._let_go(cancel.id)  # the answer is on its way
-
-    def _taken(self, taken: codec.Taken, buffers: Sequence[np.ndarray]) -> None:
-        self._let_go(taken.id)
+            self._let_go(number)  # the answer is on its way
 
     def _let_go(self, number: int, *held: np.ndarray) -> None:
         timer = self._held.pop(number, None)
