@@ -256,9 +256,8 @@ class LocalOnly:
         if name not in LOOPBACK:
             return "this page answers to 127.0.0.1 and localhost alone"
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and urlsplit(origin).netloc != host:
-            return "this page answers to its own scripts alone"
-        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        is_elsewhere = origin and urlsplit(origin).netloc != host
+        if is_elsewhere or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
             return "this page answers to its own scripts alone"
         return ""
 

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
+from asyncflow.engines.base import Response
 from asyncflow.service.tinker import protobuf
 from asyncflow.types import Array, Ragged
 
@@ -85,19 +86,10 @@ class PassOutput(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """Sampled sequence: token_ids int64 [L], logprobs float32 [L]."""
-
-    token_ids: Array
-    logprobs: Array
-    stop_reason: Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
 class SampleOutput(Answer):
     """Answer to `asample`. `prompt_logprobs`: float32 [Lp], NaN for tokens that were not scored, such as the first one."""
 
-    sequences: Sequence[Sampled]
+    sequences: Sequence[Response]
     prompt_logprobs: Array | None = None
 
     @property
@@ -106,7 +98,7 @@ class SampleOutput(Answer):
 
     def json(self) -> dict[str, Any]:
         sequences = [
-            {"tokens": one.token_ids.tolist(), "logprobs": one.logprobs.tolist(), "stop_reason": one.stop_reason}
+            {"tokens": one.token_ids.tolist(), "logprobs": one.logprobs.tolist(), "stop_reason": one.finish_reason}
             for one in self.sequences
         ]
         made: dict[str, Any] = {"type": "sample", "sequences": sequences}
@@ -118,7 +110,7 @@ class SampleOutput(Answer):
         made = protobuf.message("SampleResponse")
         for one in self.sequences:
             made.sequences.add(
-                stop_reason=protobuf.STOP if one.stop_reason == "stop" else protobuf.LENGTH,
+                stop_reason=protobuf.STOP if one.finish_reason == "stop" else protobuf.LENGTH,
                 tokens=one.token_ids.astype("<i4").tobytes(),
                 logprobs=one.logprobs.astype("<f4").tobytes(),
             )

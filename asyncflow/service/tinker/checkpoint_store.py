@@ -14,7 +14,6 @@ import re
 import shutil
 import tarfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +41,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     is_lora: bool = False
     created: float
-    num_bytes: int
+    num_bytes: int = 0
     expires: float | None = None
     user_metadata: dict[str, str] | None = None
 
@@ -105,30 +104,12 @@ class CheckpointStore:
         partial.mkdir(parents=True)
         return partial
 
-    def commit(
-        self,
-        model_id: str,
-        kind: Kind,
-        name: str,
-        *,
-        base_model: str,
-        rank: int,
-        is_lora: bool,
-        seconds: int | None,
-        metadata: Mapping[str, str] | None,
-    ) -> Checkpoint:
-        """Make what was written a checkpoint. `seconds`: how long it is kept; None: until it is deleted."""
+    def commit(self, model_id: str, kind: Kind, name: str, record: Record) -> Checkpoint:
+        """Make what was written a checkpoint. Its size is counted here."""
         folder = self._place(model_id, kind, name)
-        partial, now = folder.with_name(name + _PARTIAL), time.time()
-        record = Record(
-            base_model=base_model,
-            rank=rank,
-            is_lora=is_lora,
-            created=now,
-            num_bytes=sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()),
-            expires=None if seconds is None else now + seconds,
-            user_metadata=None if metadata is None else dict(metadata),
-        )
+        partial = folder.with_name(name + _PARTIAL)
+        num_bytes = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+        record = msgspec.structs.replace(record, num_bytes=num_bytes)
         made = Checkpoint(model_id, kind, name, folder, record)
         (partial / MODEL_DIR).rename(partial / made.model.name)
         (partial / RECORD_FILE).write_bytes(msgspec.json.encode(record))

@@ -11,12 +11,8 @@ import asyncio
 from collections import OrderedDict
 from typing import NamedTuple
 
-from asyncflow.service.limits import Busy
+from asyncflow.service.limits import Busy, Denied
 from asyncflow.service.tinker.answers import Answer, Failure
-
-
-class Unknown(Exception):
-    """Error: there is no such request, or its result has been dropped."""
 
 
 class _Entry(NamedTuple):
@@ -57,10 +53,10 @@ class Results:
             entry.answer.set_result(answer)
 
     async def get(self, request_id: str, seconds: float) -> Answer | None:
-        """Answer to a request; None if it is not there within so many seconds. Raises `Unknown`."""
+        """Answer to a request; None if it is not there within so many seconds. Raises `Denied`."""
         entry = self._entries.get(request_id)
         if entry is None:
-            raise Unknown
+            raise Denied(410, "there is no such request: its session has ended, or its result was retrieved long ago")
         try:
             async with asyncio.timeout(seconds):
                 answer = await asyncio.shield(entry.answer)

@@ -18,7 +18,6 @@ from asyncflow.service.limits import Denied
 from asyncflow.service.tickets import Tickets
 from asyncflow.service.tinker import messages, protobuf
 from asyncflow.service.tinker.checkpoint_store import KINDS, SCHEME, Checkpoint
-from asyncflow.service.tinker.results import Unknown
 from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.types import UserError
 
@@ -188,10 +187,7 @@ def _add_result_routes(router: APIRouter, sessions: Sessions) -> None:
     @router.post("/retrieve_future")
     async def retrieve_future(asked: messages.RetrieveFuture, request: Request) -> Response:
         sessions.touch(asked.request_id)
-        try:
-            answer = await sessions.results.get(asked.request_id, RETRIEVE_SECONDS)
-        except Unknown as error:
-            raise Denied(410, "there is no such request: its session has ended, or its result was retrieved long ago") from error
+        answer = await sessions.results.get(asked.request_id, RETRIEVE_SECONDS)
         if answer is None:
             again = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
             return Response(msgspec.json.encode(again), 408, media_type="application/json")

@@ -26,7 +26,7 @@ import numpy as np
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.service.limits import Busy
-from asyncflow.service.tinker.answers import Sampled, SampleOutput
+from asyncflow.service.tinker.answers import SampleOutput
 from asyncflow.types import Array, LoraSpec, UserError
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ class Samplers:
         finally:
             grant.end()
             self._serve_queue()
-        sequences = [Sampled(one.token_ids, one.logprobs, one.finish_reason) for _, one in sorted(found.items())]
-        return SampleOutput(sequences, prompt_logprobs)
+        return SampleOutput([response for _, response in sorted(found.items())], prompt_logprobs)
 
     async def close(self) -> None:
         """Close the engines; requests that wait are cancelled."""

@@ -27,7 +27,7 @@ import torch
 
 from asyncflow.engines.base import TrainEngine
 from asyncflow.service.tinker.answers import Answer, Failure, Fields, PassOutput
-from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Checkpoint, Kind
+from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Checkpoint, Kind, Record
 from asyncflow.service.tinker.context import ServerContext
 from asyncflow.service.tinker.examples import LossInputs, loss_inputs
 from asyncflow.service.tinker.losses import Loss, Recording, make_loss
@@ -168,18 +168,16 @@ class TrainedModel:
         await self._save_model(partial / MODEL_DIR)
         if kind == "weights":
             await (await engine.save_state(partial / STATE_DIR))
-        return await asyncio.to_thread(
-            lambda: self._store.commit(
-                self.model_id,
-                kind,
-                name,
-                base_model=self.base.name,
-                rank=self.rank,
-                is_lora=self.is_lora,
-                seconds=request.ttl_seconds,
-                metadata=request.user_metadata,
-            )
+        now = time.time()
+        record = Record(
+            base_model=self.base.name,
+            rank=self.rank,
+            is_lora=self.is_lora,
+            created=now,
+            expires=None if request.ttl_seconds is None else now + request.ttl_seconds,
+            user_metadata=request.user_metadata,
         )
+        return await asyncio.to_thread(self._store.commit, self.model_id, kind, name, record)
 
     async def save_snapshot(self) -> Path:
         """Save weights for a sampler without a name. Returns the model's folder; the newest snapshots stay."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.service.tinker.checkpoint_store import CheckpointStore
+from asyncflow.service.tinker.checkpoint_store import CheckpointStore, Record
 from asyncflow.types import UserError
 
 
@@ -13,8 +13,10 @@ def saved(store: CheckpointStore, name: str, content: str = "a", *, overwrite: b
     partial = store.begin("s:train:0", "weights", name, overwrite=overwrite)
     (partial / "model").mkdir()
     (partial / "model" / "file").write_text(content)
-    metadata = {"renderer": "x"}
-    return store.commit("s:train:0", "weights", name, base_model="m", rank=8, is_lora=True, seconds=seconds, metadata=metadata).path
+    now = time.time()
+    expires, metadata = None if seconds is None else now + seconds, {"renderer": "x"}
+    record = Record(base_model="m", rank=8, is_lora=True, created=now, expires=expires, user_metadata=metadata)
+    return store.commit("s:train:0", "weights", name, record).path
 
 
 def test_a_checkpoint_is_there_when_it_is_whole_and_outlives_the_server(tmp_path: Path) -> None:

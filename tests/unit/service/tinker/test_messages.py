@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from asyncflow.engines.base import Response
 from asyncflow.service.tinker import messages, protobuf
-from asyncflow.service.tinker.answers import Failure, PassOutput, Sampled, SampleOutput
+from asyncflow.service.tinker.answers import Failure, PassOutput, SampleOutput
 from asyncflow.types import Ragged
 
 # What tinker 0.38.0 sends for a pass of one datum: two chunks of tokens, targets, weights, a number and a text for options.
@@ -86,9 +87,10 @@ def test_an_answer_to_a_pass_is_one_tensor_cut_by_offsets_in_bytes() -> None:
 
 
 def test_an_answer_with_samples_has_tokens_of_four_bytes() -> None:
-    one = Sampled(np.array([7, 300]), np.array([-1.0, -0.25], np.float32), "stop")
+    spans = np.array([[0, 0]])
+    one = Response(0, np.array([7, 300]), np.array([-1.0, -0.25], np.float32), spans, "stop")
     answer = SampleOutput(
-        [one, Sampled(np.array([9]), np.array([-3.0], np.float32), "length")], np.array([np.nan, -2.0], np.float32)
+        [one, Response(1, np.array([9]), np.array([-3.0], np.float32), spans, "length")], np.array([np.nan, -2.0], np.float32)
     )
     made = protobuf.message("SampleResponse")
     made.ParseFromString(answer.protobuf())

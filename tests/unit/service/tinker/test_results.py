@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from asyncflow.service.limits import Busy
+from asyncflow.service.limits import Busy, Denied
 from asyncflow.service.tinker.answers import Failure, Fields
-from asyncflow.service.tinker.results import Results, Unknown
+from asyncflow.service.tinker.results import Results
 
 
 def results(kept_bytes: int = 10_000, largest_number: int = 10) -> Results:
@@ -22,7 +22,7 @@ async def test_a_result_is_waited_for_and_may_be_asked_for_again() -> None:
     made.settle("s:1", Fields({"a": 1}))
     made.settle("s:1", Failure("too late"))
     assert await waiting == await made.get("s:1", 0) == Fields({"a": 1})
-    with pytest.raises(Unknown):
+    with pytest.raises(Denied):
         await made.get("s:2", 0)
 
 
