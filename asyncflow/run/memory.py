@@ -42,6 +42,8 @@ class Shapes:
     is_tied: bool
     has_qkv_bias: bool
     has_qk_norm: bool
+    counted: int | None = None
+    """Parameters of the model itself, where somebody has counted them: the formulas are those of Llama and its like."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Shapes:
@@ -80,6 +82,8 @@ class Shapes:
     @property
     def parameters(self) -> int:
         """Number of parameters; a tied head counts once."""
+        if self.counted is not None:
+            return self.counted
         return self.layers * self.of_layer + self.of_vocabulary * (1 if self.is_tied else 2) + self.hidden
 
     def of_adapter(self, lora: LoraSpec) -> int:

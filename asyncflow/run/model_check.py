@@ -8,6 +8,7 @@ Parameters are counted on a model without memory (torch's meta device); the byte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ async def checked(path: str, overrides: Sequence[str], scratch: Path, log: Log =
     if not (fields := read_json(folder / "config.json")):
         raise UserError(f"{path} is no folder with a model in Hugging Face format: it has no config.json")
     module = _module(path, folder)
-    return [*_model(path, folder, module), *_training(config, fields), *_rollout(fields), *_memory(config, fields, module)]
+    context = _context(config, module)
+    lines = [*_model(path, folder, module), *_training(config, fields), *_rollout(fields, context)]
+    return [*lines, *_memory(config, fields, module, context)]
 
 
 def _module(path: str, folder: Path) -> Any:
@@ -83,28 +86,50 @@ def _training(config: Config, fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"train.engine    {name}: {how}"
 
 
-def _rollout(fields: Mapping[str, Any]) -> Iterator[str]:
+def _context(config: Config, module: Any) -> int:
+    """Tokens of the longest prompt with its response, which are no more than the model's positions if nothing says how many."""
+    assumed = PROMPT_TOKENS + config.rollout.max_new_tokens
+    return config.model.max_context_tokens or min(assumed, getattr(module.config, "max_position_embeddings", None) or assumed)
+
+
+def _rollout(fields: Mapping[str, Any], context: int) -> Iterator[str]:
     """Verdicts of the rollout engines on a model, a line each."""
     try:
-        DecoderConfig.from_fields(fields)
+        window = DecoderConfig.from_fields(fields).max_window
     except (ValueError, KeyError) as error:
         yield f"rollout.engine  slots: no: {error}"
     else:
-        yield "rollout.engine  slots: yes"
+        if window is not None and window < context:
+            yield (
+                f"rollout.engine  slots: no: a context of {context:,} tokens is longer than the model's windows of {window:,}: "
+                f"take transformers, or model.max_context_tokens={window}"
+            )
+        else:
+            limit = "" if window is None else f", up to a context of {window:,} tokens, which its windows are"
+            yield f"rollout.engine  slots: yes{limit}"
     yield "rollout.engine  transformers: yes"
     yield "rollout.engine  vllm: as vLLM's list of models says (docs/vllm.md)"
 
 
-def _memory(config: Config, fields: Mapping[str, Any], module: Any) -> Iterator[str]:
+def _shapes(fields: Mapping[str, Any], module: Any) -> Shapes:
+    """Shapes of a model, by whatever names its config.json has them (GPT-2's `n_embd`), its parameters counted. Raises `UserError`
+    where they are not known."""
+    config = module.config
+    known = {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    known["intermediate_size"] = getattr(config, "n_inner", None) or 4 * (known["hidden_size"] or 0)  # unless it has that name
+    named = {name: value for name, value in known.items() if value}
+    return replace(Shapes.of({**named, **fields}), counted=module.num_parameters())
+
+
+def _memory(config: Config, fields: Mapping[str, Any], module: Any, context: int) -> Iterator[str]:
     try:
-        shapes = Shapes.of(fields)
+        shapes = _shapes(fields, module)
     except UserError as error:
         count, sum_bytes = module.num_parameters(), 8 if config.train.accumulate == "exact" else 4
         training, rollout = (4 + sum_bytes + 8) * count / GIB, (4 if config.rollout.dtype == "float32" else 2) * count / GIB
         yield f"memory          {training:.2f} GiB of weights, sums and optimiser state to train, {rollout:.2f} GiB to generate"
         yield f"                the rest is not known: {error}"
         return
-    context = config.model.max_context_tokens or PROMPT_TOKENS + config.rollout.max_new_tokens
     prompt = max(1, context - config.rollout.max_new_tokens)
     staleness = make_schedule(config).max_staleness
     yield from lines(config, shapes, prompt_tokens=prompt, context=context, max_staleness=staleness, device_bytes=memory_of_gpu())
