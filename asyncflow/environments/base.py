@@ -83,15 +83,12 @@ class Environment(Protocol):
         Returns what the policy reads before its first turn. None: the prompt of the data is all. Text stands behind the prompt.
         Messages are rendered as a whole chat, in the place of the prompt, whose tokens they must begin with.
         """
-        ...
 
     def step(self, action: Action) -> TurnResult | tuple[Any, ...] | Awaitable[TurnResult | tuple[Any, ...]]:
         """Answer to a turn: an `TurnResult`, or a tuple of its four fields."""
-        ...
 
     def close(self) -> Awaitable[None] | None:
         """End, whether the episode is done or not."""
-        ...
 
 
 class Episode(Protocol):
@@ -99,11 +96,9 @@ class Episode(Protocol):
 
     async def step(self, action: Action) -> TurnResult:
         """The environment's answer to a turn. Raises `EnvironmentFailure`."""
-        ...
 
     def end(self) -> None:
         """The episode has ended, or is not wanted any more. Returns at once."""
-        ...
 
 
 class Environments(Protocol):
@@ -111,7 +106,6 @@ class Environments(Protocol):
 
     async def begin(self, example: Mapping[str, Any], seed: int) -> tuple[Episode, Opening | None]:
         """An episode, and its first observation; waits for room. Raises `EnvironmentFailure`."""
-        ...
 
 
 class TurnFormat(Protocol):
@@ -125,11 +119,9 @@ class TurnFormat(Protocol):
 
         Raises `EnvironmentFailure` where the observation cannot follow it.
         """
-        ...
 
     def between(self, turn_ids: Array, words: Words | None, *, is_finished: bool) -> Array:
         """Tokens (int64) from the end of a turn (int64, its end token included where `is_finished`) to the start of the next."""
-        ...
 
     def branch(self, prompt_ids: Array, turns: Sequence[tuple[Array, Words | None]]) -> Array | None:
         """Prompt (int64) of a new sequence, where the last turn's words change what came before them; None where they do not.
@@ -137,11 +129,9 @@ class TurnFormat(Protocol):
         `prompt_ids`: of the first sequence, its first observation included. `turns`: all turns so far, each with the words that
         answered it.
         """
-        ...
 
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """Action of a turn: what the environment gets to see of it."""
-        ...
 
 
 class EnvironmentFailure(Exception):

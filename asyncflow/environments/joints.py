@@ -37,19 +37,15 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str) -> Array:
         """int64 [n], with no special tokens added."""
-        ...
 
     def decode_all(self, ids: Array) -> str:
         """Text with special tokens."""
-        ...
 
     def text_of(self, token_id: int) -> str:
         """Text of one token as the vocabulary has it."""
-        ...
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str:
         """Text of a conversation by the chat template, with the start of an answer. Raises `UserError` if it is refused."""
-        ...
 
 
 class Survey(NamedTuple):

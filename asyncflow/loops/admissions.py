@@ -29,15 +29,12 @@ from asyncflow.types import Batch, GroupMeta, Interval, RunError
 class PromptSource(Protocol):
     def has(self, count: int) -> bool:
         """Whether there are so many prompts at the moment: a source that is filled from outside may have to be waited for."""
-        ...
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts of the run's order."""
-        ...
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Put prompts back: they come before all others."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,6 @@ class Keeper(Protocol):
     ) -> None:
         """Take note that `version` steps are committed; the engine is between two steps. `asked`: where to keep it in any case.
         `published` is waited for before it is kept: `PolicyVersions` knows then which older versions are needed."""
-        ...
 
 
 async def feed(

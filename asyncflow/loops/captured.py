@@ -37,7 +37,6 @@ class Served(Protocol):
 
     def serving(self, episode: CapturedEpisode) -> AbstractContextManager[str]:
         """The key by which the episode's program is served, until the context ends."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -33,7 +33,6 @@ class Scorer(Protocol):
 
     def __call__(self, sample: Sample) -> float | None:
         """The reward; None: it has nothing to say about this sample. Any exception fails the sample (counted, never a 0)."""
-        ...
 
 
 class RewardPart(msgspec.Struct, frozen=True):

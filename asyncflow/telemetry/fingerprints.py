@@ -85,11 +85,9 @@ class StepLog(Protocol):
 
     def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
-        ...
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
         """The step's update is done, if there was one. Its groups are there until this returns."""
-        ...
 
 
 class FingerprintLog:

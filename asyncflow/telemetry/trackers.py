@@ -30,11 +30,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Record the row of one step. The files hold it when this returns, whatever happens to this process next."""
-        ...
 
     def close(self) -> None:
         """Finish. Nothing may be logged after it."""
-        ...
 
 
 class JsonlTracker:
