@@ -57,9 +57,9 @@ class ToolBox:
             return f"Error: {type(error).__name__}: {error}", True
         return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), False
 
-    async def answer_to(self, calls: Sequence[ToolCall | Malformed], max_characters: int, *, is_fenced: bool) -> tuple[Any, int]:
-        """Messages with the results of calls, in their order, and how many have failed."""
-        messages, failures = [], 0
+    async def answer_to(self, action: Action, calls: Sequence[ToolCall | Malformed], max_characters: int) -> TurnResult:
+        """Answer to a turn with calls: messages with their results, in their order."""
+        messages, failures, is_fenced = [], 0, "```tool_call" in action
         for number, call in enumerate(calls):
             text, has_failed = await self.result_of(call)
             failures += has_failed
@@ -68,7 +68,7 @@ class ToolBox:
             content = f"\n```tool_result\n{text}\n```\n" if is_fenced else text
             name = call.name if isinstance(call, ToolCall) else "unknown"
             messages.append({"role": "tool", "name": name, "tool_call_id": f"call{number:05}", "content": content})
-        return messages, failures
+        return TurnResult(messages, None, False, {TOOL_CALLS: len(calls), TOOL_FAILURES: failures})
 
 
 class Tools:
@@ -106,10 +106,7 @@ class Tools:
     async def step(self, action: Action) -> TurnResult:
         """See `Environment`."""
         calls = calls_in(action)
-        if not calls:
-            return TurnResult(None, None, True, {})
-        messages, failures = await self._box.answer_to(calls, self._max_characters, is_fenced="```tool_call" in action)
-        return TurnResult(messages, None, False, {TOOL_CALLS: len(calls), TOOL_FAILURES: failures})
+        return await self._box.answer_to(action, calls, self._max_characters) if calls else TurnResult(None, None, True, {})
 
     async def close(self) -> None:
         """See `Environment`."""

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncflow.environments.base import TOOL_CALLS, TOOL_FAILURES, Action, TurnResult
+from asyncflow.environments.base import Action, TurnResult
 from asyncflow.environments.tool_calls import calls_in
 from asyncflow.environments.tools import TOOLS, ToolBox
 from asyncflow.registry import load, resolve
@@ -51,8 +51,7 @@ class TRLEnvironment:
         if not calls or (self._max_calls is not None and self._turns >= self._max_calls):
             return TurnResult(None, await self._reward(), True, {})
         self._turns += 1
-        messages, failures = await self._box.answer_to(calls, 1 << 20, is_fenced="```tool_call" in action)
-        return TurnResult(messages, None, False, {TOOL_CALLS: len(calls), TOOL_FAILURES: failures})
+        return await self._box.answer_to(action, calls, 1 << 20)
 
     async def _reward(self) -> float | None:
         if (get_reward := getattr(self._environment, "get_reward", None)) is None:

@@ -15,7 +15,7 @@ from asyncflow.telemetry.charts import MetricRow
 from asyncflow.telemetry.idle import Activity
 from asyncflow.telemetry.metrics import LARGE_MISMATCH
 from asyncflow.telemetry.run_reader import RunReader
-from asyncflow.telemetry.sections import idle_of_pools
+from asyncflow.telemetry.sections import choice, idle_of_pools
 
 _STEPS: Final = 20
 """Newest steps that the advice is about; the run's first one, which loads, is never among them."""
@@ -47,7 +47,7 @@ def _about_time(activities: Mapping[str, Activity], step_seconds: float, config:
     if "rollout" not in busy or "trainer" not in busy:
         return []
     count = {pool: sum(worker.partition("/")[0] == pool for worker in activities) for pool in ("rollout", "trainer")}
-    schedule = _name(config.get("schedule"))
+    schedule = choice(config.get("schedule"))
     slower, faster = ("trainer", "rollout") if busy["trainer"] >= busy["rollout"] else ("rollout", "trainer")
     overlapped = max(busy.values()) * step_seconds
     waits = idle["rollout"].get(INTERVAL, 0.0) + idle["rollout"].get(WEIGHTS, 0.0)
@@ -136,7 +136,3 @@ def _means(rows: Sequence[MetricRow]) -> Callable[[str], float | None]:
 def _option(config: Mapping[str, Any], section: str, key: str) -> Any:
     found = config.get(section)
     return found.get(key) if isinstance(found, Mapping) else None
-
-
-def _name(choice: object) -> str:
-    return str(choice.get("name", "")) if isinstance(choice, Mapping) else str(choice or "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Final
 
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
@@ -99,7 +100,7 @@ def _points(rows: Sequence[MetricRow], metric: str) -> dict[int, float]:
 
 def _compared(of_each: Sequence[tuple[str, Sequence[Mapping[int, float]]]]) -> list[dict[str, Any]]:
     bands, lines = [], []
-    for (label, runs), colour in zip(of_each, _cycled(len(of_each)), strict=True):
+    for (label, runs), colour in zip(of_each, cycle(_COLOURS), strict=False):
         steps = sorted(set[int]().union(*runs))
         values = [[run[step] for run in runs if step in run] for step in steps]
         if not steps:
@@ -131,7 +132,7 @@ def accuracy_keys(evaluations: Sequence[MetricRow]) -> list[str]:
 def _card(chart: Chart, rows: Sequence[MetricRow], note: str | None = None) -> dict[str, Any]:
     """`note`: None: what the definitions of the lines say."""
     traces: list[dict[str, Any]] = []
-    for (metric, label), colour in zip(chart.lines.items(), _cycled(len(chart.lines)), strict=True):
+    for (metric, label), colour in zip(chart.lines.items(), cycle(_COLOURS), strict=False):
         known = [row for row in rows if _is_number(row.get(metric))]
         if known:
             traces.append(_line([row["step"] for row in known], [row[metric] for row in known], label, colour))
@@ -194,10 +195,6 @@ def _edges(steps: Sequence[int], low: Sequence[float], high: Sequence[float], co
         {**edge, "y": list(low)},
         {**edge, "y": list(high), "fill": "tonexty", "fillcolor": f"rgba({red}, {green}, {blue}, 0.16)"},
     ]
-
-
-def _cycled(count: int) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
 
 
 def _is_number(value: object) -> bool:

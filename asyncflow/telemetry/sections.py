@@ -27,7 +27,7 @@ _LONGEST_TEXT: Final = 2_000
 _QUEUE_STATES: Final = ("ready", "leased", "done", "dead", "filtered", "redelivered")
 
 
-def _choice(value: object) -> str:
+def choice(value: object) -> str:
     """A configured choice in words: its name, or the path that it comes from."""
     if isinstance(value, Mapping):
         return str(next((value[key] for key in ("name", "path", "model") if value.get(key)), ""))
@@ -41,7 +41,7 @@ def facts(run: RunReader) -> list[tuple[str, str]]:
         pool = worker.split("/")[0]
         pools[pool] = pools.get(pool, 0) + 1
     workers = ", ".join(f"{count} x {pool}" for pool, count in pools.items() if pool != "driver")
-    told = [(key, _choice(run.config.get(key))) for key in ("schedule", "algorithm", "model", "data", "cluster")]
+    told = [(key, choice(run.config.get(key))) for key in ("schedule", "algorithm", "model", "data", "cluster")]
     return [(key, value) for key, value in [*told, ("workers", workers)] if value]
 
 
