@@ -39,7 +39,7 @@ from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersio
 from asyncflow.engines.rollout.vllm.options import check_addresses, check_arguments, check_numbers, sender
 from asyncflow.engines.rollout.vllm.options import why_not_deterministic as _why
 from asyncflow.engines.rollout.vllm.process import ServerOptions
-from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
+from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerLimits, ServerPool
 from asyncflow.engines.rollout.vllm.transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
@@ -144,9 +144,8 @@ class VllmEngine(RolloutEngine):
         if addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(model_path))
         connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)
-        self._servers = ServerPool(
-            hosts, connect, self._bring_up, num_slots=per_instance, max_restarts=max_restarts, start_seconds=start_seconds
-        )
+        limits = ServerLimits(per_instance, max_restarts, start_seconds)
+        self._servers = ServerPool(hosts, connect, self._bring_up, limits)
         self._generation = Generation(
             self._servers,
             self._weights,

@@ -17,6 +17,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
@@ -33,6 +34,15 @@ RESTART_PAUSES_SECONDS = (0.5, 30.0)  # at first, and at most: it doubles
 Call = Callable[[VllmClient], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Limits of one server: how many samples it has at a time, how often it is started again, and how long it may take to come."""
+
+    num_slots: int
+    max_restarts: int
+    start_seconds: float
+
+
 class ServerHandle:
     """State of one server."""
 
@@ -41,16 +51,12 @@ class ServerHandle:
         host: ServerHost,
         connect: Callable[[str, str], VllmClient],
         bring_up: Call,
-        *,
-        num_slots: int,
-        max_restarts: int,
-        start_seconds: float,
+        limits: ServerLimits,
         changed: Callable[[], None],
     ) -> None:
         """`connect(address, key)`. `bring_up(client)` brings a server that has just come to the current version. `changed` is told
         when the server is to be had again, or is lost for good."""
         self.host = host
-        self.num_slots = num_slots
         self.is_up = False
         self.error: RunError | None = None  # lost for good
         self.outstanding_tokens = 0
@@ -60,8 +66,7 @@ class ServerHandle:
         self.gate = asyncio.Event()  # open: samples may begin
         self.gate.set()
         self._connect, self._bring_up, self._changed = connect, bring_up, changed
-        self._max_restarts, self._start_seconds = max_restarts, start_seconds
-        self._slots = asyncio.Semaphore(num_slots)
+        self._limits, self._slots = limits, asyncio.Semaphore(limits.num_slots)
         self._lock = asyncio.Lock()
         self._asked: set[asyncio.Timeout] = set()  # of the calls under way
         self.num_starts = 0  # number of starts of the server: a loss that was seen in an earlier one is no news
@@ -144,11 +149,11 @@ class ServerHandle:
 
     async def _until_it_answers(self, client: VllmClient) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._start_seconds
+        deadline = loop.time() + self._limits.start_seconds
         while not await self._is_ready(client):
             self._check_open()
             if loop.time() > deadline:
-                raise RunError(f"{self.host.name} did not answer within {self._start_seconds:g} s: start it again")
+                raise RunError(f"{self.host.name} did not answer within {self._limits.start_seconds:g} s: start it again")
             await asyncio.sleep(POLL_SECONDS)
 
     async def _is_ready(self, client: VllmClient) -> bool:
@@ -176,7 +181,7 @@ class ServerHandle:
     async def _come_back(self, why: Exception) -> None:
         pause = RESTART_PAUSES_SECONDS[0]
         try:
-            while self.num_restarts < self._max_restarts:
+            while self.num_restarts < self._limits.max_restarts:
                 self.num_restarts += 1
                 log.warning("%s was lost (%s); it is started again in %g s", self.host.name, why, pause)
                 await asyncio.to_thread(self.host.stop)
@@ -189,7 +194,7 @@ class ServerHandle:
                     why = error
                 else:
                     return
-            await self._give_up(f"({why}); it has been started again {self._max_restarts} times, and is not started again")
+            await self._give_up(f"({why}); it has been started again {self._limits.max_restarts} times, and is not started again")
         except asyncio.CancelledError:
             raise
         except Exception as error:  # all that wait for it must hear of it
@@ -242,30 +247,12 @@ class ServerPool:
     """The servers of one engine: which is to generate next, and what all are told at once."""
 
     def __init__(
-        self,
-        hosts: Sequence[ServerHost],
-        connect: Callable[[str, str], VllmClient],
-        bring_up: Call,
-        *,
-        num_slots: int,
-        max_restarts: int,
-        start_seconds: float,
+        self, hosts: Sequence[ServerHost], connect: Callable[[str, str], VllmClient], bring_up: Call, limits: ServerLimits
     ) -> None:
-        """`num_slots`: of each. See `ServerHandle`."""
+        """See `ServerHandle`."""
         self._changed = asyncio.Event()
         self._is_closed = False
-        self.instances = [
-            ServerHandle(
-                host,
-                connect,
-                bring_up,
-                num_slots=num_slots,
-                max_restarts=max_restarts,
-                start_seconds=start_seconds,
-                changed=self._wake,
-            )
-            for host in hosts
-        ]
+        self.instances = [ServerHandle(host, connect, bring_up, limits, self._wake) for host in hosts]
 
     def start(self) -> None:
         """Start what is the run's to start, all at once, and wait for it; end all if one does not come."""
