@@ -52,10 +52,8 @@ def specification(function: Callable[..., Any]) -> dict[str, Any]:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
     spec: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}
-    if "return" in hints:
-        spec["return"] = _returned(name, hints["return"], returned)
-        if spec["return"] is None:
-            del spec["return"]
+    if "return" in hints and (schema := _returned(name, hints["return"], returned)) is not None:
+        spec["return"] = schema
     return {"type": "function", "function": spec}
 
 

@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ from asyncflow.environments.messages import (
     StepEpisode,
 )
 from asyncflow.options import checked_options
-from asyncflow.sandbox.child import OwnerPipes, why_not_built
+from asyncflow.sandbox.child import OwnerPipes, end_with, why_not_built
 from asyncflow.sandbox.frames import Broken, Failed, frame
 from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, end_children, limit_memory, limit_output
 from asyncflow.user_file import named, words_of
@@ -145,7 +146,7 @@ def serve_one_by_one(environment: Any, setup: EnvironmentSetup, owner: OwnerPipe
     while (asked := owner.receive(_QUESTIONS)) is not None:
         child = os.fork()
         if child == 0:
-            _in_fork(environment, setup, asked, owner)
+            end_with(partial(_in_fork, environment, setup, asked, owner, os.getppid()))
         _, status = os.waitpid(child, 0)
         end_children(spared)
         if os.WIFSIGNALED(status):
@@ -156,22 +157,12 @@ def serve_one_by_one(environment: Any, setup: EnvironmentSetup, owner: OwnerPipe
             os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _in_fork(environment: Any, setup: EnvironmentSetup, asked: tuple[bytes, Question], owner: OwnerPipes) -> None:
-    """The child: an episode, from its reset to its close. It never returns."""
-    status, parent = 1, os.getppid()
-    try:
-        die_with_parent(parent)
-        limit_memory(setup.limits.memory_bytes)
-        limit_output(setup.limits.output_bytes)
-        asyncio.run(_play(Player(lambda: environment, setup.path), asked, owner))
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    finally:
-        sys.stderr.flush()
-        os._exit(status & 0xFF)
+def _in_fork(environment: Any, setup: EnvironmentSetup, asked: tuple[bytes, Question], owner: OwnerPipes, parent: int) -> None:
+    """The child: an episode, from its reset to its close."""
+    die_with_parent(parent)
+    limit_memory(setup.limits.memory_bytes)
+    limit_output(setup.limits.output_bytes)
+    asyncio.run(_play(Player(lambda: environment, setup.path), asked, owner))
 
 
 async def _play(player: Player, asked: tuple[bytes, Question] | None, owner: OwnerPipes) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import traceback
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -49,6 +51,23 @@ def why_not_built(error: BaseException, options: Mapping[str, Any]) -> str:
     if isinstance(error, UserError):
         return f"cannot be built: {str(error).removeprefix('it: ')}"
     return f"cannot be built with the options {dict(options)!r:.200}: {words_of(error)}"
+
+
+def end_with(work: Callable[[], None]) -> NoReturn:
+    """Do the work of a fork, and end: what comes after the fork is its parent's to do. Its status is 1 where the work raises."""
+    status = 1
+    try:
+        work()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stderr.flush()
+        os._exit(status & 0xFF)
 
 
 def trace_of(error: BaseException) -> str:

@@ -15,7 +15,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Set
@@ -23,6 +22,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from asyncflow.sandbox.child import end_with
 from asyncflow.sandbox.frames import Failed, frame
 from asyncflow.sandbox.limits import ProcessLimits, die_with_parent, end_children, limit_memory, limit_output
 
@@ -53,7 +53,7 @@ def in_child(
         if child == 0:
             for descriptor in (answers, words, *not_for_child):
                 os.close(descriptor)
-            _work(work, limits, own, answer, word, folder)
+            end_with(lambda: _work(work, limits, own, answer, word, folder))
         os.close(answer)
         os.close(word)
         with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: the first of both counts
@@ -67,29 +67,19 @@ def in_child(
 
 
 def _work(work: Callable[[], msgspec.Struct], limits: ProcessLimits, parent: int, answer: int, word: int, folder: str) -> None:
-    """The child. It never returns: what comes after the fork is its parent's to do."""
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        die_with_parent(parent)
-        os.dup2(word, 1)
-        os.dup2(word, 2)
-        limit_memory(limits.memory_bytes)
-        limit_output(limits.output_bytes)
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-        own = os.getpid()
-        reply = frame(work())
-        if os.getpid() == own:  # else it is a child that the work forked and that came back: the answer is not its to give
-            while reply:
-                reply = reply[os.write(answer, reply) :]
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException as error:
-        with contextlib.suppress(BaseException):
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    finally:
-        os._exit(status & 0xFF)
+    """The child."""
+    os.setpgid(0, 0)
+    die_with_parent(parent)
+    os.dup2(word, 1)
+    os.dup2(word, 2)
+    limit_memory(limits.memory_bytes)
+    limit_output(limits.output_bytes)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    own = os.getpid()
+    reply = frame(work())
+    if os.getpid() == own:  # else it is a child that the work forked and that came back: the answer is not its to give
+        while reply:
+            reply = reply[os.write(answer, reply) :]
 
 
 class _Watch(Generic[Reply]):

@@ -171,10 +171,7 @@ class GanttFrame:
         legend = {kind: position for position, kind in enumerate(sorted(self.kinds, key=_legend_order))}
         lane_of = np.array([lanes[worker] for worker in self.workers], np.int32)
         state_of = np.array([legend[kind] for kind in self.kinds], np.int32)
-        if not len(bars):
-            lane = state = np.empty(0, np.int32)
-        else:
-            lane, state = lane_of[bars["lane"] // 2] + len(lanes) * (bars["lane"] % 2), state_of[bars["state"]]
+        lane, state = lane_of[bars["lane"] // 2] + len(lanes) * (bars["lane"] % 2), state_of[bars["state"]]
         columns = {"lane": lane, "state": state, "start": bars["start"].round(6), "seconds": (bars["end"] - bars["start"]).round(6)}
         columns |= {name: bars[name] for name in ("step", "version", "rows", "tokens", "count")}
         return {name: column.tolist() for name, column in columns.items()}
@@ -182,8 +179,6 @@ class GanttFrame:
     def activities(self, bars: Bars, start: float = -np.inf, end: float = np.inf) -> dict[str, Activity]:
         """Activity of each worker's lane inside [start, end], seconds of the chart; workers without a bar there are left out."""
         bars = bars[(bars["lane"] % 2 == 0) & (bars["start"] < end) & (bars["end"] > start)]
-        if not len(bars):
-            return {}
         low, high = np.maximum(bars["start"], start), np.minimum(bars["end"], end)
         worker, shape = bars["lane"] // 2, (len(self.workers), len(self.kinds))
         seconds = np.bincount(worker * shape[1] + bars["state"], high - low, shape[0] * shape[1]).reshape(shape)

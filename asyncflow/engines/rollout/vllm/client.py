@@ -232,9 +232,9 @@ class VllmClient:
         """Unload an adapter. Raises `RequestRefused` if there is none of that name."""
         await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, headers=ON_ITS_OWN)
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool, may_wait_seconds: float | None = None) -> None:
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Make no more tokens. `clear_cache`: responses under way are to have their keys and values computed again."""
-        timeout = None if may_wait_seconds is None else httpx2.Timeout(may_wait_seconds, connect=CONNECT_SECONDS)
+        timeout = httpx2.Timeout(self._generation_seconds, connect=CONNECT_SECONDS) if mode == "wait" else None
         await self._ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout)
 
     async def resume(self) -> None:

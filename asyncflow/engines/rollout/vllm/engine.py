@@ -110,7 +110,6 @@ class VllmEngine(RolloutEngine):
         self._vocab_size = json.loads((model_path / "config.json").read_text())["vocab_size"]
         end_ids = sorted(end_token_ids(model_path) if stop_ids is None else stop_ids)
         self._recomputes, self._pause_mode, self._seeded = kv_on_install == "recompute", pause_mode, seeded
-        self._generation_seconds = generation_seconds
         self._is_paused = self._is_closed = self._is_begun = False
         self._one_by_one = asyncio.Lock()  # calls that change what the servers do
         self._transfer: Transfer = SharedMemoryTransfer()
@@ -255,7 +254,7 @@ class VllmEngine(RolloutEngine):
             self._check_open()
             self._is_paused = True
             with self._servers.gates_closed(opens=False):
-                await self._servers.everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
+                await self._servers.everywhere(lambda instance, client: client.pause(self._pause_mode, clear_cache=False))
 
     async def resume(self) -> None:
         async with self._one_by_one:
@@ -324,14 +323,11 @@ class VllmEngine(RolloutEngine):
         """Bring a server that generates to the current version."""
         mode: PauseMode = "keep" if self._is_paused else self._pause_mode
         clear = self._recomputes or self._pause_mode != "keep" or not instance.num_outstanding
-        await self._pause(client, mode, clear_cache=clear)
+        await client.pause(mode, clear_cache=clear)
         assert self._weights.file is not None, "a version has been taken"
         await self._transfer.send(client, self._weights.file)
         if not self._is_paused:
             await client.resume()
-
-    async def _pause(self, client: VllmClient, mode: PauseMode, *, clear_cache: bool) -> None:
-        await client.pause(mode, clear_cache=clear_cache, may_wait_seconds=self._generation_seconds if mode == "wait" else None)
 
     def _check_open(self) -> None:
         if self._is_closed:
