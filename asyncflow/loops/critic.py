@@ -26,7 +26,7 @@ from asyncflow.loops.algorithm1 import Keeper, update
 from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import Rounds
 from asyncflow.loops.samples import UPDATE_TASK, VALUES_COLUMN, VALUES_TASK, pieces, token_outputs
-from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSyncError
@@ -92,7 +92,7 @@ async def train_critic(
     context: LoopContext,
     engine: CriticEngine,
     critic: Critic,
-    fingerprints: FingerprintLog,
+    fingerprints: StepLog,
     keeper: Keeper,
     publish: Callable[[int], Awaitable[None]],
     first: int,

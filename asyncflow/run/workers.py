@@ -228,7 +228,7 @@ async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSen
     rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
     run_dir = run.config.run_dir
     fingerprints = StepLogs(
-        FingerprintLog(run_dir / fingerprints_file(rank) if has_log else None),
+        *([FingerprintLog(run_dir / fingerprints_file(rank))] if has_log else []),
         BatchLog(run_dir, run.config.telemetry.keep_batches, rank=rank, first=first),
         TokenLog(run.reporter.keep_tokens),
     )
@@ -297,7 +297,8 @@ async def critic_steps(run: RunConnection, engine: CriticEngine, sender: WeightS
         with lane.busy("load_state", version=first):
             await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)
         await published(first)
-    fingerprints = FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS if run.config.telemetry.fingerprints else None)
+    has_log = run.config.telemetry.fingerprints
+    fingerprints = StepLogs(*([FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS)] if has_log else []))
     context = replace(loop_context(run), spans=lane)
     async with background(*([add_values(context, engine, versions)] if sender is None else [])):
         reached = await train_critic(context, engine, critic, fingerprints, saving, published, first)

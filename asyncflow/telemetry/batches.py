@@ -62,7 +62,7 @@ class BatchLog:
 
 
 class StepLogs:
-    """Log that passes everything on to several others."""
+    """Log that passes everything on to others, if there are any."""
 
     def __init__(self, *logs: StepLog) -> None:
         self._logs = logs

@@ -91,17 +91,15 @@ class StepLog(Protocol):
 
 
 class FingerprintLog:
-    """Takes a step's groups as they are trained, and writes the step's line after its update. Without a path it keeps nothing."""
+    """Takes a step's groups as they are trained, and writes the step's line after its update."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._groups: dict[int, GroupPrint] = {}
         self._logprobs: list[tuple[int, int, float]] = []
 
     def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
-        if self._path is None:
-            return
         number, losses = int(batch.groups[0]), [result.loss_sum.hex() for result in results]
         if (before := self._groups.get(number)) is not None:
             self._groups[number] = msgspec.structs.replace(before, losses=before.losses + losses)
@@ -117,8 +115,6 @@ class FingerprintLog:
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
         """The step's update is done, if there was one."""
-        if self._path is None:
-            return
         tokens, equal, differences = zip(*self._logprobs, strict=True) if self._logprobs else ((), (), ())
         tensors = dict(await engine.fingerprint())
         line = StepPrint(step, [*self._groups.values()], tensors, sum(tokens), sum(equal), max(differences, default=0.0).hex())

@@ -27,7 +27,7 @@ from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import PreparedGroup, Round, Rounds
 from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
 from asyncflow.loops.taking import Taking
-from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.batches import StepLogs
 from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -248,7 +248,7 @@ class Ranks:
                     await self.barrier.wait()  # as a collective would make them
                 self.trained[rank].append([work.leased.lease.groups[0].group for work in current.works])
                 assert len(current.micro_batches) == len(current.works)
-                rounds.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.micro_batches], FingerprintLog(None))
+                rounds.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.micro_batches], StepLogs())
 
 
 async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with_nothing() -> None:
@@ -417,7 +417,7 @@ async def test_what_is_left_out_is_computed_where_an_update_has_nothing_else(
         for each in range(step + 1):
             engine.calls.clear()
             async with Rounds(world.context(shape), objective, 0, each) as rounds:
-                made = await update(rounds, engine, objective, engine.forward_backward, FingerprintLog(None))
+                made = await update(rounds, engine, objective, engine.forward_backward, StepLogs())
             assert [one.normaliser for one in made] == [4]
             if each < step:
                 await world.commit()
@@ -496,7 +496,7 @@ async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
             async with turns_of:
                 async for current in turns_of.of(0):
                     trained.extend(current.micro_batches[0].advantages.tolist())
-                    turns_of.trained(current, [MicroBatchResult(0.5, 2, 4)], FingerprintLog(None))
+                    turns_of.trained(current, [MicroBatchResult(0.5, 2, 4)], StepLogs())
 
         training = asyncio.create_task(train())
         await world.complete(1)
@@ -521,7 +521,7 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
                     async for current in turns_of.of(number):
                         trained[number] += [work.leased.lease.groups[0].group for work in current.works]
                         result = MicroBatchResult(0.5, 2, 4, {"mismatch/kl": 1.0, "policy/kl": 1.0})
-                        turns_of.trained(current, [result], FingerprintLog(None))
+                        turns_of.trained(current, [result], StepLogs())
                     assert await world.service.totals(0, "train", number) is not None
 
         world.service.on_consumed = lambda task, step, update, group, figures: asked.extend(sorted(figures.metrics))
@@ -553,7 +553,7 @@ async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> 
                 for number in range(2):
                     async for current in turns_of.of(number):
                         trained[rank].append([work.leased.lease.groups[0].group for work in current.works])
-                        turns_of.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.works], FingerprintLog(None))
+                        turns_of.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.works], StepLogs())
                     assert await world.service.totals(0, "train", number) is not None
 
         await asyncio.wait_for(asyncio.gather(*(train(rank) for rank in range(2))), 5)

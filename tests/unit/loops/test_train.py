@@ -18,7 +18,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngine
 from asyncflow.loops.algorithm1 import train
 from asyncflow.telemetry.attribution import attributed
-from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.batches import StepLogs
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.types import CheckpointPlace, TensorSpec, WeightSource, first_error
@@ -60,7 +60,7 @@ class Run:
         self.recorder = Recorder("trainer/0", lambda: self.now, self.spans.append)
         context = replace(world.context(), versions=cast(PolicyVersions, Noted(self)), spans=self.recorder)
         parts = cast(TrainEngine, self), GRPO(), cast(WeightSender, Sender(self))
-        self.training = asyncio.create_task(train(context, *parts, FingerprintLog(None), self))
+        self.training = asyncio.create_task(train(context, *parts, StepLogs(), self))
 
     async def begin_step(self) -> None:
         self.calls.append("begin")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.telemetry.batches import BATCHES_DIR, BatchLog, StepLogs, joined, kept_steps, read_batch
-from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.tokens import TokenLog
 from asyncflow.types import Batch, Ragged, RunError
 
 
@@ -112,7 +112,7 @@ def test_what_is_not_there_or_damaged_is_said(tmp_path: Path) -> None:
 
 
 async def test_several_logs_are_told_the_same(tmp_path: Path) -> None:
-    logs = StepLogs(FingerprintLog(None), BatchLog(tmp_path, 1, rank=0, first=0))
+    logs = StepLogs(TokenLog(lambda row: None), BatchLog(tmp_path, 1, rank=0, first=0))
     logs.group(group(1, [2]), [])
     await logs.step(0, Engine())
     assert kept_steps(tmp_path) == [0]

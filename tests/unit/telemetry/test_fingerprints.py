@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncflow.engines.base import MicroBatchResult
+from asyncflow.telemetry.batches import StepLogs
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, FingerprintLog, StepPrint, fingerprints_file, read_fingerprints
 from asyncflow.types import Batch, Ragged, RunError
 
@@ -77,12 +78,12 @@ async def test_steps_follow_each_other_and_a_skipped_one_may_be_empty(tmp_path: 
     assert [(s.step, len(s.groups), s.loss_tokens) for s in steps] == [(0, 1, 3), (1, 0, 0)]
 
 
-async def test_without_a_path_nothing_is_kept_and_no_engine_is_asked(tmp_path: Path) -> None:
+async def test_without_a_log_nothing_is_kept_and_no_engine_is_asked(tmp_path: Path) -> None:
     class Silent:
         async def fingerprint(self) -> Mapping[str, str]:
             raise AssertionError("asked")
 
-    log = FingerprintLog(None)
+    log = StepLogs()
     log.group(group(0), results(0.5))
     await log.step(0, Silent())
     assert not [*tmp_path.iterdir()]
