@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncflow.attestation import MODULUS, Attestation, fault_of, sum_of_all
 from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.lora_files import A, B
-from asyncflow.engines.rollout.vllm.client import FoundSum, RequestRefused, ServerLost, VllmClient, WorkerSums
+from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
@@ -162,14 +162,8 @@ class ServerAttestations:
 
     async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
         """Sums that a server's workers answer."""
-        try:
-            return await client.sums(
-                promised.version, lora=promised.adapter, has_weights=self._lora is None or client not in self._bases
-            )
-        except RequestRefused as error:
-            if error.status != 404:
-                raise
-            return [WorkerSums(why="it was started with AsyncFlow's modules of before, which do not tell")]
+        has_weights = self._lora is None or client not in self._bases
+        return await client.sums(promised.version, lora=promised.adapter, has_weights=has_weights)
 
     async def _attested(self, client: VllmClient, workers: Sequence[WorkerSums], promised: PromisedTensors) -> Attestation | None:
         """Attestation of a server, from the sums of its workers."""

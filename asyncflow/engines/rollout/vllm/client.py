@@ -209,7 +209,7 @@ class VllmClient:
         """Sums over what each worker computes with, for requests that name the adapter `lora`; of the model's own weights with
         `has_weights`. `seed`: which columns of matrices that only their kernels can read.
 
-        Raises `RequestRefused` (404) where the server has AsyncFlow's modules of before, `ServerLost` if it does not answer.
+        Raises `ServerLost` if it does not answer.
         """
         query: dict[str, int | str] = {"seed": seed, "weights": int(has_weights)}
         if lora is not None:

@@ -146,21 +146,17 @@ async def test_a_given_server_that_does_not_load_weights_is_refused(
                 await responses(engine)
 
 
-@pytest.mark.parametrize(
-    ("deaf", "why"),
-    [("of before", "AsyncFlow's modules of before"), ("cannot tell", "model.norm.weight is applied by SomeMethod")],
-)
 async def test_a_server_that_cannot_tell_is_not_attested_and_one_line_says_why(
-    model: Path, python: str, caplog: pytest.LogCaptureFixture, deaf: str, why: str
+    model: Path, python: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (model / "deaf").write_text(deaf)
+    (model / "deaf").write_text("cannot tell")
     async with opened(model, python, instances=2) as engine:
         with caplog.at_level(logging.WARNING, "asyncflow.engines.rollout.vllm.attesting"):
             for version in (1, 2):
                 await engine.install(version, changed(0.1 * version))
                 assert await engine.attest() is None
         (line,) = caplog.messages
-        assert why in line
+        assert "model.norm.weight is applied by SomeMethod" in line
         assert [instance.num_restarts for instance in engine.instances] == [0, 0]
 
 
