@@ -67,7 +67,8 @@ class SandboxPool(ABC):
         Raises `UserError` for an address that is none.
         """
         self.failures: Counter[str] = Counter()
-        self._name, self._paths = f"{self.names.pool} {name!r}", ", ".join(paths)
+        self._paths = ", ".join(paths)
+        self._name, self._code = f"{self.names.pool} {name!r}", f"{self.names.code} {self._paths}"
         self._setup, self._limits, self._num_workers = frame(setup), limits, num_workers
         self._commands = itertools.cycle([command_of(python, self.module) for python in pythons or (sys.executable,)])
         self._variables = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER} if pythons else None
@@ -118,10 +119,6 @@ class SandboxPool(ABC):
     def _num_places(self, ready: Any) -> int:
         """Number of questions that a new process may have at a time, by its answer to the setup. Raises `UserError` for one that
         is of no use."""
-
-    @property
-    def _code(self) -> str:
-        return f"{self.names.code} {self._paths}"
 
     async def _ask(self, process: SandboxProcess, question: bytes, grace_seconds: float = 0.0) -> Any:
         """Answer to a question, a frame; or `Failed`: of a process that is late, and was killed, or that has ended."""

@@ -42,7 +42,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._received = bytearray()
         self._last_words = bytearray()
         self._open_pipes = {1, 2}
-        self._exited = False
+        self.is_alive = True
         self.is_garbled = False  # sent what is no answer
         self.is_replaced = False  # by its owner, which has another in its place
 
@@ -51,11 +51,6 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._process = cast(asyncio.SubprocessTransport, transport)
         self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
         self.pid = self._process.get_pid()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        return not self._exited
 
     @property
     def last_words(self) -> str:
@@ -84,7 +79,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
     async def ask(self, question: bytes, seconds: float) -> Any:
         """Send a frame and wait for the answer. Raises `TimeoutError`, or `ProcessEnded` if the process ends first."""
         loop = asyncio.get_running_loop()
-        if self._exited:
+        if not self.is_alive:
             await asyncio.shield(self.ended)
             raise ProcessEnded
         if not self._asked:
@@ -103,7 +98,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
 
     async def kill(self) -> None:
         """SIGKILL the process group and wait for the end. Raises `RunError` if the kernel does not deliver."""
-        if not self._exited:  # an id that is free again may name a stranger
+        if self.is_alive:  # an id that is free again may name a stranger
             self._kill_all()
         try:
             async with asyncio.timeout(KILL_SECONDS):
@@ -137,12 +132,12 @@ class SandboxProcess(asyncio.SubprocessProtocol):
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         """See asyncio's `SubprocessProtocol.pipe_connection_lost`."""
         self._open_pipes.discard(fd)
-        if self._exited and not self._open_pipes:
+        if not self.is_alive and not self._open_pipes:
             self._finish()
 
     def process_exited(self) -> None:
         """See asyncio's `SubprocessProtocol.process_exited`."""
-        self._exited = True
+        self.is_alive = False
         self._kill_all()  # what was started there and left behind
         if self._open_pipes:
             asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._finish)

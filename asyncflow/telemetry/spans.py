@@ -70,7 +70,7 @@ class Recorder:
         """
         counts = {name: int(fields.pop(name)) for name in COUNTS if name in fields}
         if (task, fields) != (self._task, self._fields):
-            self._close_state()
+            self.flush()
             self._task, self._fields, self._entered = task, fields, self._since
         self.add(**counts)
 
@@ -104,9 +104,6 @@ class Recorder:
 
     def flush(self) -> None:
         """End the lane's present state at this moment and go on in it (so that long states reach the sink)."""
-        self._close_state()
-
-    def _close_state(self) -> None:
         now = self.clock()
         if now > self._since:
             self._emit(self._task, self._since, now, **{**self._fields, **self._counts})

@@ -114,11 +114,6 @@ class CallTranscript:
         self._texts: list[tuple[str, _AnswerEnd]] = []  # of completions
         self._gone_on: set[tuple[int, int]] = set()  # places: sequence and number of pieces
 
-    @property
-    def num_sampled(self) -> int:
-        """Tokens that were sampled so far."""
-        return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
-
     def trained(self) -> list[CapturedSequence]:
         """Sequences with sampled tokens, each up to its last one."""
         kept = []

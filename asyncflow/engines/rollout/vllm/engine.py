@@ -145,6 +145,7 @@ class VllmEngine(RolloutEngine):
         connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)
         limits = ServerLimits(per_instance, max_restarts, start_seconds)
         self._servers = ServerPool(hosts, connect, self._bring_up, limits)
+        self.instances = self._servers.instances
         self._generation = Generation(
             self._servers,
             self._weights,
@@ -155,16 +156,6 @@ class VllmEngine(RolloutEngine):
             lora=self._lora,
         )
         self._servers.start()
-
-    @property
-    def instances(self) -> Sequence[ServerHandle]:
-        """The servers."""
-        return self._servers.instances
-
-    @property
-    def installed_version(self) -> int:
-        """Version of the weights that the engine generates with."""
-        return self._weights.version if self._lora is None else self._lora.current.version
 
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey, after: Array = NO_TOKENS

@@ -366,7 +366,7 @@ async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_wi
         group = group_of(instance)
         (model / "fault").write_text("/update_weights")
         await engine.install(2, changed(0.1))
-        assert not instance.is_up and engine.installed_version == 2
+        assert not instance.is_up and engine._weights.version == 2
         (model / "fault").unlink()
         made = await task
         assert {tuple(map(tuple, r.version_spans.tolist())) for r in made.values()} == {((0, 2),)}
@@ -418,7 +418,7 @@ async def test_a_front_end_that_hangs_keeps_neither_the_others_nor_an_install(
         await under_way(engine, 8)
         may_be_seen = await hang(hung, monkeypatch)
         installing = asyncio.create_task(engine.install(2, changed(0.2)))
-        await until(lambda: engine.installed_version == 2)
+        await until(lambda: engine._weights.version == 2)
         hung.outstanding_tokens += 10_000  # what is asked now is asked of the other
         made = await asyncio.wait_for(responses(engine), patience(20))
         hung.outstanding_tokens -= 10_000
@@ -1248,7 +1248,7 @@ async def test_requests_name_their_adapter_and_an_old_one_goes_when_none_does(mo
                 await asyncio.sleep(0.01)
             while [*engine._lora._root.iterdir()] != [engine._lora._root / "version-2-2"]:  # its files go after it
                 await asyncio.sleep(0.01)
-        assert engine.installed_version == 2
+        assert engine._lora.current.version == 2
         await engine.install(0, {})
         again = await responses(engine)
         assert np.array_equal(again[0].logprobs, base[0].logprobs) and again[0].version_spans.tolist() == [[0, 0]]
@@ -1270,6 +1270,6 @@ async def test_an_adapter_that_does_not_fit_is_refused_before_any_server_hears_o
         half = {name: tensor for name, tensor in adapter(1).items() if "q_proj" in name}
         with pytest.raises(ValueError, match=r"the adapter lacks \d+ of \d+ tensors"):
             await engine.install(1, half)
-        assert (await state_of(engine.instances[0]))["loras"] == [] and engine.installed_version == 0
+        assert (await state_of(engine.instances[0]))["loras"] == [] and engine._lora.current.version == 0
         command = server_of(engine.instances[0])._options.command("socket")
         assert command[command.index("--max-lora-rank") + 1] == "8" and "--enable-lora" in command
