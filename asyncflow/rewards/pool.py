@@ -68,8 +68,7 @@ class RewardPool(SandboxPool):
         question, worker = frame(sample), await self._place()
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._beside_do(self._serve(worker, question, future))
-        score: Score = await self._unless_failed(future)
-        return score
+        return await self._unless_failed(future)
 
     async def _serve(self, worker: SandboxProcess, question: bytes, future: asyncio.Future[Score]) -> None:
         """Score a sample, whether or not its caller still waits, then give the worker back."""

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ from asyncflow.sandbox.interpreter import PACKAGE_FOLDER, command_of
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.sandbox.process import KILL_SECONDS, ProcessEnded, SandboxProcess
 from asyncflow.types import RunError, UserError
+
+T = TypeVar("T")
 
 NUM_STARTS = 3  # of a process that somebody kills before it has begun
 RESTART_PAUSES_SECONDS = (0.5, 2.0)
@@ -136,7 +138,7 @@ class SandboxPool(ABC):
             self._retire(process)
             return Failed(process.kind_of_end, f"{who}: its process {process.end}{process.last_words}")
 
-    async def _unless_failed(self, future: asyncio.Future[Any]) -> Any:
+    async def _unless_failed(self, future: asyncio.Future[T]) -> T:
         """Result of a future. Raises the pool's error, if that comes first."""
         self._parked.add(future)
         try:
@@ -176,8 +178,7 @@ class SandboxPool(ABC):
         place: asyncio.Future[SandboxProcess] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         try:
-            process = await self._unless_failed(place)
-            return process
+            return await self._unless_failed(place)
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
                 self._free(place.result())

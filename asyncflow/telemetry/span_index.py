@@ -72,15 +72,11 @@ class SpanIndex:
         """Workers that have spans."""
         return [] if self.frame is None else self.frame.workers
 
-    def described(self) -> dict[str, Any]:
-        """See `GanttFrame.described`."""
-        frame = self.frame or GanttFrame(0.0)
-        return frame.described(self.steps, [*self._installs, *self._newest_installs], self.wall)
-
     def chart(self) -> dict[str, Any]:
-        """The whole chart, with the levels that a page takes with it."""
+        """The whole chart, see `GanttFrame.described`, with the levels that a page takes with it."""
         frame = self.frame or GanttFrame(0.0)
-        return self.described() | {"levels": embedded_levels(frame, in_lanes(self._bars), self.wall)}
+        described = frame.described(self.steps, [*self._installs, *self._newest_installs], self.wall)
+        return described | {"levels": embedded_levels(frame, in_lanes(self._bars), self.wall)}
 
     def part(self, start: float, end: float, most: int) -> dict[str, Any]:
         """The part of the chart in (start, end): `described` with the marks in it, and as `levels` the one that has no more than

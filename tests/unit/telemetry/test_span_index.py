@@ -48,7 +48,7 @@ def test_spans_that_come_in_pieces_make_the_bars_of_all_at_once(mode):
         index = in_pieces(spans, seed)
         assert drawn(index) == drawn(whole)
         assert index.steps == whole.steps and len(index.steps) == 8
-        assert sorted(index.described()["installs"]) == sorted(whole.described()["installs"])
+        assert sorted(index.chart()["installs"]) == sorted(whole.chart()["installs"])
         assert len(index._newest) < len(spans) / 2  # the others are not looked at again
 
 
