@@ -76,8 +76,6 @@ class Problem:
     """One equation a line, then `#### ` and the answer; no line end after it."""
     answer: str
     """The final count in decimal digits."""
-    num_events: int
-    """How often the count changes, 1 to 5: also the number of equations."""
 
 
 def problems(seed: int, split: Split) -> Iterator[Problem]:
@@ -135,5 +133,4 @@ def _draw(rng: Random) -> Problem:
         question=" ".join(sentences),
         response=f"{''.join(equations)}{ANSWER_MARK}{count}",
         answer=str(count),
-        num_events=num_events,
     )
