@@ -13,6 +13,7 @@ of reach then. Most workers end a sample in time by themselves (`forked.py`); on
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -57,6 +58,7 @@ class RewardPool(SandboxPool):
         setup = Setup(parts, limits, prompt_column, prompt_template)
         super().__init__([part.scorer for part in parts], setup, limits, num_workers=num_workers, name=name)
         self._on_scored = on_scored
+        self._questions: deque[tuple[bytes, asyncio.Future[Score]]] = deque()
         self._grace_seconds = 0.0
 
     async def score(self, sample: Sample) -> Score:
@@ -65,27 +67,44 @@ class RewardPool(SandboxPool):
         Raises `RewardFailure` if there is none, and `RunError` if the pool is closed or can start no worker any more. May be
         cancelled: the sample's worker first finishes it, or is killed at its deadline, then goes on with the next sample.
         """
-        question, worker = frame(sample), await self._place()
+        if self._error is not None:
+            raise self._error
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        self._beside_do(self._serve(worker, question, future))
+        self._questions.append((frame(sample), future))
+        self._begin_serving()
         return await self._unless_failed(future)
 
-    async def _serve(self, worker: SandboxProcess, question: bytes, future: asyncio.Future[Score]) -> None:
-        """Score a sample, whether or not its caller still waits, then give the worker back."""
+    def _begin_serving(self) -> None:
+        if self._questions and self._places:
+            self._beside_do(self._serve(self._places.pop()))
+
+    async def _serve(self, worker: SandboxProcess) -> None:
+        """Score what waits, one sample after another, while the worker lives; then give its place back."""
         clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
-            score = await self._score_by(worker, question)
-        except RewardFailure as failure:
-            if failure.kind != "skipped":
-                self.failures[failure.kind] += 1
-            if not future.done():
-                future.set_exception(failure)
-        else:
-            self._on_scored(clock() - began)
-            if not future.done():
-                future.set_result(score)
+        while self._questions and not worker.is_replaced:
+            if not worker.is_alive:  # it died while idle: no fault of a sample
+                self._retire(worker)
+                break
+            question, future = self._questions.popleft()
+            if future.done():
+                continue
+            began = clock()
+            try:
+                score = await self._score_by(worker, question)
+            except RewardFailure as failure:
+                if failure.kind != "skipped":
+                    self.failures[failure.kind] += 1
+                if not future.done():
+                    future.set_exception(failure)
+            else:
+                self._on_scored(clock() - began)
+                if not future.done():
+                    future.set_result(score)
         self._free(worker)
+
+    def _free(self, process: SandboxProcess) -> None:
+        super()._free(process)
+        self._begin_serving()
 
     async def _score_by(self, worker: SandboxProcess, question: bytes) -> Score:
         reply = await self._ask(worker, question, self._grace_seconds)
