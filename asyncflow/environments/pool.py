@@ -10,8 +10,10 @@ fails. A new process takes the place of one that ended.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -68,6 +70,7 @@ class EnvironmentPool(SandboxPool):
         """Facts that the environment says of itself, once the pool is started."""
         self._is_elsewhere = any(python.startswith(SCHEME) for python in pythons)
         self._numbers = itertools.count()
+        self._waiting: deque[asyncio.Future[SandboxProcess]] = deque()
 
     async def begin(self, example: Mapping[str, Any], seed: int) -> tuple[PooledEpisode, Opening | None]:
         """An episode, and its first observation. Raises `EnvironmentFailure`, and `RunError` if no process can be had any more."""
@@ -101,6 +104,32 @@ class EnvironmentPool(SandboxPool):
         with contextlib.suppress(EnvironmentFailure):  # it is counted; a process that is lost has been retired
             await self.ask(process, CloseEpisode(number), EpisodeClosed)
         self._free(process)
+
+    async def _place(self) -> SandboxProcess:
+        """A process with a place for a question, which takes it. First come, first served."""
+        if self._error is not None:
+            raise self._error
+        while self._places:
+            process = self._places.pop()
+            if process.is_alive:
+                return process
+            self._retire(process)  # it died while it was idle: no fault of this question
+        place: asyncio.Future[SandboxProcess] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            return await self._unless_failed(place)
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._free(place.result())
+            raise
+
+    def _free(self, process: SandboxProcess) -> None:
+        while self._waiting and not process.is_replaced:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(process)
+                return
+        super()._free(process)
 
     def _num_places(self, ready: EnvironmentReady) -> int:
         if ready.is_captured and self._is_elsewhere:

@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -77,7 +77,6 @@ class SandboxPool(ABC):
         self._guard: asyncio.subprocess.Process | None = None
         self._living: set[SandboxProcess] = set()
         self._places: list[SandboxProcess] = []  # a process as often as it may be asked
-        self._waiting: deque[asyncio.Future[SandboxProcess]] = deque()
         self._parked: set[asyncio.Future[Any]] = set()  # of callers, which are told of the pool's end
         self._background: set[asyncio.Task[None]] = set()
         self._error: Exception | None = RunError(f"{self._name} has not been started")
@@ -166,34 +165,10 @@ class SandboxPool(ABC):
 
     # -- places of processes ------------------------------------------------------------------------------------------------
 
-    async def _place(self) -> SandboxProcess:
-        """A process with a place for a question, which takes it. First come, first served."""
-        if self._error is not None:
-            raise self._error
-        while self._places:
-            process = self._places.pop()
-            if process.is_alive:
-                return process
-            self._retire(process)  # it died while it was idle: no fault of this question
-        place: asyncio.Future[SandboxProcess] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        try:
-            return await self._unless_failed(place)
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self._free(place.result())
-            raise
-
     def _free(self, process: SandboxProcess) -> None:
         """Give a place back."""
-        if process.is_replaced:
-            return
-        while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(process)
-                return
-        self._places.append(process)
+        if not process.is_replaced:
+            self._places.append(process)
 
     def _add(self, process: SandboxProcess, ready: Any) -> None:
         for _ in range(self._num_places(ready)):
