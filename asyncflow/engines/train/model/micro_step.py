@@ -63,12 +63,9 @@ def given_all(models: TriModel[Any], packed: Packed, micro_batches: Sequence[Mic
 
     Raises `ValueError` for rows that are too stale for the old policy.
     """
-    old_T, ref_T = None, None
-    if models.reference is not None and any(batch.ref_logprobs is None for batch in micro_batches):
-        ref_T = models.reference.log_probs(packed)
-    # Asks for all: it may raise.
-    if models.old_model is not None and max(map(models.asks_old_model, micro_batches)):
-        old_T = models.old_model.log_probs(packed)
+    asks_old, asks_reference = models.asked(micro_batches)
+    ref_T = models.reference.log_probs(packed) if models.reference is not None and asks_reference else None
+    old_T = models.old_model.log_probs(packed) if models.old_model is not None and asks_old else None
     return given_all_frozen(models, packed, micro_batches, old_T, ref_T)
 
 

@@ -25,7 +25,7 @@ each of these is right for any staleness: `current` and `step_start` are then th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -99,6 +99,7 @@ class TriModel(Generic[Model]):
             return is_new
         return np.full(len(micro_batch.indices), self.old == "current")
 
-    def asks_old_model(self, micro_batch: MicroBatch) -> bool:
-        """Whether a micro-batch needs the old model's log-probs. Raises `ValueError` as `is_policy`."""
-        return self.old_model is not None and not self.is_policy(micro_batch).all()
+    def asked(self, micro_batches: Sequence[MicroBatch]) -> tuple[bool, bool]:
+        """Whether micro-batches need log-probs of the old model, and of the reference. Raises `ValueError` as `is_policy`."""
+        asks_old = [self.old_model is not None and not self.is_policy(each).all() for each in micro_batches]  # of all: it may raise
+        return any(asks_old), self.reference is not None and any(each.ref_logprobs is None for each in micro_batches)

@@ -85,8 +85,7 @@ class ManyRanks(PolicyTraining):
         ]
         passes = cut_into_passes(each_packed, self._tokens_per_pass)
         packed = [filled_up(joined(each_packed[of_pass]), INERT_TOKENS) for of_pass in passes]
-        asks_old = max((self.models.asks_old_model(batch) for batch in micro_batches), default=False)  # asks all: it may raise
-        asks_reference = any(batch.ref_logprobs is None for batch in micro_batches) and self.models.reference is not None
+        asks_old, asks_reference = self.models.asked(micro_batches)
         checks = self._is_to_check and any(p.layout.has_prompt for p in packed)
         wishes = self.ranks.largest([len(packed), asks_old, asks_reference, checks], of="dp")
         num_passes, asks_old, asks_reference, checks = int(wishes[0]), *map(bool, wishes[1:])
