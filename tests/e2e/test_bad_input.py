@@ -120,6 +120,7 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["queue.storage={path: 'missing.py:Storage'}"], ["queue storage 'missing.py:Storage' cannot be imported"]),
         (["queue.storage={name: redis, ulr: x}"], ["queue storage 'redis' has no option 'ulr': did you mean 'url'?"]),
         (["queue.storage={name: redis, url: 'redis://127.0.0.1:1'}"], ["queue.storage: the redis server at redis://127.0.0.1:1"]),
+        (["--dry-run", "model.lora={rank: 4}", "rollout.engine=transformers"], ["transformers applies no low-rank adapters"]),
         (["model.lora={targets: [nolayer]}"], ["model.lora.targets", "no linear layer 'nolayer'", "q_proj"]),
         (["telemetry.trackers=[wandb]"], ["telemetry.trackers has wandb, which is not installed"]),
         (["model.push_to_hub=foo"], ["model.push_to_hub: 'foo' is no repository", "owner/name"]),

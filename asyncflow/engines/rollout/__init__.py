@@ -12,6 +12,7 @@ ROLLOUT_ENGINE_OWN_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:nu
 """How many of them a cluster has to give it, likewise."""
 ROLLOUT_ENGINE_CHECKS = {
     "slots": "asyncflow.engines.rollout.slot_options:check",
+    "transformers": "asyncflow.engines.rollout.slot_options:check_transformers",
     "vllm": "asyncflow.engines.rollout.vllm.options:check",
 }
 """Checks of the options of a run's engines, before it starts and before workers join it."""

@@ -1,4 +1,4 @@
-"""Options of the embedded engine below `rollout.engine`, checked before a run starts. Imports no torch."""
+"""Options of the engines in a worker's own process, below `rollout.engine`, checked before a run starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ def check(
         raise UserError(f"rollout.engine.speculation is {speculation!r}: take auto, or a number of draft tokens; 0 is none")
     if not isinstance(prefill_chunk, int) or isinstance(prefill_chunk, bool) or prefill_chunk < 1:
         raise UserError(f"rollout.engine.prefill_chunk is {prefill_chunk!r}: take a number of tokens, such as {PREFILL_CHUNK}")
+
+
+def check_transformers(*, has_lora: bool = False, **_others: object) -> None:
+    """Raises `UserError` for a low-rank adapter, which `TransformersEngine` does not apply."""
+    if has_lora:
+        raise UserError(
+            "rollout.engine=transformers applies no low-rank adapters: take slots or vllm, or leave out model.lora (`asyncflow "
+            "merge` makes a whole model of an adapter)"
+        )
