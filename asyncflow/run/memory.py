@@ -152,8 +152,8 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
     tokens = longest_pass_tokens(config, shapes, prompt_tokens)
     chunk = min(tokens, train.log_prob_chunk_tokens)
     logits = _LOGIT_COPIES * 4 * chunk * shapes.vocabulary / layout.tp
+    parts.append(_computed_weights(config, shapes, stage))
     of_pass = [
-        _computed_weights(config, shapes, stage),
         _activations(config, shapes, tokens),
         MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"),
     ]
@@ -196,9 +196,9 @@ def _computed_weights(config: Config, shapes: Shapes, stage: int) -> MemoryUse:
         return MemoryUse("gathered weights", (2 * b + 4) * largest, gathered + "the gradient of one in float32")
     if train.dtype == "float32":
         return MemoryUse("gathered weights", 0.0, "none: dp 1 computes with the weights themselves")
-    if train.activation_checkpointing:
+    if layout.size > 1 and train.activation_checkpointing:
         return MemoryUse("weights in bfloat16", b * largest, "the largest unit's (train.activation_checkpointing)")
-    return MemoryUse("weights in bfloat16", b * stage / layout.tp, f"a copy for each pass, {b} B each")
+    return MemoryUse("weights in bfloat16", b * stage / layout.tp, f"a copy, cast once an update, {b} B each")
 
 
 def _activations(config: Config, shapes: Shapes, tokens: int) -> MemoryUse:
@@ -264,6 +264,7 @@ def values_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[Mem
     size = replace(shapes, is_tied=True).parameters
     return [
         MemoryUse("weights", 4 * size, f"4 B x {size:,}"),
+        *([MemoryUse("weights in bfloat16", 2 * size, f"2 B x {size:,}")] if config.train.dtype == "bfloat16" else []),
         MemoryUse("activations", 4 * tokens * width, f"4 B x {tokens:,} tokens x one layer's {width:,}"),
     ]
 

@@ -121,7 +121,12 @@ def test_what_a_layout_cuts() -> None:
         rollout={"max_new_tokens": 11},
     )
     parts = by_name(training_parts(moved, TINY, prompt_tokens=5))
-    assert parts["reference"] == parts["optimiser state"] == 0 and parts["weights in bfloat16"] == 2 * 800
+    assert parts["reference"] == parts["optimiser state"] == 0 and parts["weights in bfloat16"] == 2 * 4040
+    with_helper = config_of(train={**train, "helpers": 1})
+    of_helper = by_name(training_parts(with_helper, TINY, prompt_tokens=5))
+    assert of_helper["helpers"] == of_helper["gradient sums"] + of_helper["activations"] + of_helper["logits"]
+    cut = config_of(train=train, plan={"train": {"tp": 2}})
+    assert by_name(training_parts(cut, TINY, prompt_tokens=5))["weights in bfloat16"] == 2 * 800 / 2
 
 
 def test_what_generation_takes() -> None:

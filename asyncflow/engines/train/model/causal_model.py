@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, why_not_packed
 from asyncflow.engines.lora import initial_lora
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
+from asyncflow.engines.train.model.cast_weights import CastWeights
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.lora import SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.own_rows import Way, row_states
@@ -59,8 +60,9 @@ class CausalModel:
         """Load the model at `path` (Hugging Face format).
 
         Every pass computes in the dtype and on the device of `options`. Weights that are trained are kept in float32, others in
-        that dtype, and with `offload` in host memory. If these differ, each pass makes a copy of the weights and drops it at its
-        end; the copy has the same numbers as a rollout engine of that dtype. Gradients are added to the kept weights.
+        that dtype, and with `offload` in host memory. Passes of another dtype have copies, each made once after the weight has
+        changed (`CastWeights`); with `offload` each pass makes its own and drops it at its end. A copy has the same numbers as a
+        rollout engine of that dtype. Gradients are added to the kept weights.
 
         With `lora` the model has a low-rank adapter, whose first values `seed` decides. It alone is trained, and is in
         `parameters`. Models with adapters over the same files have the memory of their bases in common.
@@ -103,11 +105,20 @@ class CausalModel:
         self._head_name = next(name for name, parameter in self._weights.items() if parameter is head_VH)
         bias_V = self.module.get_output_embeddings().bias
         self._bias_name = next((name for name, parameter in self._weights.items() if parameter is bias_V), None)
+        self._copies = None
+        if torch.device(place) == self.device:
+            self._copies = shared._copies if shared else CastWeights(self._weights, dtype)
         layers = list(layers_of(self.module)) if options.activation_checkpointing else []
-        # Such a layer casts its weights itself, in each of its passes, so that the copies exist no longer than the pass.
+        # Such a layer takes its copies itself, in each of its passes: the second one is in the backward pass.
         self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        names = {id(parameter): name for name, parameter in self._weights.items()}
         for layer in layers:
-            recompute_activations(layer, partial(_cast_parameters, layer, self.device, dtype))
+            of_layer = [
+                (module, name, names[id(parameter)])
+                for module in layer.modules()
+                for name, parameter in module.named_parameters(recurse=False)
+            ]
+            recompute_activations(layer, partial(self._with_copies, of_layer))
 
     def pack(self, prompt_ids: Array, responses: Ragged, targets: Ragged | None = None) -> Packed:
         """Pack a prompt and its responses for this model, see `pack_thrifty`; without sharing where it does not take the layout."""
@@ -128,8 +139,23 @@ class CausalModel:
 
     def _cast(self) -> dict[str, Tensor]:
         """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""
-        here = {name: parameter for name, parameter in self._weights.items() if id(parameter) not in self._cast_by_layer}
-        return {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
+        return {name: self._copy(name) for name, parameter in self._weights.items() if id(parameter) not in self._cast_by_layer}
+
+    def _copy(self, name: str) -> Tensor:
+        """A weight on the device and in the dtype of a pass."""
+        parameter = self._weights[name]
+        return parameter.to(self.device, self.dtype) if self._copies is None else self._copies.of(name, parameter)
+
+    @contextmanager
+    def _with_copies(self, own: Sequence[tuple[nn.Module, str, str]]) -> Iterator[None]:
+        """Context inside which parameters (module, name in it, name) are their copies, whose gradients flow back to them."""
+        for module, name, whole_name in own:
+            module._parameters[name] = self._copy(whole_name)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for module, name, whole_name in own:
+                module._parameters[name] = self._weights[whole_name]
 
     def _states(self, packed: Packed, weights: Mapping[str, Tensor], divisor: float = 1.0) -> Tensor:
         """Hidden states [T, H] of the last layer, see `Packed.predicting`. `weights`: from `_cast`."""
@@ -209,19 +235,6 @@ def recompute_activations(layer: nn.Module, within: Callable[[], AbstractContext
 
     # The random state need not be kept: in evaluation mode the layer draws no random numbers.
     layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-
-
-@contextmanager
-def _cast_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Context inside which a layer's parameters are cast copies, whose gradients flow back to the parameters."""
-    own = [(module, name, parameter) for module in layer.modules() for name, parameter in module.named_parameters(recurse=False)]
-    for module, name, parameter in own:
-        module._parameters[name] = parameter.to(device, dtype)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module, name, parameter in own:
-            module._parameters[name] = parameter
 
 
 def load_module(path: Path | str, dtype: torch.dtype, device: str = CPU) -> Any:
