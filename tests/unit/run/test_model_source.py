@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -122,8 +123,13 @@ def test_a_connection_that_breaks_is_continued_in_the_middle_of_a_file(hub: Hub,
     content = np.random.default_rng(0).bytes(25 << 20)  # huggingface_hub writes 10 MiB at a time
     (hub.revisions[NAME]["main"] / WEIGHTS).write_bytes(content)
     hub.cuts = (WEIGHTS, 22 << 20)
-    folder = fetched(NAME, tmp_path)
+    lines: list[str] = []
+    folder = fetched(NAME, tmp_path, lines)
     assert (folder / WEIGHTS).read_bytes() == content
+    told = [re.fullmatch(rf"  {NAME}: (\d+) of (\d+) MB", line) for line in lines[1:]]
+    done = [int(line[1]) for line in told if line is not None]
+    assert len(done) == len(told) >= 2 and done == sorted(done), lines
+    assert {line[2] for line in told if line is not None} == {"26"} and done[-1] < 26
     assert [asked for method, path, asked in hub.asked if method == "GET" and path.endswith(WEIGHTS)] == ["", f"bytes={20 << 20}-"]
 
 

@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncflow.config import parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.train.gguf_model import convert
+from asyncflow.run.model_source import is_made, model_folder
 from asyncflow.types import UserError
+from tests.hub import Hub, served
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -73,13 +76,17 @@ def write_gguf(file: Path, model: LlamaForCausalLM) -> dict[str, np.ndarray]:
     return kept
 
 
-def test_a_file_becomes_the_folder_of_its_model(tmp_path: Path) -> None:
+def tiny_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=HIDDEN, intermediate_size=WIDE, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, max_position_embeddings=128, tie_word_embeddings=False,
     )  # fmt: skip
-    kept = write_gguf(tmp_path / "tiny.gguf", LlamaForCausalLM(config))
+    return LlamaForCausalLM(config)
+
+
+def test_a_file_becomes_the_folder_of_its_model(tmp_path: Path) -> None:
+    kept = write_gguf(tmp_path / "tiny.gguf", tiny_model())
     convert(tmp_path / "tiny.gguf", tmp_path / "folder")
     found = load_file(tmp_path / "folder" / "model.safetensors")
     assert found.keys() == kept.keys()
@@ -90,6 +97,28 @@ def test_a_file_becomes_the_folder_of_its_model(tmp_path: Path) -> None:
     assert tokenizer.end_token_ids == [0] and tokenizer.template_source is not None
     assert tokenizer.encode("abc").tolist() == [TOKENS.index("ab"), TOKENS.index("c")]
     SlotEngine(tmp_path / "folder", num_slots=4, max_context=64)  # no field of its config.json is unknown
+
+
+@pytest.mark.parametrize("place", ["folder", "hub"])
+async def test_a_file_is_a_models_path(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with one such file, and a file in a repository, of which nothing else comes."""
+    repository, name = tmp_path / "repository", "somebody/tiny-GGUF"
+    repository.mkdir()
+    kept = write_gguf(repository / "tiny-Q8.gguf", tiny_model())
+    path, lines, config = str(repository), list[str](), parse({"data": {"path": "d"}, "model": {"path": "m"}})
+    with served(Hub({name: {"main": repository}})) as hub:
+        if place == "hub":
+            (repository / "tiny-Q2.gguf").write_bytes(b"another one")
+            path = f"{name}/tiny-Q8.gguf"
+            monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+            monkeypatch.setenv("HF_ENDPOINT", hub.url)
+            monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+        assert is_made(path)
+        folder = await model_folder(config.changed(model={"path": path}), None, tmp_path / "scratch", lines.append)
+        assert not [asked for _, asked, _ in hub.asked if asked.endswith("tiny-Q2.gguf")]
+    assert folder.is_relative_to(tmp_path / "scratch") and lines[-1] == "dequantising tiny-Q8.gguf"
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == kept.keys() and all(np.array_equal(found[each], weight) for each, weight in kept.items())
 
 
 def test_a_file_that_is_none_is_told_in_a_sentence(tmp_path: Path) -> None:
