@@ -73,10 +73,25 @@ def run_name(*words: str) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(words))
 
 
+def processor() -> str:
+    """The processor's name, which says the maker, too: of libraries some look at it."""
+    facts = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", facts.read_text(errors="replace"), re.MULTILINE) if facts.is_file() else []
+    return (*names, platform.processor() or platform.machine())[0]
+
+
+def instruction_set() -> str:
+    """Widest instructions of the processor that torch's own code uses here, as AVX2 or AVX512."""
+    from torch.backends import cpu  # late: a program sets what torch reads at its start
+
+    return str(cpu.get_cpu_capability())
+
+
 def finish(figures: list[Figure], file: Path | None) -> int:
     """Print the figures below the machine and the command, write them, and return the exit code: 1 if a target is missed."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "numpy"))
-    print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores; python {platform.python_version()}, {versions}")
+    cores = f"{processor()}, {os.cpu_count()} cores, instruction set {instruction_set()}"
+    print(f"\n{cores}; python {platform.python_version()}, {versions}")
     print(f"command: python {' '.join(sys.argv)}\n")
     width = max((len(figure.name) for figure in figures), default=0)
     for figure in figures:

@@ -245,7 +245,7 @@ def main() -> int:
     given = arguments.parse_args()
     begin_again_as(training(load(ROOT / "recipes/quickstart.yaml")))
     torch.set_num_threads(THREADS)
-    print(f"instruction set: {torch.backends.cpu.get_cpu_capability()}, threads: {THREADS}")
+    print(f"threads: {THREADS}")
     figures = []
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
         for name in given.models:

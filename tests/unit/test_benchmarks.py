@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 from asyncflow.config import load
 from asyncflow.engines.base import SampleKey, Sampling
@@ -138,3 +139,13 @@ async def test_responses_of_the_lognormal_engine_are_as_long_as_drawn(benchmark_
         await engine.close()
     drawn = module.DrawnLengths(response_median=20.0, response_sigma=0.5)
     assert {r.sample: len(r.token_ids) for r in made} == {sample: drawn.draw(key, sample, 60)[0] for sample in range(6)}
+
+
+def test_processor_and_instruction_set_are_printed_with_each_figure(
+    benchmark_module: Benchmark, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = benchmark_module("figures")
+    assert figures.finish([figures.Figure("share", 0.5, "", "<= 0.4")], None) == 1
+    printed = capsys.readouterr().out
+    assert f"{figures.processor()}, {os.cpu_count()} cores, instruction set {torch.backends.cpu.get_cpu_capability()};" in printed
+    assert "0.5    to reach: <= 0.4   MISSED" in printed
