@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncflow.config import load
-from asyncflow.devices import CPU, CUDA
+from asyncflow.devices import CPU
 from asyncflow.model_folder import read_json
 from asyncflow.threads import num_cores
 from asyncflow.types import UserError
@@ -169,13 +169,11 @@ def _machine() -> list[tuple[str, str]]:
 def _devices() -> list[tuple[str, str]]:
     import torch
 
-    from asyncflow.engines.devices import gpus, has_gpu
+    from asyncflow.engines.devices import accelerators
 
     rows = [(CPU, f"{torch.get_num_threads()} threads by default; {torch.backends.cpu.get_cpu_capability()}")]
-    rows += gpus()
-    if not has_gpu():
-        rows.append((CUDA, f"none: rollout.device and train.device must be {CPU}"))
-    return rows
+    none = [("accelerators", f"none: rollout.device and train.device must be {CPU}")]
+    return rows + (accelerators() or none)
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ def check_device(device: str, key: str) -> None:
     kind = kind_of(device)
     if kind not in KINDS:
         raise UserError(f"{key} must be {ONE_OF_KINDS}, perhaps with a number ({CUDA}:1), but is {device!r}.")
-    if kind == CUDA and not has_gpu():
+    if kind == CUDA and not has_kind(CUDA):
         raise UserError(f"{key} is {device!r}, but PyTorch sees no GPU here: set it to cpu.")
     if kind == NPU and importlib.util.find_spec("torch_npu") is None:
         raise UserError(f"{key} is {device!r}, and torch_npu, which drives NPUs, is not installed: set it to cpu.")
@@ -46,20 +46,22 @@ def own_device(device: str, local_rank: int, key: str) -> torch.device:
     return torch.device(kind.type, local_rank)
 
 
-def has_gpu() -> bool:
-    """Whether PyTorch can compute on a GPU here."""
-    return bool(torch.get_device_module(CUDA).is_available())
+def has_kind(kind: str) -> bool:
+    """Whether PyTorch can compute on an accelerator of this kind here. NPUs have a driver of their own, which may be missing."""
+    is_known = kind != NPU or importlib.util.find_spec("torch_npu") is not None
+    return is_known and bool(torch.get_device_module(kind).is_available())
 
 
-def gpus() -> list[tuple[str, str]]:
-    """GPUs that PyTorch sees here, as pairs of the device name (`cuda:0`) and the maker's name."""
-    driver = torch.get_device_module(CUDA)
-    return [(f"{CUDA}:{number}", driver.get_device_name(number)) for number in range(driver.device_count())]
+def accelerators() -> list[tuple[str, str]]:
+    """Accelerators that PyTorch sees here, as pairs of the device name (`cuda:0`) and the maker's name."""
+    drivers = [(kind, torch.get_device_module(kind)) for kind in KINDS if kind != CPU and has_kind(kind)]
+    return [(f"{kind}:{i}", driver.get_device_name(i)) for kind, driver in drivers for i in range(driver.device_count())]
 
 
-def memory_of_gpu() -> float | None:
-    """Bytes of the first GPU that PyTorch sees here; None: it sees none."""
-    return float(torch.get_device_module(CUDA).get_device_properties(0).total_memory) if has_gpu() else None
+def memory_of_accelerator() -> float | None:
+    """Bytes of the first accelerator that PyTorch sees here; None: it sees none."""
+    found = accelerators()
+    return float(torch.get_device_module(kind_of(found[0][0])).get_device_properties(0).total_memory) if found else None
 
 
 def has_flash_attention(gpu: torch.device) -> bool:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.config import Config, parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.devices import gpus, memory_of_gpu
+from asyncflow.engines.devices import accelerators, memory_of_accelerator
 from asyncflow.engines.families import why_not_packed
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS
 from asyncflow.model_folder import read_json
@@ -132,7 +132,9 @@ def _memory(config: Config, fields: Mapping[str, Any], module: Any, context: int
         return
     prompt = max(1, context - config.rollout.max_new_tokens)
     staleness = make_schedule(config).max_staleness
-    yield from lines(config, shapes, prompt_tokens=prompt, context=context, max_staleness=staleness, device_bytes=memory_of_gpu())
+    yield from lines(
+        config, shapes, prompt_tokens=prompt, context=context, max_staleness=staleness, device_bytes=memory_of_accelerator()
+    )
     parts = [
         *training_parts(config, shapes, prompt),
         *rollout_parts(config, shapes, context),
@@ -141,5 +143,5 @@ def _memory(config: Config, fields: Mapping[str, Any], module: Any, context: int
     needed, here = sum(part.num_bytes for part in parts) / GIB, psutil.virtual_memory().available / GIB
     verdict = "enough" if needed < here else "too little"
     yield f"this machine    all of it on the CPU: {needed:.1f} GiB of {here:.1f} available, {verdict}"
-    for name, what in gpus():
+    for name, what in accelerators():
         yield f"this machine    {name}: {what}"

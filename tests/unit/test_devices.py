@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections import namedtuple
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from asyncflow.cli.check import _devices
 from asyncflow.devices import COUNTED_AS, KINDS, SHOWN_BY
-from asyncflow.engines.devices import check_device, has_flash_attention
+from asyncflow.engines.devices import check_device, has_flash_attention, memory_of_accelerator
 from asyncflow.engines.train.parallel.ranks import backend_of
 from asyncflow.types import UserError
 from tests.conftest import ROOT
@@ -91,12 +93,29 @@ def test_flash_attention_takes_a_build_and_a_gpu(
 @pytest.mark.parametrize(
     ("names", "rows"),
     [
-        ([], [("cuda", "none: rollout.device and train.device must be cpu")]),
-        (["A", "B"], [("cuda:0", "A"), ("cuda:1", "B")]),
+        ({}, [("accelerators", "none: rollout.device and train.device must be cpu")]),
+        ({"cuda": ["A", "B"]}, [("cuda:0", "A"), ("cuda:1", "B")]),
+        ({"npu": ["C"]}, [("npu:0", "C")]),
     ],
 )
-def test_check_lists_the_devices(names: list[str], rows: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(names))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: names[number])
+def test_check_lists_the_devices(names: dict[str, list[str]], rows: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver(NamedTuple):
+        kind: str
+
+        def is_available(self) -> bool:
+            return self.kind in names
+
+        def device_count(self) -> int:
+            return len(names.get(self.kind, []))
+
+        def get_device_name(self, number: int) -> str:
+            return names[self.kind][number]
+
+        def get_device_properties(self, number: int) -> SimpleNamespace:
+            return SimpleNamespace(total_memory=len(names) << 30)
+
+    monkeypatch.setattr(torch, "get_device_module", Driver)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch_npu" or find_spec(name))
     assert _devices()[0][0] == "cpu" and _devices()[1:] == rows
+    assert memory_of_accelerator() == (2.0**30 if names else None)
