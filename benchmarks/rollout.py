@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/rollout.py [--json FILE] [--repeats N] [--only NAME ...] [--model PATH] [--tails NAME ...]
 
 One process, one random Qwen3 of 4.2M parameters, 64 requests (64 prompts of 32-64 tokens, 16-128 new tokens each, seeded), sampled
-at temperature 1. End tokens are off, so that everybody makes the same numbers of tokens:
+at temperature 1; and a model of SmolLM2-135M's shape with random weights, 16 requests (prompts of 24-48 tokens, 8-48 new tokens).
+End tokens are off, so that everybody makes the same numbers of tokens:
 
-    engine       SlotEngine, 64 slots
-    generate     transformers' generate(), one batch of 64, left-padded, to the longest length; only the wanted tokens are counted
+    engine       SlotEngine, a slot for each request
+    generate     transformers' generate(), one batch of all, left-padded, to the longest length; only the wanted tokens are counted
     continuous   transformers' continuous batching (add_request for each request), its manager warm
     floor        the engine's own matrix products alone, for the prompts and for every token, at its batch sizes
 
@@ -16,8 +17,8 @@ interleaved; a rate is the median of the repeats, a ratio the median of the rati
 
 The speed-up is also given in CPU seconds of the process, which a busy machine disturbs less than wall-clock seconds.
 
-Install: the same weights, into the engine's buffers (with the hop to the engine's thread), beside one memcpy of their bytes; and
-again with the first token after it, whose pass packs the weights, less a first token without an install.
+Install, with the model of 4.2M: the same weights, into the engine's buffers (with the hop to the engine's thread), beside a memcpy
+of their bytes; and again with the first token after it, whose pass packs the weights, less a first token without an install.
 
 Shared prompts: 16 responses of 64 tokens to one prompt of 512, in slots that have the prompt's keys in common, and in slots that
 have a copy each; the same decode steps, one of the one kind and one of the other in turn. With the model above, and with one of
@@ -44,9 +45,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -55,7 +57,7 @@ import psutil
 import torch
 import transformers
 from figures import Figure, begin_again_as, finish, parser
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
 from asyncflow.config import load
@@ -70,8 +72,23 @@ from asyncflow.engines.rollout.slots import PREFILL_TOKENS
 from asyncflow.run.worker_start import generating
 
 ROOT = Path(__file__).parent.parent
-NUM_REQUESTS = 64
-MAX_CONTEXT = 192
+Model: TypeAlias = Qwen3ForCausalLM | LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests to all contenders: how many, their prompts' and new tokens' fewest and most, drawn evenly."""
+
+    requests: int
+    prompt: tuple[int, int]
+    new: tuple[int, int]
+
+    @property
+    def context(self) -> int:
+        return self.prompt[1] + self.new[1]
+
+
+LOADS = {"4.2M": Load(64, (32, 64), (16, 128)), "135M": Load(16, (24, 48), (8, 48))}
 
 
 def new_model() -> Qwen3ForCausalLM:
@@ -90,6 +107,12 @@ def new_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
+def new_smollm2() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    fields = {name: value for name, value in SMOLLM2.items() if name != "model_type"}
+    return LlamaForCausalLM(LlamaConfig(**fields)).eval()
+
+
 async def run_engine(engine: SlotEngine, prompts: list[np.ndarray], lengths: list[int]) -> int:
     async def one(index: int) -> int:
         sampling, key = Sampling(max_new_tokens=lengths[index]), SampleKey(seed=0, prompt_index=index)
@@ -98,7 +121,7 @@ async def run_engine(engine: SlotEngine, prompts: list[np.ndarray], lengths: lis
     return sum(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
 
 
-def run_generate(model: Qwen3ForCausalLM, prompts: list[np.ndarray], lengths: list[int], with_logprobs: bool) -> int:
+def run_generate(model: Model, prompts: list[np.ndarray], lengths: list[int], with_logprobs: bool) -> int:
     longest = max(len(p) for p in prompts)
     tokens = torch.tensor(np.stack([np.pad(p, (longest - len(p), 0)) for p in prompts]))
     mask = torch.tensor(np.stack([np.arange(longest) >= longest - len(p) for p in prompts]).astype(np.int64))
@@ -130,21 +153,24 @@ def run_floor(decoder: Decoder, prompts: list[np.ndarray], lengths: list[int]) -
         for layer in decoder.layers:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 assert linear.weight is not None
-                linear(INPUTS[linear.weight.shape[1]][: padded(rows)])
-    for rows in [NUM_REQUESTS, *decodes]:
-        decoder.lm_head(INPUTS[256][: padded(rows)])
+                linear(rows_of(linear.weight.shape[1])[: padded(rows)])
+    assert decoder.lm_head.weight is not None
+    for rows in [len(lengths), *decodes]:
+        decoder.lm_head(rows_of(decoder.lm_head.weight.shape[1])[: padded(rows)])
     return sum(lengths)
 
 
-INPUTS = {size: torch.randn(PREFILL_TOKENS, size) for size in (256, 768)}
+@cache
+def rows_of(width: int) -> torch.Tensor:
+    return torch.randn(PREFILL_TOKENS, width)
 
 
-def compare(engine: SlotEngine, model: Qwen3ForCausalLM, repeats: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def compare(engine: SlotEngine, model: Model, load: Load, repeats: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """New tokens per second, and per CPU second, of each contender in each repeat."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 1024, rng.integers(32, 65)) for _ in range(NUM_REQUESTS)]
-    lengths = rng.integers(16, 129, NUM_REQUESTS).tolist()
-    sampled = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
+    prompts = [rng.integers(0, 1024, rng.integers(*load.prompt, endpoint=True)) for _ in range(load.requests)]
+    lengths = rng.integers(*load.new, load.requests, endpoint=True).tolist()
+    sampled = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=load.new[1], eos_token_id=-1, pad_token_id=0)
     paged = ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=512, return_logprobs=True)
     rates: dict[str, list[float]] = {}
     cpu_rates: dict[str, list[float]] = {}
@@ -172,7 +198,7 @@ def compare(engine: SlotEngine, model: Qwen3ForCausalLM, repeats: int) -> tuple[
     return wall, cpu
 
 
-def measure_install(engine: SlotEngine, model: Qwen3ForCausalLM) -> dict[str, float]:
+def measure_install(engine: SlotEngine, model: Model) -> dict[str, float]:
     """Median seconds of a preparation, an install, a memcpy of as many bytes; bytes by which each of 100 installs grows us."""
     tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     source = torch.randn(sum(tensor.numel() for tensor in tensors.values()))
@@ -361,27 +387,40 @@ def speedup(rates: dict[str, np.ndarray]) -> float:
 
 
 def compare_engines(repeats: int) -> list[Figure]:
-    """Rates of all contenders, and installs."""
-    model = new_model()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        engine = SlotEngine(Path(folder), num_slots=NUM_REQUESTS, max_context=MAX_CONTEXT, num_threads=1, stop_ids=())
-    rates, cpu_rates = compare(engine, model, repeats)
-    install = measure_install(engine, model)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {repeats} repeats")
-    print(", ".join(f"{name} {install[name] * 1e3:.2f} ms" for name in ("prepare", "install", "memcpy", "first tokens", "tokens")))
+    """Rates of all contenders, with both models, and installs of the smaller one."""
+    figures = []
+    for name, make in {"4.2M": new_model, "135M": new_smollm2}.items():
+        model, load = make(), LOADS[name]
+        print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {load}, {repeats} repeats")
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            engine = SlotEngine(Path(folder), num_slots=load.requests, max_context=load.context, num_threads=1, stop_ids=())
+        figures += engine_figures(name, *compare(engine, model, load, repeats))
+        if name == "4.2M":
+            figures += install_figures(engine, model)
+        asyncio.run(engine.close())
+    return figures
 
+
+def engine_figures(model: str, rates: dict[str, np.ndarray], cpu_rates: dict[str, np.ndarray]) -> list[Figure]:
     def over(name: str) -> float:
         return float(np.median(rates["engine"] / rates[name]))
 
     return [
-        *(Figure(f"rollout, {name}", float(np.median(values)), "new tokens/s") for name, values in rates.items()),
-        Figure("engine / generate(), with log-probs", over("generate"), ""),
-        Figure("engine / generate(), token ids alone", over("generate_ids_only"), ""),
-        Figure("engine / continuous batching", over("continuous"), ""),
-        Figure("engine / floor", over("floor"), ""),
-        Figure("engine / the better of the two", speedup(rates), "", ">= 2.5"),
-        Figure("the same in CPU seconds", speedup(cpu_rates), ""),
+        *(Figure(f"{model}: rollout, {name}", float(np.median(values)), "new tokens/s") for name, values in rates.items()),
+        Figure(f"{model}: engine / generate(), with log-probs", over("generate"), ""),
+        Figure(f"{model}: engine / generate(), token ids alone", over("generate_ids_only"), ""),
+        Figure(f"{model}: engine / continuous batching", over("continuous"), ""),
+        Figure(f"{model}: engine / floor", over("floor"), ""),
+        Figure(f"{model}: engine / the better of the two", speedup(rates), "", ">= 2.5"),
+        Figure(f"{model}: the same in CPU seconds", speedup(cpu_rates), ""),
+    ]
+
+
+def install_figures(engine: SlotEngine, model: Model) -> list[Figure]:
+    install = measure_install(engine, model)
+    print(", ".join(f"{name} {install[name] * 1e3:.2f} ms" for name in ("prepare", "install", "memcpy", "first tokens", "tokens")))
+    return [
         Figure("install / memcpy of the same bytes", install["install"] / install["memcpy"], "", "<= 3.0"),
         Figure("prepare (beside generation) / memcpy", install["prepare"] / install["memcpy"], ""),
         Figure("first tokens after an install / later ones", install["first tokens"] / install["tokens"], ""),
