@@ -6,7 +6,7 @@ import argparse
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,7 +27,13 @@ def report(result: Result) -> str:
     return "\n".join([head, *result.violations, f"replay: {replay(result.seed)}"])
 
 
-def _results(seeds: range, processes: int) -> Iterator[Result]:
+def _seeds(words: str) -> range:
+    """`A:B`, or `A`."""
+    first, _, end = words.partition(":")
+    return range(int(first), int(end or int(first) + 1))
+
+
+def _results(seeds: Sequence[int], processes: int) -> Iterator[Result]:
     if processes == 1:
         yield from map(simulate, seeds)
         return
@@ -38,13 +44,12 @@ def _results(seeds: range, processes: int) -> Iterator[Result]:
 def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if a law was broken."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:2000", metavar="A:B", help="from A, up to but without B")
+    parser.add_argument("--seeds", default="0:2000", metavar="A:B", help="from A, up to but without B; several, with commas; A: one alone")
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("-x", "--first", action="store_true", help="stop at the first seed that fails")
     chosen = parser.parse_args(arguments)
-    first, _, end = chosen.seeds.partition(":")
-    seeds, console = range(int(first), int(end or int(first) + 1)), Console()
+    seeds, console = [seed for part in chosen.seeds.split(",") for seed in _seeds(part)], Console()
     if chosen.trace:
         results = [simulate(seed, keeps_trace=True) for seed in seeds]
         for result in results:
