@@ -44,7 +44,7 @@ def _results(seeds: Sequence[int], processes: int) -> Iterator[Result]:
 def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if a law was broken."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:2000", metavar="A:B", help="from A, up to but without B; several, with commas; A: one alone")
+    parser.add_argument("--seeds", default="0:2000", metavar="A:B", help="from A, up to but without B; A alone; A:B,C,...")
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("-x", "--first", action="store_true", help="stop at the first seed that fails")
