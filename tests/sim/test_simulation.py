@@ -20,7 +20,7 @@ from tests.sim.world import simulate
 
 CHUNK = 50
 FINDERS = {
-    68: "06-no-clock",
+    58: "06-no-clock",
     139: "24-partial-drop-forgotten-by-resync",
     158: "10-away-and-never-told",
     211: "18-winner-told-that-it-lost",
