@@ -216,7 +216,8 @@ HEAD = """# When everything last passed
 `make test-deep` writes this page: every test there is, with all seeds, all parameters and all mutants, and the suites with
 environments of their own (DeepSpeed, Megatron-Core, Ray, other people's environments, a real vLLM). `make test` runs the part of
 the first row that finds most faults. The gate (`.ci/run`) adds the smoke tests of the others; of a suite whose rooms have changed
-since the commit named here it runs everything (`tests/suites.py`).
+since the commit named here it runs everything (`tests/suites.py`). Where the last run of a suite has failed, or was of changes that
+were not committed (`+`), the row of the last one that passed stays below it.
 
 | suite | at commit | on | passed | failed | skipped | seconds |
 |---|---|---|---|---|---|---|
@@ -226,18 +227,27 @@ ROW = re.compile(r"^\| (\S+) \| (\S+) \| (\S+) \| (\d+) \| (\d+) \| (\d+) \| (\d
 
 def read_page(text: str) -> dict[str, str]:
     """The commits at which suites passed. One with changes that were not committed counts for nothing, nor does one that failed."""
-    return {row[0]: row[1] for row in ROW.findall(text) if row[4] == "0" and not row[1].endswith("+")}
+    return {row[0]: row[1] for row in ROW.findall(text) if has_passed(row)}
+
+
+def has_passed(row: tuple[str, ...]) -> bool:
+    """Whether everybody can have what passed."""
+    _, at, _, passed, failed, *_ = row
+    return passed != "0" and failed == "0" and not at.endswith("+")
 
 
 def page(before: str, results: Sequence[Result], at: str) -> str:
-    """The page, with these results, and the rows of suites that did not run as they were `before`."""
-    old = {row[0]: row for row in ROW.findall(before)}
+    """The page, with these results, and the rows of suites that did not run as they were `before`: of each suite its last run, and the
+    last one that passed."""
+    rows: dict[str, list[tuple[str, ...]]] = {suite.name: [] for suite in (EVERYTHING, *SUITES)}
+    for row in ROW.findall(before):
+        rows.setdefault(row[0], []).append(row)
     today = datetime.now(UTC).date().isoformat()
     for result in results:
         counts = (result.passed, result.failed, result.skipped, round(result.seconds))
-        old[result.suite] = (result.suite, at, today, *map(str, counts))
-    rows = [old[suite.name] for suite in (EVERYTHING, *SUITES) if suite.name in old]
-    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        row = (result.suite, at, today, *map(str, counts))
+        rows[result.suite] = [row, *([] if has_passed(row) else filter(has_passed, rows[result.suite]))]
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for suite in (EVERYTHING, *SUITES) for row in rows[suite.name])
 
 
 if __name__ == "__main__":

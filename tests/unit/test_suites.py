@@ -100,8 +100,22 @@ def test_the_page_says_when_each_suite_passed_and_keeps_the_rows_of_others(repos
     unclean = suites.commit()
     assert unclean.endswith("+")
     second = suites.page(first, [Result("ray", True, 38, 0, 2, 90.0)], unclean)
-    assert "| vllm |" in second and "| 80 | 3 | 0 | 300 |" in second and "| 37 |" not in second
-    assert suites.read_page(second) == {}  # nobody else has what was tested
+    assert "| vllm |" in second and "| 80 | 3 | 0 | 300 |" in second
+    assert suites.read_page(second) == suites.read_page(first)  # nobody else has what was tested
+    assert second.index("| 38 |") < second.index("| 37 |")  # the last one, and the last one that passed
+
+
+def test_a_run_that_fails_leaves_the_row_of_the_last_one_that_passed() -> None:
+    def rows(text: str) -> list[tuple[str, ...]]:
+        return [(row[1], row[3], row[4]) for row in suites.ROW.findall(text)]
+
+    text = suites.page("", [Result("ray", True, 40, 0, 0, 1.0)], "first")
+    text = suites.page(text, [Result("ray", True, 39, 1, 0, 1.0)], "second")
+    assert rows(text) == [("second", "39", "1"), ("first", "40", "0")]
+    text = suites.page(text, [Result("ray", True, 0, 0, 40, 1.0)], "third")  # nothing ran: nothing passed
+    assert rows(text) == [("third", "0", "0"), ("first", "40", "0")] and suites.read_page(text) == {"ray": "first"}
+    assert rows(suites.page(text, [Result("vllm", True, 1, 0, 0, 1.0)], "other")) == [*rows(text), ("other", "1", "0")]
+    assert rows(suites.page(text, [Result("ray", True, 41, 0, 0, 1.0)], "fourth")) == [("fourth", "41", "0")]
 
 
 @pytest.mark.parametrize(("body", "failed"), [("assert True", False), ("assert False", True), ("import no_such_module", True)])
