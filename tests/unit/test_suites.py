@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, cast
 
 import pytest
 
 from tests import suites
-from tests.conftest import ROOT
+from tests.conftest import ROOT, pytest_terminal_summary
 from tests.depth import in_gate
 from tests.suites import EVERYTHING, SUITES, Result, Suite
 
@@ -157,3 +158,37 @@ def test_parameters_that_are_not_chosen_are_deep() -> None:
     assert in_gate("b", of=["a", "b"])[1] == "b" and in_gate("b", of=["a", "b"])[0].marks[0].name == "deep"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="are none of"):
         in_gate("c", of=["a", "b"])
+
+
+def test_the_tests_end_with_their_slowest_files_and_the_total(capsys: pytest.CaptureFixture[str]) -> None:
+    def report(file: int, when: Literal["setup", "call"], seconds: float) -> pytest.TestReport:
+        return pytest.TestReport(f"tests/test_{file}.py::test_it", ("", 0, ""), {}, "passed", None, when, duration=seconds)
+
+    class Reporter:
+        stats = {  # noqa: RUF012
+            "": [report(file, "setup", 1.0) for file in range(22)],
+            "passed": [report(file, "call", float(file)) for file in range(22)],
+            "warnings": ["something else"],
+        }
+        section = write_line = print
+
+    pytest_terminal_summary(cast(pytest.TerminalReporter, Reporter))
+    first, *slowest, total = capsys.readouterr().out.splitlines()
+    assert first == "slowest 20 files"
+    assert [line.split() for line in slowest] == [[f"{file + 1:.1f}", "s", f"tests/test_{file}.py"] for file in range(21, 1, -1)]
+    assert total.split()[:5] == [f"{sum(range(23)):.1f}", "s", "all", "22", "files,"]
+
+
+def test_the_gate_says_what_ran_and_what_it_has_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(suites, "commit", lambda: "0123456789ab")
+    monkeypatch.setattr(suites, "why_deep", lambda suite, tested: "a room has changed" if suite.name == "ray" else "")
+    monkeypatch.setattr(suites, "make", lambda environment: environment != ".venv-adapters")
+    monkeypatch.setattr(suites, "run", lambda suite, is_deep: Result(suite.name, is_deep, 5, 0, 1, 12.0))
+    assert suites.main(["gate"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"(?m)^ray +all +5 passed 0 failed +12 s", said) and re.search(
+        r"(?m)^vllm +smoke +5 passed 0 failed +12 s", said
+    )
+    left = said.splitlines()[-1]
+    assert left.startswith("left for `make test-deep`: seeds, parameters and tests marked deep, most mutants; of ")
+    assert all(name in left for name in ("tinker", "environments", "vllm", "deepspeed", "megatron")) and "ray" not in left
