@@ -237,8 +237,8 @@ def has_passed(row: tuple[str, ...]) -> bool:
 
 
 def page(before: str, results: Sequence[Result], at: str) -> str:
-    """The page, with these results, and the rows of suites that did not run as they were `before`: of each suite its last run, and the
-    last one that passed."""
+    """The page, with these results, and the rows of suites that did not run as they were `before`: of each suite the last run, and
+    the last one that passed."""
     rows: dict[str, list[tuple[str, ...]]] = {suite.name: [] for suite in (EVERYTHING, *SUITES)}
     for row in ROW.findall(before):
         rows.setdefault(row[0], []).append(row)
