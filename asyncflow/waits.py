@@ -395,7 +395,7 @@ ARENA: Final = _wait(
 MODEL_FILES: Final = _wait(
     "model files",
     "the model's files from the driver's machine",
-    "run/model_files.py:_chunks run/model_source.py:run_module",
+    "run/models/model_files.py:_chunks run/models/model_source.py:run_module",
     ends="CHUNK_SECONDS (60 s) without a chunk",
 )
 LOADER: Final = _wait(

@@ -88,7 +88,7 @@ def check(
 
 
 def _check_model(model: str, overrides: list[str]) -> None:
-    from asyncflow.run.model_check import checked
+    from asyncflow.run.models.model_check import checked
 
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
         for line in asyncio.run(checked(model, overrides, Path(scratch))):

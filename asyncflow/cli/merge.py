@@ -33,7 +33,7 @@ def merge(
         raise UserError(f"{out} is there already: give another folder")
 
     from asyncflow.engines.lora import merge_lora
-    from asyncflow.run.model_files import copy_tokenizer
+    from asyncflow.run.models.model_files import copy_tokenizer
 
     merge_lora(model, folder, out)
     shutil.copyfile(model / "config.json", out / "config.json")

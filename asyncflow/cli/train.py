@@ -111,7 +111,7 @@ async def _dry_run(config: Config) -> None:
     from asyncflow.planner.hardware import find
     from asyncflow.run.factories import advice, make_schedule, num_devices, shape_of
     from asyncflow.run.memory import Shapes, lines
-    from asyncflow.run.model_source import SHAPES
+    from asyncflow.run.models.model_source import SHAPES
     from asyncflow.run.prepare import check_shapes, prepare
     from asyncflow.run.prompts import left_out_lines
 

@@ -38,7 +38,7 @@ from asyncflow.planner.search import ROWS_OF_SEARCH, Found, Plan, search, simula
 from asyncflow.planner.space import MOST_PROCESSES
 from asyncflow.run.factories import critic_folder, num_devices, tasks_before_training
 from asyncflow.run.memory import Shapes, own_shapes
-from asyncflow.run.model_source import SHAPES
+from asyncflow.run.models.model_source import SHAPES
 from asyncflow.run.prepare import check_shapes, prepare
 from asyncflow.settings import to_yaml
 from asyncflow.simulation.run import simulate

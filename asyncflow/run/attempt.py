@@ -29,7 +29,7 @@ from asyncflow.run.connection import JobFile
 from asyncflow.run.driver_state import Resumed, data_hash, read_driver, write_added
 from asyncflow.run.factories import make_algorithm, queue_schema
 from asyncflow.run.fork import copy_origin, forked_at, unfinished_fork
-from asyncflow.run.model_files import copy_tokenizer
+from asyncflow.run.models.model_files import copy_tokenizer
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.resume import check_fits, cut_back, metrics_of, to_be_kept, usable
 from asyncflow.run.saving import checkpoints_of, places_of

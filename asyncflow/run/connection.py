@@ -32,7 +32,7 @@ from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
 from asyncflow.run.factories import shape_of
 from asyncflow.run.handover import Handover
-from asyncflow.run.model_files import ModelFiles, model_here
+from asyncflow.run.models.model_files import ModelFiles, model_here
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket

@@ -53,7 +53,7 @@ from asyncflow.run.health import Health
 from asyncflow.run.journal import Kept
 from asyncflow.run.memory import Shapes, checkpoint_bytes
 from asyncflow.run.memory_pace import MemoryPace
-from asyncflow.run.model_files import ModelFiles
+from asyncflow.run.models.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous

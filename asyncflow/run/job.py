@@ -43,7 +43,7 @@ from asyncflow.run.driver_state import Resumed
 from asyncflow.run.factories import advice, queue_schema, shape_of
 from asyncflow.run.fleet import workers
 from asyncflow.run.journal import Journal, Kept
-from asyncflow.run.model_card import push_model
+from asyncflow.run.models.model_card import push_model
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.resume import evaluated_versions

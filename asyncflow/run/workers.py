@@ -44,7 +44,7 @@ from asyncflow.run.engines import (
 from asyncflow.run.episodes import capture_endpoint, environments, episode_player
 from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.helper_devices import generating_device
-from asyncflow.run.model_files import copy_tokenizer
+from asyncflow.run.models.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
 from asyncflow.run.resume import CRITIC_FINGERPRINTS
 from asyncflow.run.saving import CheckpointWriter

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.rollout.engine import SlotEngine
-from asyncflow.run.model_check import checked
+from asyncflow.run.models.model_check import checked
 from tests.families import write_model
 
 

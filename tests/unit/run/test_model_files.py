@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.run import model_files
-from asyncflow.run.model_files import ModelFiles, model_here
+from asyncflow.run.models import model_files
+from asyncflow.run.models.model_files import ModelFiles, model_here
 from asyncflow.transport import Credentials, Peer, Server, proxy
 from asyncflow.types import Array, RunError
 

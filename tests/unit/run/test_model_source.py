@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.run.model_source import HubName, check_folder, folder_of, gguf_file, is_made
+from asyncflow.run.models.model_source import HubName, check_folder, folder_of, gguf_file, is_made
 from asyncflow.types import UserError
 from tests.conftest import MODEL
 from tests.hub import TOKEN, Hub, served
@@ -135,7 +135,7 @@ def test_a_connection_that_breaks_is_continued_in_the_middle_of_a_file(hub: Hub,
 
 def test_a_download_that_was_killed_keeps_the_files_that_are_whole(hub: Hub, tmp_path: Path) -> None:
     hub.holds = WEIGHTS
-    command = [sys.executable, "-m", "asyncflow.run.hub_download", NAME]
+    command = [sys.executable, "-m", "asyncflow.run.models.hub_download", NAME]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline, others = time.monotonic() + patience(60), {file.name for file in MODEL.iterdir()} - {WEIGHTS}
     try:

@@ -14,7 +14,7 @@ from asyncflow.config import parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.train.gguf_model import convert
-from asyncflow.run.model_source import is_made, model_folder
+from asyncflow.run.models.model_source import is_made, model_folder
 from asyncflow.types import UserError
 from tests.hub import Hub, served
 

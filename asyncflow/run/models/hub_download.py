@@ -1,4 +1,4 @@
-"""A model of the Hugging Face Hub in the machine's cache: `python -m asyncflow.run.hub_download OWNER/NAME` prints its folder last.
+"""A model of the Hugging Face Hub in the machine's cache: `python -m asyncflow.run.models.hub_download OWNER/NAME` prints its folder last.
 
     owner/name, revision, file --> which files are missing, how many bytes --> the cache's folder of that commit
 
@@ -94,7 +94,9 @@ def _bar(name: str, total: int, tell: Callable[[str], None]) -> type[tqdm]:
 
 def main() -> int:
     """Run the module as a program. Lines about the progress, and last the folder, go to standard output."""
-    parser = argparse.ArgumentParser(prog="python -m asyncflow.run.hub_download", description="Download a model from the Hub.")
+    parser = argparse.ArgumentParser(
+        prog="python -m asyncflow.run.models.hub_download", description="Download a model from the Hub."
+    )
     parser.add_argument("repo")
     parser.add_argument("--revision")
     parser.add_argument("--file", help="this file alone, such as a GGUF file")

@@ -92,7 +92,7 @@ async def folder_of(path: str, scratch: Path, log: Log, *, has_weights: bool = T
     if name is not None:
         options = ["--revision", name.revision] if name.revision else []
         options += ["--file", name.file] if name.file else ["--facts"] if not has_weights else []
-        here = Path((await run_module("asyncflow.run.hub_download", log, name.repo, *options))[-1])
+        here = Path((await run_module("asyncflow.run.models.hub_download", log, name.repo, *options))[-1])
         if name.file:
             here /= name.file
     if (file := gguf_file(here)) is not None:

@@ -1,4 +1,4 @@
-"""A folder into a repository of the Hugging Face Hub: `python -m asyncflow.run.hub_push FOLDER OWNER/NAME` prints its address.
+"""A folder into a repository of the Hugging Face Hub: `python -m asyncflow.run.models.hub_push FOLDER OWNER/NAME` prints its address.
 
 The repository is made if there is none. Token and address are huggingface_hub's own (HF_TOKEN, HF_ENDPOINT).
 """
@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 
 def main() -> int:
     """Run the module as a program. Returns the exit code: 0, or 1 when the Hub has not taken it."""
-    parser = argparse.ArgumentParser(prog="python -m asyncflow.run.hub_push", description="Push a model to the Hub.")
+    parser = argparse.ArgumentParser(prog="python -m asyncflow.run.models.hub_push", description="Push a model to the Hub.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("repo")
     parser.add_argument("--private", action="store_true")

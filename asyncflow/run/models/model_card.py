@@ -14,7 +14,7 @@ import yaml
 
 from asyncflow.config import Config, dump
 from asyncflow.loops.evaluation import Row
-from asyncflow.run.model_source import HubName, Log, run_module
+from asyncflow.run.models.model_source import HubName, Log, run_module
 from asyncflow.run_dir import RunDir
 from asyncflow.types import RunError, UserError
 
@@ -36,7 +36,9 @@ async def push_model(config: Config, rows: Mapping[int, Mapping[str, float]], ev
     (folder / CARD_FILE).write_text(model_card(config, rows, evaluations), encoding="utf-8")
     try:
         url = (
-            await run_module("asyncflow.run.hub_push", log, str(folder), name, *(["--private"] if config.model.private else []))
+            await run_module(
+                "asyncflow.run.models.hub_push", log, str(folder), name, *(["--private"] if config.model.private else [])
+            )
         )[-1]
     except (UserError, RunError) as error:
         log(f"the model could not be pushed to the Hugging Face Hub: {error}; it is in {folder}: hf upload {name} {folder}")
