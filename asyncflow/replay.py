@@ -28,12 +28,12 @@ from asyncflow.config import Config, dump, load, parse
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.attempt import Attempt, Prepare
 from asyncflow.run.connection import JobFile, model_begun_with
-from asyncflow.run.driver_state import DriverState, Resumed, SavedPrompt
 from asyncflow.run.fleet import workers
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import RecordState
-from asyncflow.run.resume import CRITIC_FINGERPRINTS, metrics_of
+from asyncflow.run.state.driver_state import DriverState, Resumed, SavedPrompt
+from asyncflow.run.state.resume import CRITIC_FINGERPRINTS, metrics_of
 from asyncflow.run.step_rows import StepRows
 from asyncflow.run_dir import CONFIG_FILE, RunDir
 from asyncflow.settings import apply_override, refuse_overrides

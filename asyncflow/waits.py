@@ -173,10 +173,12 @@ OUTCOME: Final = _wait(
     " service/hosted.py:HostedRun.publish",
 )
 CRITIC_PART: Final = _wait(
-    "critic's part", "the critic's part of checkpoint {version}", "run/saving.py:CheckpointCoordinator.begin"
+    "critic's part", "the critic's part of checkpoint {version}", "run/state/saving.py:CheckpointCoordinator.begin"
 )
 METRICS: Final = _wait(
-    "metrics", "the metrics of step {version}", "run/metric_rows.py:MetricRows.__init__ run/saving.py:CheckpointCoordinator.settle"
+    "metrics",
+    "the metrics of step {version}",
+    "run/metric_rows.py:MetricRows.__init__ run/state/saving.py:CheckpointCoordinator.settle",
 )
 REPORTS: Final = _wait(
     "reports",
@@ -200,7 +202,7 @@ LANE: Final = _wait(
     "the cause that the lane names",
     "loops/algorithm1.py:train Publishing.begin Publishing.ended loops/critic.py:_install publish_critic train_critic"
     " loops/rollout.py:Rollout._show_lane loops/tasks.py:serve run/workers.py:_go_on _led compute_values critic_worker leave"
-    " train_worker run/saving.py:CheckpointWriter.save service/generation.py:PublishedFiles.fetch",
+    " train_worker run/state/saving.py:CheckpointWriter.save service/generation.py:PublishedFiles.fetch",
     ends="that of the wait it names",
 )
 
@@ -334,7 +336,7 @@ COLLECTIVE: Final = _wait(
 CHECKPOINT: Final = _wait(
     "checkpoint",
     "checkpoint {version} to be on the disk",
-    "run/saving.py:CheckpointWriter._written_files CheckpointWriter._written CheckpointWriter.written"
+    "run/state/saving.py:CheckpointWriter._written_files CheckpointWriter._written CheckpointWriter.written"
     " run/record.py:RunRecord.__init__",
     ends="WRITE_SECONDS (600 s)",
 )

@@ -2,5 +2,5 @@
 
 folder.py    write, prove, choose and remove them
 
-What is in the files is written by others: the train engine its state, the driver the rest (`run/saving.py`).
+What is in the files is written by others: the train engine its state, the driver the rest (`run/state/saving.py`).
 """

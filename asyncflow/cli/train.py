@@ -67,7 +67,7 @@ def train(
 def _fork(config: Config, source: str, keep: str | None, *, is_tried: bool = False) -> None:
     """Make the folder of a run that begins with another one's checkpoint, and say what it takes and what differs; where it is only
     tried, say that alone."""
-    from asyncflow.run.fork import KEPT, fork, fork_record
+    from asyncflow.run.state.fork import KEPT, fork, fork_record
 
     kept = KEPT if keep is None else {name for name in keep.split(",") if name}
     record = (fork_record if is_tried else fork)(config, source, kept, print)

@@ -15,7 +15,7 @@ from asyncflow.config import Config, dump, load, parse
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.run.factories import make_algorithm, make_schedule, why_never_deterministic
 from asyncflow.run.job import Job, run_with_signals
-from asyncflow.run.resume import CRITIC_FINGERPRINTS
+from asyncflow.run.state.resume import CRITIC_FINGERPRINTS
 from asyncflow.settings import refuse_overrides
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Kill, compare

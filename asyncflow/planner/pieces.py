@@ -25,7 +25,7 @@ from asyncflow.model_folder import read_json
 from asyncflow.planner.contention import BusyWorkers
 from asyncflow.planner.fit import TimedWork
 from asyncflow.run.factories import tokens_per_pass
-from asyncflow.run.resume import metrics_of
+from asyncflow.run.state.resume import metrics_of
 from asyncflow.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncflow.telemetry.idle import HELPER_TASK
 from asyncflow.telemetry.spans import Span

@@ -34,7 +34,7 @@ from asyncflow.run.factories import shape_of
 from asyncflow.run.handover import Handover
 from asyncflow.run.models.model_files import ModelFiles, model_here
 from asyncflow.run.rendezvous import Rendezvous
-from asyncflow.run.saving import CheckpointCoordinator
+from asyncflow.run.state.saving import CheckpointCoordinator
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.transfer_queue.client import TransferQueueClient

@@ -34,7 +34,6 @@ from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
-from asyncflow.run.driver_state import Resumed, as_prompt
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_schedule,
@@ -50,15 +49,16 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.handover import Handover
 from asyncflow.run.health import Health
-from asyncflow.run.journal import Kept
 from asyncflow.run.memory import Shapes, checkpoint_bytes
-from asyncflow.run.memory_pace import MemoryPace
 from asyncflow.run.models.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous
-from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run.scaling import Devices
+from asyncflow.run.state.driver_state import Resumed, as_prompt
+from asyncflow.run.state.journal import Kept
+from asyncflow.run.state.memory_pace import MemoryPace
+from asyncflow.run.state.saving import CheckpointCoordinator
 from asyncflow.run_dir import KEY_FILE, UNSCORED_FILE
 from asyncflow.transfer_queue.controller import Handed, TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Want

@@ -27,9 +27,9 @@ from asyncflow.loops.evaluation import (
 )
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.run.context import RunContext
-from asyncflow.run.driver_state import Resumed
 from asyncflow.run.record import RunRecord
-from asyncflow.run.resume import evaluated_versions, left_out_before
+from asyncflow.run.state.driver_state import Resumed
+from asyncflow.run.state.resume import evaluated_versions, left_out_before
 from asyncflow.weight_sync.base import Manifest
 
 

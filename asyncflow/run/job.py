@@ -39,17 +39,17 @@ from asyncflow.run.attempt import Attempt
 from asyncflow.run.connection import model_begun_with
 from asyncflow.run.context import Listener as Listener
 from asyncflow.run.driver import Driver
-from asyncflow.run.driver_state import Resumed
 from asyncflow.run.factories import advice, queue_schema, shape_of
 from asyncflow.run.fleet import workers
-from asyncflow.run.journal import Journal, Kept
 from asyncflow.run.models.model_card import push_model
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
-from asyncflow.run.resume import evaluated_versions
 from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
 from asyncflow.run.standstill import Standstill
+from asyncflow.run.state.driver_state import Resumed
+from asyncflow.run.state.journal import Journal, Kept
+from asyncflow.run.state.resume import evaluated_versions
 from asyncflow.run.status import Watch
 from asyncflow.run.step_rows import StepRows
 from asyncflow.run.worker_start import import_ahead

@@ -8,7 +8,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from pathlib import Path
 from typing import Any, Final
 
-from asyncflow.run.resume import metrics_of
+from asyncflow.run.state.resume import metrics_of
 
 NEWEST: Final = 256
 """Rows in memory."""

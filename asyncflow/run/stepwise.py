@@ -18,8 +18,8 @@ from asyncflow.config import Config
 from asyncflow.run.attempt import write_published
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job, Listener
-from asyncflow.run.resume import evaluation_of
-from asyncflow.run.saving import checkpoints_of
+from asyncflow.run.state.resume import evaluation_of
+from asyncflow.run.state.saving import checkpoints_of
 from asyncflow.types import RunError, UserError
 
 

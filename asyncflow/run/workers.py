@@ -29,7 +29,6 @@ from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected, next_attempt
 from asyncflow.run.cores import lend, widening
-from asyncflow.run.driver_state import TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.run.engines import (
     base_sum,
     critic_engine,
@@ -46,9 +45,10 @@ from asyncflow.run.factories import make_algorithm, make_schedule, make_storage,
 from asyncflow.run.helper_devices import generating_device
 from asyncflow.run.models.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
-from asyncflow.run.resume import CRITIC_FINGERPRINTS
-from asyncflow.run.saving import CheckpointWriter
 from asyncflow.run.scoring import scoring
+from asyncflow.run.state.driver_state import TRAINER_DIR, VERSIONS_DIR, version_of
+from asyncflow.run.state.resume import CRITIC_FINGERPRINTS
+from asyncflow.run.state.saving import CheckpointWriter
 from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.batches import BatchLog, StepLogs
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file

@@ -91,7 +91,7 @@ def _step_of(event: bytes) -> int:
 class TensorBoardTracker:
     """Tracker that writes an event per step in a new file under `folder`, which is made if missing. `clock`: seconds since the
     epoch, shown as TensorBoard's wall time. The files of a resumed run have been cut back to the steps before its checkpoint
-    (`run/resume.py`)."""
+    (`run/state/resume.py`)."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock, began = clock, clock()

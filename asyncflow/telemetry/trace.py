@@ -28,7 +28,7 @@ _LANE_THREAD: Final = 1
 
 class SpanLog:
     """Appends spans to a JSON Lines file, buffered: call `flush` once per step. A resumed run appends to the same file,
-    which has been cut back (`run/resume.py`).
+    which has been cut back (`run/state/resume.py`).
 
     Finished spans are also kept in memory until `window` has moved past them, the newest 200,000 at most.
     """

@@ -38,7 +38,7 @@ class Tracker(Protocol):
 class JsonlTracker:
     """Tracker that writes a line `{"step": ..., <name>: <number>, ...}` per step; a number that is not finite becomes null.
 
-    A resumed run goes on in the file, which has been cut back to the steps before its checkpoint (`run/resume.py`).
+    A resumed run goes on in the file, which has been cut back to the steps before its checkpoint (`run/state/resume.py`).
     """
 
     def __init__(self, path: Path) -> None:

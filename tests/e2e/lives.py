@@ -22,9 +22,9 @@ import psutil
 from asyncflow.checkpoint import folder
 from asyncflow.config import parse
 from asyncflow.engines.train import state, torch_engine
-from asyncflow.run import saving
-from asyncflow.run.fork import fork
 from asyncflow.run.job import Job, Listener, run_with_signals
+from asyncflow.run.state import saving
+from asyncflow.run.state.fork import fork
 from asyncflow.types import RunError, UserError
 from tests.e2e.operations import watch
 from tests.forked import context

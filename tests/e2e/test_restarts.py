@@ -16,7 +16,7 @@ import pytest
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import parse
 from asyncflow.run.job import Job, Listener
-from asyncflow.run.saving import places_of
+from asyncflow.run.state.saving import places_of
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import merged
 from tests.depth import deep, in_gate

@@ -23,8 +23,8 @@ from safetensors.numpy import load_file
 
 from asyncflow.config import parse
 from asyncflow.data.order import SeededOrder
-from asyncflow.run.driver_state import read_driver
 from asyncflow.run.prompts import read_source
+from asyncflow.run.state.driver_state import read_driver
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.fingerprints import read_fingerprints
 from asyncflow.telemetry.trace import join_pieces, read_spans

@@ -16,9 +16,9 @@ import pytest
 from asyncflow.cluster.faults import Faults
 from asyncflow.config import Config
 from asyncflow.loops.admissions import Admissions
-from asyncflow.run import saving
 from asyncflow.run.factories import make_algorithm
 from asyncflow.run.job import Listener
+from asyncflow.run.state import saving
 from asyncflow.simulation.audit import Audit
 from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate
 from asyncflow.types import Batch, GroupMeta

@@ -10,10 +10,10 @@ import pytest
 
 from asyncflow.config import dump, parse
 from asyncflow.run.attempt import Attempt
-from asyncflow.run.driver_state import DriverState, write_driver
 from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import RecordState
-from asyncflow.run.saving import places_of
+from asyncflow.run.state.driver_state import DriverState, write_driver
+from asyncflow.run.state.saving import places_of
 from asyncflow.run_dir import RunDir
 from asyncflow.types import CheckpointPlace, UserError
 from asyncflow.weight_sync.base import Manifest

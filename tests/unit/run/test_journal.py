@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncflow.run.journal import Journal
+from asyncflow.run.state.journal import Journal
 from asyncflow.types import Batch, Ragged
 
 OUTPUTS = ("response_ids", "reward")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncflow.run import memory_pace
-from asyncflow.run.memory_pace import MemoryPace
+from asyncflow.run.state import memory_pace
+from asyncflow.run.state.memory_pace import MemoryPace
 
 
 def room(monkeypatch: pytest.MonkeyPatch, *, free: int, available: int) -> None:

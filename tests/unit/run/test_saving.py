@@ -16,12 +16,12 @@ from asyncflow.config import parse
 from asyncflow.control.ledger import TaskPlan
 from asyncflow.control.modes import Delayed
 from asyncflow.loops.samples import Prompt
-from asyncflow.run import saving
-from asyncflow.run.driver_state import SavedPrompt, read_driver
 from asyncflow.run.factories import shape_of
-from asyncflow.run.memory_pace import MemoryPace
 from asyncflow.run.record import RecordState
-from asyncflow.run.saving import CheckpointCoordinator, checkpoints_in, checkpoints_of
+from asyncflow.run.state import saving
+from asyncflow.run.state.driver_state import SavedPrompt, read_driver
+from asyncflow.run.state.memory_pace import MemoryPace
+from asyncflow.run.state.saving import CheckpointCoordinator, checkpoints_in, checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR
 from asyncflow.types import RunError
 from asyncflow.weight_sync.base import Manifest

@@ -20,10 +20,10 @@ import msgspec
 
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import Config, dump, parse_dumped
-from asyncflow.run.driver_state import TRAINER_DIR, DriverState, SavedPrompt, read_driver, write_added, write_driver
 from asyncflow.run.record import RecordState
-from asyncflow.run.resume import differences
-from asyncflow.run.saving import checkpoints_of
+from asyncflow.run.state.driver_state import TRAINER_DIR, DriverState, SavedPrompt, read_driver, write_added, write_driver
+from asyncflow.run.state.resume import differences
+from asyncflow.run.state.saving import checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR, FORK_FILE, JOB_FILE, RunDir
 from asyncflow.types import UserError
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from asyncflow.config import Config, load, parse_dumped
-from asyncflow.run.driver_state import DriverState, Resumed
+from asyncflow.run.state.driver_state import DriverState, Resumed
 from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, METRICS_FILE, SAMPLES_FILE, TOKENS_FILE, RunDir, control_socket, replace
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
