@@ -31,10 +31,10 @@ from asyncflow.run.connection import JobFile, model_begun_with
 from asyncflow.run.fleet import workers
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared
-from asyncflow.run.record import RecordState
+from asyncflow.run.records.record import RecordState
+from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.state.driver_state import DriverState, Resumed, SavedPrompt
 from asyncflow.run.state.resume import CRITIC_FINGERPRINTS, metrics_of
-from asyncflow.run.step_rows import StepRows
 from asyncflow.run_dir import CONFIG_FILE, RunDir
 from asyncflow.settings import apply_override, refuse_overrides
 from asyncflow.telemetry.batches import joined, kept_steps, read_batch

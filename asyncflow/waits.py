@@ -178,7 +178,7 @@ CRITIC_PART: Final = _wait(
 METRICS: Final = _wait(
     "metrics",
     "the metrics of step {version}",
-    "run/metric_rows.py:MetricRows.__init__ run/state/saving.py:CheckpointCoordinator.settle",
+    "run/records/metric_rows.py:MetricRows.__init__ run/state/saving.py:CheckpointCoordinator.settle",
 )
 REPORTS: Final = _wait(
     "reports",
@@ -337,7 +337,7 @@ CHECKPOINT: Final = _wait(
     "checkpoint",
     "checkpoint {version} to be on the disk",
     "run/state/saving.py:CheckpointWriter._written_files CheckpointWriter._written CheckpointWriter.written"
-    " run/record.py:RunRecord.__init__",
+    " run/records/record.py:RunRecord.__init__",
     ends="WRITE_SECONDS (600 s)",
 )
 WORK_AT_ONCE: Final = _wait("room for work", "work of its own to end, so that there is room for more", "loops/tasks.py:serve")

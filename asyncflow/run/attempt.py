@@ -29,11 +29,11 @@ from asyncflow.run.connection import JobFile
 from asyncflow.run.factories import make_algorithm, queue_schema
 from asyncflow.run.models.model_files import copy_tokenizer
 from asyncflow.run.prepare import Prepared
+from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.state.driver_state import Resumed, data_hash, read_driver, write_added
 from asyncflow.run.state.fork import copy_origin, forked_at, unfinished_fork
 from asyncflow.run.state.resume import check_fits, cut_back, metrics_of, to_be_kept, usable
 from asyncflow.run.state.saving import checkpoints_of, places_of
-from asyncflow.run.step_rows import StepRows
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
 from asyncflow.telemetry.certificate import Certificate, read_certificate
 from asyncflow.transport import ConnectionLost, Peer

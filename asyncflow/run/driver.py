@@ -52,7 +52,7 @@ from asyncflow.run.health import Health
 from asyncflow.run.memory import Shapes, checkpoint_bytes
 from asyncflow.run.models.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
-from asyncflow.run.record import RecordState, RunRecord
+from asyncflow.run.records.record import RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.scaling import Devices
 from asyncflow.run.state.driver_state import Resumed, as_prompt

@@ -27,7 +27,7 @@ from asyncflow.loops.evaluation import (
 )
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.run.context import RunContext
-from asyncflow.run.record import RunRecord
+from asyncflow.run.records.record import RunRecord
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.state.resume import evaluated_versions, left_out_before
 from asyncflow.weight_sync.base import Manifest

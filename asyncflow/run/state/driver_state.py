@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncflow.config import parse_dumped
 from asyncflow.loops.samples import Prompt
-from asyncflow.run.record import RecordState
+from asyncflow.run.records.record import RecordState
 from asyncflow.run_dir import replace as replace_file
 from asyncflow.telemetry.batches import joined
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame

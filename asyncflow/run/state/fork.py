@@ -20,7 +20,7 @@ import msgspec
 
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import Config, dump, parse_dumped
-from asyncflow.run.record import RecordState
+from asyncflow.run.records.record import RecordState
 from asyncflow.run.state.driver_state import TRAINER_DIR, DriverState, SavedPrompt, read_driver, write_added, write_driver
 from asyncflow.run.state.resume import differences
 from asyncflow.run.state.saving import checkpoints_of

@@ -38,7 +38,7 @@ from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.context import RunContext
 from asyncflow.run.evaluating import Evaluating
-from asyncflow.run.record import RecordState, RunRecord
+from asyncflow.run.records.record import RecordState, RunRecord
 from asyncflow.run.state.driver_state import TRAINER_DIR, DriverState, as_saved, data_hash, version_file, write_added, write_driver
 from asyncflow.run.state.memory_pace import MAX_SHARE, MemoryPace
 from asyncflow.run_dir import CRITIC_DIR, RunDir

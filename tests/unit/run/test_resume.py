@@ -12,7 +12,7 @@ import pytest
 
 from asyncflow.config import Config, dump, parse
 from asyncflow.loops.samples import PARTS_COLUMN, REFERENCE_COLUMN, RESPONSE_COLUMNS, Prompt, schema
-from asyncflow.run.record import RecordState
+from asyncflow.run.records.record import RecordState
 from asyncflow.run.state.driver_state import DriverState, SavedPrompt, data_hash, read_driver, write_added, write_driver
 from asyncflow.run.state.resume import MAY_CHANGE, check_fits, cut_back, to_be_kept, usable
 from asyncflow.run_dir import RunDir

@@ -17,7 +17,7 @@ from asyncflow.control.ledger import TaskPlan
 from asyncflow.control.modes import Delayed
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.factories import shape_of
-from asyncflow.run.record import RecordState
+from asyncflow.run.records.record import RecordState
 from asyncflow.run.state import saving
 from asyncflow.run.state.driver_state import SavedPrompt, read_driver
 from asyncflow.run.state.memory_pace import MemoryPace

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.run.step_rows import NEWEST, StepRows
+from asyncflow.run.records.step_rows import NEWEST, StepRows
 
 
 def row(step: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from asyncflow.config import parse
 from asyncflow.control.ledger import TaskPlan
 from asyncflow.run.factories import shape_of
-from asyncflow.run.training_checks import TrainingChecks
+from asyncflow.run.records.training_checks import TrainingChecks
 from asyncflow.types import RunError
 
 Made = Callable[[], TrainingChecks]

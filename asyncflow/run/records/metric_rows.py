@@ -14,7 +14,7 @@ from asyncflow.own_metrics import means
 from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.factories import shared_cores
-from asyncflow.run.training_checks import TrainingChecks
+from asyncflow.run.records.training_checks import TrainingChecks
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.hub import Hub
 from asyncflow.telemetry.metrics import StepMetrics, StepTimes
