@@ -30,7 +30,7 @@ from asyncflow.run.attempt import Attempt, Prepare
 from asyncflow.run.connection import JobFile, model_begun_with
 from asyncflow.run.fleet import workers
 from asyncflow.run.job import Job, Listener
-from asyncflow.run.prepare import Prepared
+from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.record import RecordState
 from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.state.driver_state import DriverState, Resumed, SavedPrompt

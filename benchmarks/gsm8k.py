@@ -77,7 +77,7 @@ def tokenised(data: Path, folder: Path) -> tuple[int, float]:
     from asyncflow.config import load
     from asyncflow.data.tokenizer import CheckpointTokenizer
     from asyncflow.engines.train.random_model import make_random_model
-    from asyncflow.run.prompts import read_source, tokenize
+    from asyncflow.run.preparation.prompts import read_source, tokenize
 
     config = load(ROOT / "recipes/gsm8k.yaml", [f"data.path={data}"])
     make_random_model("random:qwen2-tiny", folder, read_source(config, "train").texts(), 0)

@@ -110,10 +110,10 @@ async def _dry_run(config: Config) -> None:
     from asyncflow.model_folder import read_json
     from asyncflow.planner.hardware import find
     from asyncflow.run.factories import advice, make_schedule, num_devices, shape_of
-    from asyncflow.run.memory import Shapes, lines
     from asyncflow.run.models.model_source import SHAPES
-    from asyncflow.run.prepare import check_shapes, prepare
-    from asyncflow.run.prompts import left_out_lines
+    from asyncflow.run.preparation.memory import Shapes, lines
+    from asyncflow.run.preparation.prepare import check_shapes, prepare
+    from asyncflow.run.preparation.prompts import left_out_lines
 
     if is_of_shapes := config.model.path.startswith(SHAPES):
         fields = check_shapes(config)

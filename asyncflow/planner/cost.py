@@ -22,7 +22,7 @@ from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner.hardware import Hardware, Rates
 from asyncflow.run.factories import devices_each, make_algorithm
-from asyncflow.run.memory import Shapes
+from asyncflow.run.preparation.memory import Shapes
 
 Origin = Literal["analytic", "measured", "hybrid", "assumed"]
 Work = dict[str, float]

@@ -16,7 +16,7 @@ from asyncflow.engines.families import check_layout
 from asyncflow.planner import cost
 from asyncflow.planner.cost import Figure, Model, Moments
 from asyncflow.run.helper_devices import num_on_devices, with_helpers
-from asyncflow.run.memory import GIB, helper_parts, rollout_parts, training_parts, uncut_parts
+from asyncflow.run.preparation.memory import GIB, helper_parts, rollout_parts, training_parts, uncut_parts
 from asyncflow.settings import Choice
 from asyncflow.types import Layout, UserError
 

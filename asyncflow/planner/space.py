@@ -42,7 +42,7 @@ from asyncflow.planner.halves import Half, grouped, powers, rollout_halves, trai
 from asyncflow.planner.part import costs_of_part, divided, part_of, steps_of, workers_of
 from asyncflow.run.factories import device_of, devices_each, num_devices, schedule_of, tasks_before_training
 from asyncflow.run.helper_devices import num_on_devices
-from asyncflow.run.memory import GIB
+from asyncflow.run.preparation.memory import GIB
 from asyncflow.settings import Choice
 from asyncflow.types import UserError
 

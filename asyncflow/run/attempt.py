@@ -28,7 +28,7 @@ from asyncflow.engines.lora_files import write_published_lora
 from asyncflow.run.connection import JobFile
 from asyncflow.run.factories import make_algorithm, queue_schema
 from asyncflow.run.models.model_files import copy_tokenizer
-from asyncflow.run.prepare import Prepared
+from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.state.driver_state import Resumed, data_hash, read_driver, write_added
 from asyncflow.run.state.fork import copy_origin, forked_at, unfinished_fork

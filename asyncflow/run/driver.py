@@ -49,9 +49,9 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.handover import Handover
 from asyncflow.run.health import Health
-from asyncflow.run.memory import Shapes, checkpoint_bytes
 from asyncflow.run.models.model_files import ModelFiles
-from asyncflow.run.prepare import Prepared
+from asyncflow.run.preparation.memory import Shapes, checkpoint_bytes
+from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.record import RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.scaling import Devices

@@ -42,8 +42,8 @@ from asyncflow.run.driver import Driver
 from asyncflow.run.factories import advice, queue_schema, shape_of
 from asyncflow.run.fleet import workers
 from asyncflow.run.models.model_card import push_model
-from asyncflow.run.prepare import Prepared, prepare
-from asyncflow.run.prompts import left_out_lines, source_of, tokenize
+from asyncflow.run.preparation.prepare import Prepared, prepare
+from asyncflow.run.preparation.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling

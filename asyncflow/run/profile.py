@@ -33,7 +33,7 @@ from asyncflow.registry import build
 from asyncflow.run.factories import make_algorithm, train_engine_options, weights_need_key
 from asyncflow.run.fleet import rollout_worker, trainers
 from asyncflow.run.models.model_source import RANDOM, model_folder
-from asyncflow.run.prompts import read_source
+from asyncflow.run.preparation.prompts import read_source
 from asyncflow.run_dir import CONFIG_FILE, KEY_FILE, RunDir
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog, read_spans, write_trace

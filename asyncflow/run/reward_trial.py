@@ -17,7 +17,7 @@ from asyncflow.data.datasets import read_json_lines
 from asyncflow.rewards.answers import reference, text_of
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.run.factories import reward_pool
-from asyncflow.run.prompts import read_source
+from asyncflow.run.preparation.prompts import read_source
 from asyncflow.types import UserError
 
 MADE_UP: Final = "I do not know."

@@ -61,7 +61,7 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.helper_devices import num_helpers, num_on_cores
 from asyncflow.run.job import Job, Listener
-from asyncflow.run.prepare import Prepared, check_choices
+from asyncflow.run.preparation.prepare import Prepared, check_choices
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.worker_start import MAINS
 from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, leave, roll_out, score_groups, train_steps

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from asyncflow.run.prepare import TOKENIZER_FILES
+from asyncflow.run.preparation.prepare import TOKENIZER_FILES
 from tests.conftest import MODEL
 from tests.e2e.commands import rows, run_command, write_config
 

@@ -13,7 +13,7 @@ import pytest
 
 from asyncflow.config import load
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.run.prompts import read_source, tokenize
+from asyncflow.run.preparation.prompts import read_source, tokenize
 from tests.conftest import MODEL, ROOT, gsm8k_folder
 from tests.e2e.commands import rows, run_command
 from tests.hub import Hub, served

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from asyncflow.config import parse
 from asyncflow.data.order import SeededOrder
-from asyncflow.run.prompts import read_source
+from asyncflow.run.preparation.prompts import read_source
 from asyncflow.run.state.driver_state import read_driver
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.fingerprints import read_fingerprints

@@ -27,7 +27,7 @@ from asyncflow.run.factories import (
     update_plan,
     weights_need_key,
 )
-from asyncflow.run.prepare import check_choices
+from asyncflow.run.preparation.prepare import check_choices
 from asyncflow.settings import Choice, apply_override
 from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS

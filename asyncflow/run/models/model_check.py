@@ -25,8 +25,8 @@ from asyncflow.engines.train import TRAIN_ENGINE_CHECKS
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.run.factories import make_schedule, train_engine_options
-from asyncflow.run.memory import GIB, Shapes, host_parts, lines, rollout_parts, training_parts
 from asyncflow.run.models.model_source import Log, folder_of
+from asyncflow.run.preparation.memory import GIB, Shapes, host_parts, lines, rollout_parts, training_parts
 from asyncflow.settings import apply_override
 from asyncflow.types import UserError
 

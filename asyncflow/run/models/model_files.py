@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from asyncflow.run.prepare import TOKENIZER_FILES
+from asyncflow.run.preparation.prepare import TOKENIZER_FILES
 from asyncflow.transport import remote
 from asyncflow.types import Array, RunError
 

@@ -27,7 +27,7 @@ import msgspec
 
 from asyncflow.config import Config
 from asyncflow.model_folder import read_json
-from asyncflow.run.prompts import DataRows
+from asyncflow.run.preparation.prompts import DataRows
 from asyncflow.types import RunError, UserError
 
 SHAPES: Final = "shapes:"

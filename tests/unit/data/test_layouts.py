@@ -13,7 +13,7 @@ from asyncflow.config import parse
 from asyncflow.data.datasets import load_rows
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.maths import Maths
-from asyncflow.run.prompts import read_source, tokenize
+from asyncflow.run.preparation.prompts import read_source, tokenize
 from tests.conftest import MODEL
 from tests.unit.data.test_columns import LAYOUTS
 from tests.unit.run.test_prompts import Chatty

@@ -19,7 +19,7 @@ from asyncflow.planner.hardware import find
 from asyncflow.planner.plan import settings
 from asyncflow.planner.search import Found, simulated_config, simulated_costs
 from asyncflow.planner.space import Candidate, Halves, Space, pools_of
-from asyncflow.run.memory import Shapes
+from asyncflow.run.preparation.memory import Shapes
 from asyncflow.simulation.run import simulate
 from asyncflow.simulation.seeds import Simulators
 from asyncflow.types import UserError

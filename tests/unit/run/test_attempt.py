@@ -10,7 +10,7 @@ import pytest
 
 from asyncflow.config import dump, parse
 from asyncflow.run.attempt import Attempt
-from asyncflow.run.prepare import Prepared
+from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.record import RecordState
 from asyncflow.run.state.driver_state import DriverState, write_driver
 from asyncflow.run.state.saving import places_of

@@ -16,7 +16,7 @@ from asyncflow.config import Config, load, parse
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.train.random_model import SPECS, make_random_model
 from asyncflow.run.factories import num_devices
-from asyncflow.run.memory import (
+from asyncflow.run.preparation.memory import (
     GIB,
     MemoryUse,
     Shapes,
@@ -32,7 +32,7 @@ from asyncflow.run.memory import (
     training_parts,
     values_parts,
 )
-from asyncflow.run.prepare import check_shapes
+from asyncflow.run.preparation.prepare import check_shapes
 from asyncflow.types import UserError
 from tests.conftest import MODEL, ROOT
 

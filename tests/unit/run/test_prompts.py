@@ -13,8 +13,8 @@ from asyncflow.config import Config, parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.rewards.base import Sample
 from asyncflow.run.factories import reward_pool
-from asyncflow.run.prepare import prepare
-from asyncflow.run.prompts import left_out_lines, read_source, short_enough, source_of, tokenize
+from asyncflow.run.preparation.prepare import prepare
+from asyncflow.run.preparation.prompts import left_out_lines, read_source, short_enough, source_of, tokenize
 from asyncflow.types import UserError
 from tests.conftest import MODEL
 

@@ -46,7 +46,7 @@ from asyncflow.run.factories import (
 from asyncflow.run.models.model_card import may_push
 from asyncflow.run.models.model_source import SHAPES, Log, check_folder, is_made, model_folder
 from asyncflow.run.parts_there import check_devices, check_engines, check_storage
-from asyncflow.run.prompts import read_source, short_enough, tokenize
+from asyncflow.run.preparation.prompts import read_source, short_enough, tokenize
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.types import UserError

@@ -1,0 +1,1 @@
+"""Preparation of a run: its inputs are read and checked before anything starts. No torch."""
