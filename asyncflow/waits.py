@@ -466,7 +466,7 @@ SCALING: Final = _wait(
 TRIAL: Final = _wait(
     "trial",
     "a process that looks at the machine, at the user's own engines, or at a layer's costs",
-    "run/parts_there.py:check_engines _asked_of run/profile.py:_until_ended profile cli/verify.py:_Run.group",
+    "run/parts_there.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group",
     ends="its own deadline",
 )
 HTTP: Final = _wait(

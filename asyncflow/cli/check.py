@@ -116,7 +116,7 @@ def _token_counts(text: str) -> tuple[int, ...]:
 
 def _profile(path: Path, overrides: list[str], tokens: tuple[int, ...], repeats: int, deadline_seconds: float) -> None:
     from asyncflow.planner.measured import profiled
-    from asyncflow.run.profile import profile, profiled_model
+    from asyncflow.run.trials.profile import profile, profiled_model
     from asyncflow.telemetry.profile import costs, table
     from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 

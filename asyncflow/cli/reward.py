@@ -25,7 +25,7 @@ def reward(
 ) -> None:
     """Score responses as a run would, each in a process that can be killed. Exit 1 if one of them cannot be scored."""
     from asyncflow.rewards.base import RewardFailure
-    from asyncflow.run.reward_trial import made_up, responses_in, try_scorers
+    from asyncflow.run.trials.reward_trial import made_up, responses_in, try_scorers
 
     resolved = load(config, overrides or [])
     given = [*(responses_in(responses) if responses is not None else made_up(resolved, rows))]

@@ -178,7 +178,7 @@ def _correction(config: Config) -> str:
 async def _tried(config: Config) -> list[str]:
     """Rewards of a few made-up responses, a line each. Raises `UserError` for a scorer that fails on one of them."""
     from asyncflow.rewards.base import RewardFailure
-    from asyncflow.run.reward_trial import made_up, try_scorers
+    from asyncflow.run.trials.reward_trial import made_up, try_scorers
 
     if not config.reward.parts:
         return []

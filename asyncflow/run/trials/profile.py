@@ -80,8 +80,10 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
     request = ProfileRequest(str(model.resolve()), str(weights_dir), tokens, repeats)
     (folder.path / REQUEST_FILE).write_bytes(msgspec.json.encode(request))
     try:
-        ranks = trainers(config, "asyncflow.run.profile:profile_rank", weights_dir)
-        tasks = replace(rollout_worker(config, "rollout/0"), entry="asyncflow.run.tasks_profile:profile_tasks", max_restarts=0)
+        ranks = trainers(config, "asyncflow.run.trials.profile:profile_rank", weights_dir)
+        tasks = replace(
+            rollout_worker(config, "rollout/0"), entry="asyncflow.run.trials.tasks_profile:profile_tasks", max_restarts=0
+        )
         async with asyncio.timeout(deadline_seconds):
             for workers in (ranks, [tasks]):  # one after the other: nothing is measured beside something else
                 await _until_ended(folder.path, workers)

@@ -34,7 +34,7 @@ from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.run.engines import critic_engine, reference_engine, rollout_engine, tensors_of
 from asyncflow.run.factories import make_algorithm, reward_pool, tasks_before_training
 from asyncflow.run.preparation.prompts import read_source
-from asyncflow.run.profile import REQUEST_FILE, ProfileRequest, spans_of, time_weights
+from asyncflow.run.trials.profile import REQUEST_FILE, ProfileRequest, spans_of, time_weights
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.telemetry.trace import SpanLog
