@@ -27,8 +27,8 @@ from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config, dump, load, parse
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.attempt import Attempt, Prepare
-from asyncflow.run.connection import JobFile, model_begun_with
 from asyncflow.run.fleet import workers
+from asyncflow.run.in_worker.connection import JobFile, model_begun_with
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.record import RecordState

@@ -439,7 +439,9 @@ HANDOVER: Final = _wait(
     "run/handover.py:Handover.staying",
     ends="STAY_SECONDS (5 s)",
 )
-NEXT_ATTEMPT: Final = _wait("next attempt", "the next attempt of the run, after a worker's death", "run/connection.py:next_attempt")
+NEXT_ATTEMPT: Final = _wait(
+    "next attempt", "the next attempt of the run, after a worker's death", "run/in_worker/connection.py:next_attempt"
+)
 UNITS: Final = _wait("units", "{units} storage units to come", "run/driver.py:Driver._units_there", ends="UNITS_SECONDS (60 s)")
 WORKER_ENDS: Final = _wait(
     "worker's end",

@@ -229,7 +229,7 @@ class JoinedGenerator:
     async def _tensors(self, version: int) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file
 
-        from asyncflow.run.engines import tensors_of
+        from asyncflow.run.in_worker.engines import tensors_of
 
         if not version:
             return dict(await asyncio.to_thread(tensors_of, self._model))

@@ -101,7 +101,7 @@ async def _train(config: Config, resume: bool) -> int:
 
 def _run_rank(config: Config, arguments: Sequence[str]) -> int:
     """Run as a process that torchrun has started."""
-    from asyncflow.run.connection import launch_in
+    from asyncflow.run.in_worker.connection import launch_in
 
     return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, deadline_seconds=DRIVER_SECONDS)
 

@@ -25,8 +25,8 @@ from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
 from asyncflow.engines.lora_files import write_published_lora
-from asyncflow.run.connection import JobFile
 from asyncflow.run.factories import make_algorithm, queue_schema
+from asyncflow.run.in_worker.connection import JobFile
 from asyncflow.run.models.model_files import copy_tokenizer
 from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.step_rows import StepRows

@@ -30,7 +30,6 @@ from asyncflow.loops.selection import Selection
 from asyncflow.loops.taking import Taking
 from asyncflow.model_folder import read_json
 from asyncflow.run.background import BackgroundTasks
-from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.cores import FreeCores
 from asyncflow.run.desk import TrainDesk
@@ -49,6 +48,7 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.handover import Handover
 from asyncflow.run.health import Health
+from asyncflow.run.in_worker.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.models.model_files import ModelFiles
 from asyncflow.run.preparation.memory import Shapes, checkpoint_bytes
 from asyncflow.run.preparation.prepare import Prepared

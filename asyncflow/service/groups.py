@@ -15,8 +15,8 @@ from asyncflow.config import Config, load
 from asyncflow.control import SCHEDULES
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.samples import PROMPT_COLUMNS, REFERENCE_COLUMN, VALUES_COLUMN, scored_group
-from asyncflow.run.connection import model_begun_with
 from asyncflow.run.factories import make_algorithm, shape_of
+from asyncflow.run.in_worker.connection import model_begun_with
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.telemetry.batches import read_batch
 from asyncflow.telemetry.tokens import read_tokens, token_versions

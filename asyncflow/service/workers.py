@@ -21,9 +21,9 @@ from pathlib import Path
 
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.rollout import ServedWeights
-from asyncflow.run.connection import connected
 from asyncflow.run.driver import Driver
-from asyncflow.run.scoring import scoring
+from asyncflow.run.in_worker.connection import connected
+from asyncflow.run.in_worker.scoring import scoring
 from asyncflow.run.workers import roll_out
 from asyncflow.service.generation import OutsideEngine, PublishedFiles, ToldQueue
 from asyncflow.service.limits import Busy

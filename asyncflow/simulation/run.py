@@ -48,7 +48,6 @@ from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
-from asyncflow.run.connection import RunConnection, background, joined
 from asyncflow.run.cores import lend
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import (
@@ -60,6 +59,7 @@ from asyncflow.run.factories import (
     workers_with_devices,
 )
 from asyncflow.run.helper_devices import num_helpers, num_on_cores
+from asyncflow.run.in_worker.connection import RunConnection, background, joined
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.preparation.prepare import Prepared, check_choices
 from asyncflow.run.state.driver_state import Resumed

@@ -51,7 +51,7 @@ from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import held
 
 if TYPE_CHECKING:
-    from asyncflow.run.connection import JobFile
+    from asyncflow.run.in_worker.connection import JobFile
 
 _COPIED_BYTES: Final = 1 << 20  # at once
 _Key = tuple[CheckpointPlace, int]  # of a checkpoint that is under way: its place and version

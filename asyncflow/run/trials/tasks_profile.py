@@ -31,8 +31,8 @@ from asyncflow.config import Config, load
 from asyncflow.devices import devices_of
 from asyncflow.engines.base import MicroBatch, RolloutEngine, SampleKey, Sampling
 from asyncflow.rewards.base import RewardFailure, Sample
-from asyncflow.run.engines import critic_engine, reference_engine, rollout_engine, tensors_of
 from asyncflow.run.factories import make_algorithm, reward_pool, tasks_before_training
+from asyncflow.run.in_worker.engines import critic_engine, reference_engine, rollout_engine, tensors_of
 from asyncflow.run.preparation.prompts import read_source
 from asyncflow.run.trials.profile import REQUEST_FILE, ProfileRequest, spans_of, time_weights
 from asyncflow.run_dir import CONFIG_FILE

@@ -12,7 +12,7 @@ import pytest
 from asyncflow.config import dump, parse
 from asyncflow.loops.evaluation import EvaluationSettings, HeldOut
 from asyncflow.loops.samples import Prompt, Shape
-from asyncflow.run.connection import RunConnection, config_of
+from asyncflow.run.in_worker.connection import RunConnection, config_of
 from asyncflow.run.workers import _sample_filter
 
 

@@ -15,7 +15,6 @@ from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, OUTSIDE, T
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.registry import load as load_named
-from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import (
     critic_options,
     make_schedule,
@@ -24,6 +23,7 @@ from asyncflow.run.factories import (
     weights_need_key,
 )
 from asyncflow.run.helper_devices import helper_devices
+from asyncflow.run.in_worker.connection import RunConnection
 from asyncflow.run_dir import CRITIC_DIR, KEY_FILE
 from asyncflow.types import LoraSpec, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS

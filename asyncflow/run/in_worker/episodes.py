@@ -17,8 +17,8 @@ from asyncflow.environments.joints import JointsByTools
 from asyncflow.environments.pool import EnvironmentPool
 from asyncflow.loops.captured import CapturePlayer, Served
 from asyncflow.loops.episode import EpisodePlayer
-from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import environment_pool, episode_limits, turn_format
+from asyncflow.run.in_worker.connection import RunConnection
 from asyncflow.types import UserError
 
 
