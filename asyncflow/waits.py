@@ -344,7 +344,7 @@ WORK_AT_ONCE: Final = _wait("room for work", "work of its own to end, so that th
 OUTSIDE: Final = _wait(
     "outside",
     "a process from outside: a client that generates or trains",
-    "run/desk.py:TrainDesk.publish TrainDesk.take TrainDesk.update service/generation.py:OutsideEngine.generate"
+    "run/services/desk.py:TrainDesk.publish TrainDesk.take TrainDesk.update service/generation.py:OutsideEngine.generate"
     " OutsideEngine.install OutsideEngine.put OutsideEngine.take service/workers.py:OutsideWorkers.join OutsideWorkers.hold"
     " OutsideWorkers.leave cli/join.py:JoinedGenerator._generate _rest",
     ends="queue.lease_seconds, and the client's own timeout",
@@ -436,7 +436,7 @@ RAY: Final = _wait(
 HANDOVER: Final = _wait(
     "handover",
     "{workers} workers that may stay for the next attempt to let go of this one",
-    "run/handover.py:Handover.staying",
+    "run/services/handover.py:Handover.staying",
     ends="STAY_SECONDS (5 s)",
 )
 NEXT_ATTEMPT: Final = _wait(
@@ -462,7 +462,7 @@ STOPPING: Final = _wait(
 SCALING: Final = _wait(
     "scaling",
     "workers to come or to leave",
-    "run/scaling.py:Scaling.__init__ Scaling.scale cli/cluster.py:_scale",
+    "run/services/scaling.py:Scaling.__init__ Scaling.scale cli/cluster.py:_scale",
     ends="the command's --grace, ANSWER_SECONDS (180 s)",
 )
 TRIAL: Final = _wait(

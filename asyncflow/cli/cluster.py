@@ -46,7 +46,7 @@ def _parsed(size: str) -> tuple[str, int]:
 
 
 async def _scale(run: Path, pool: str, size: int, grace_seconds: float) -> None:
-    from asyncflow.run.scaling import Scaling
+    from asyncflow.run.services.scaling import Scaling
     from asyncflow.transport import ConnectionLost, proxy
 
     peer = await live_run(run, "scale")

@@ -31,8 +31,6 @@ from asyncflow.loops.taking import Taking
 from asyncflow.model_folder import read_json
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.context import Listener, RunContext
-from asyncflow.run.cores import FreeCores
-from asyncflow.run.desk import TrainDesk
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_schedule,
@@ -46,15 +44,17 @@ from asyncflow.run.factories import (
     update_plan,
     weights_need_key,
 )
-from asyncflow.run.handover import Handover
 from asyncflow.run.health import Health
 from asyncflow.run.in_worker.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.models.model_files import ModelFiles
 from asyncflow.run.preparation.memory import Shapes, checkpoint_bytes
 from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.record import RecordState, RunRecord
-from asyncflow.run.rendezvous import Rendezvous
-from asyncflow.run.scaling import Devices
+from asyncflow.run.services.cores import FreeCores
+from asyncflow.run.services.desk import TrainDesk
+from asyncflow.run.services.handover import Handover
+from asyncflow.run.services.rendezvous import Rendezvous
+from asyncflow.run.services.scaling import Devices
 from asyncflow.run.state.driver_state import Resumed, as_prompt
 from asyncflow.run.state.journal import Kept
 from asyncflow.run.state.memory_pace import MemoryPace

@@ -46,12 +46,12 @@ from asyncflow.run.preparation.prepare import Prepared, prepare
 from asyncflow.run.preparation.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.running import Running
-from asyncflow.run.scaling import Scaling
+from asyncflow.run.services.scaling import Scaling
+from asyncflow.run.services.status import Watch
 from asyncflow.run.standstill import Standstill
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.state.journal import Journal, Kept
 from asyncflow.run.state.resume import evaluated_versions
-from asyncflow.run.status import Watch
 from asyncflow.run.worker_start import import_ahead
 from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket, make_shared_dir
 from asyncflow.telemetry.accuracy import Responses

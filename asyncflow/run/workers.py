@@ -27,7 +27,6 @@ from asyncflow.loops.rollout import FIRST, EngineVersion, Rollout, ServedWeights
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
-from asyncflow.run.cores import lend, widening
 from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.helper_devices import generating_device
 from asyncflow.run.in_worker.connection import RunConnection, background, called_by, connected, next_attempt
@@ -45,7 +44,8 @@ from asyncflow.run.in_worker.engines import (
 from asyncflow.run.in_worker.episodes import capture_endpoint, environments, episode_player
 from asyncflow.run.in_worker.scoring import scoring
 from asyncflow.run.models.model_files import copy_tokenizer
-from asyncflow.run.rendezvous import meet_at_driver
+from asyncflow.run.services.cores import lend, widening
+from asyncflow.run.services.rendezvous import meet_at_driver
 from asyncflow.run.state.driver_state import TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.run.state.resume import CRITIC_FINGERPRINTS
 from asyncflow.run.state.saving import CheckpointWriter

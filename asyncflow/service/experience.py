@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from asyncflow.run.desk import DeskGroup, TakenGroups
+from asyncflow.run.services.desk import DeskGroup, TakenGroups
 
 Form = Literal["json", "msgpack", "safetensors"]
 MEDIA_TYPES: Mapping[str, str] = {"msgpack": "application/msgpack", "safetensors": "application/octet-stream"}

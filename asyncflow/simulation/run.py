@@ -48,7 +48,6 @@ from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
-from asyncflow.run.cores import lend
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import (
     episode_limits,
@@ -62,6 +61,7 @@ from asyncflow.run.helper_devices import num_helpers, num_on_cores
 from asyncflow.run.in_worker.connection import RunConnection, background, joined
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.preparation.prepare import Prepared, check_choices
+from asyncflow.run.services.cores import lend
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.worker_start import MAINS
 from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, leave, roll_out, score_groups, train_steps

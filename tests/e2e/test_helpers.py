@@ -17,7 +17,7 @@ import pytest
 from asyncflow.config import parse
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.training import Training
-from asyncflow.run import cores
+from asyncflow.run.services import cores
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores

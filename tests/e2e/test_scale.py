@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from asyncflow.run.scaling import Scaling
+from asyncflow.run.services.scaling import Scaling
 from asyncflow.run_dir import control_socket
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.idle import busy_and_idle

@@ -136,7 +136,7 @@ async def test_groups_come_as_they_were_taken() -> None:
     import msgspec
 
     from asyncflow.engines.train.experience import Experience
-    from asyncflow.run.desk import DeskGroup, TakenGroups
+    from asyncflow.run.services.desk import DeskGroup, TakenGroups
     from asyncflow.service.experience import as_msgpack, as_safetensors
 
     rng = np.random.default_rng(0)

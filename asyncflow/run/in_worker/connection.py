@@ -28,12 +28,12 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.devices import kind_of
 from asyncflow.loops.evaluation import EVALUATORS, is_evaluator
 from asyncflow.loops.samples import Shape
-from asyncflow.run.cores import FreeCores
-from asyncflow.run.desk import TrainDesk
 from asyncflow.run.factories import shape_of
-from asyncflow.run.handover import Handover
 from asyncflow.run.models.model_files import ModelFiles, model_here
-from asyncflow.run.rendezvous import Rendezvous
+from asyncflow.run.services.cores import FreeCores
+from asyncflow.run.services.desk import TrainDesk
+from asyncflow.run.services.handover import Handover
+from asyncflow.run.services.rendezvous import Rendezvous
 from asyncflow.run.state.saving import CheckpointCoordinator
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock

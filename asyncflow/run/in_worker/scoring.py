@@ -24,9 +24,9 @@ from asyncflow.own_metrics import add, step_scored
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import Scoring, by_environment, by_model, delayed, together, with_fallback
-from asyncflow.run.cores import widening
 from asyncflow.run.factories import reward_pool
 from asyncflow.run.in_worker.connection import RunConnection, background
+from asyncflow.run.services.cores import widening
 from asyncflow.telemetry.hub import UnscoredResponse
 
 SCORE_SECONDS = 0.1

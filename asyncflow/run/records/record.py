@@ -21,9 +21,9 @@ from asyncflow.loops.evaluation import Row, is_evaluator
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.run.context import Listener, RunContext
-from asyncflow.run.cores import FreeCores
 from asyncflow.run.records.metric_rows import MetricRows
 from asyncflow.run.records.training_checks import TrainingChecks
+from asyncflow.run.services.cores import FreeCores
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, UNSCORED_FILE
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub, UnscoredResponse

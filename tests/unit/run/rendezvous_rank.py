@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.run.rendezvous import AT_DRIVER, Rendezvous, meet_at_driver
+from asyncflow.run.services.rendezvous import AT_DRIVER, Rendezvous, meet_at_driver
 from asyncflow.transport import Credentials, Peer, proxy
 from asyncflow.types import Layout
 

@@ -11,9 +11,9 @@ import pytest
 
 from asyncflow.config import parse
 from asyncflow.control.signal import Signal
-from asyncflow.run import cores as module_of_cores
 from asyncflow.run import helper_devices as module_of_helper_devices
-from asyncflow.run.cores import FreeCores, lend, widen, widening
+from asyncflow.run.services import cores as module_of_cores
+from asyncflow.run.services.cores import FreeCores, lend, widen, widening
 from asyncflow.telemetry.spans import Recorder, Span
 from tests.patience import patience
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncflow.engines.train.experience import Experience, Published
-from asyncflow.run.desk import TrainDesk
+from asyncflow.run.services.desk import TrainDesk
 from asyncflow.types import RunError
 
 

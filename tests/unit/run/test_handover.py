@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncflow.run import handover
-from asyncflow.run.handover import Handover
+from asyncflow.run.services import handover
+from asyncflow.run.services.handover import Handover
 from asyncflow.transport import client_name
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.run.rendezvous import Rendezvous, meet_at_driver
+from asyncflow.run.services.rendezvous import Rendezvous, meet_at_driver
 from asyncflow.transport import Credentials, Server
 from tests.patience import patience
 

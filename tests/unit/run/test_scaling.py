@@ -15,7 +15,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.registry import build
-from asyncflow.run.scaling import Devices, Scaling
+from asyncflow.run.services.scaling import Devices, Scaling
 from asyncflow.types import RunError, UserError
 from tests.builders import loop_turns
 from tests.patience import patience

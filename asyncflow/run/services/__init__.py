@@ -1,0 +1,1 @@
+"""Services of the driver, for its workers and for commands from outside."""
