@@ -2,7 +2,7 @@
 
 consumes: passes of the round that is computed; pieces of a pass that somebody computes, and of the update (pieces.py)
 waits for: these, and the leave to compute (`allow`)
-is unblocked by: the compute thread, with the next round or piece; the driver, when cores or devices become free (run/services/cores.py)
+is unblocked by: the compute thread, with a round or a piece; the driver, when cores or devices are free (run/services/cores.py)
 
     passes of a round --+--> compute thread: the engine's own sums --------+
                         +--> helper: sums of its own, same weights --------+--> one sum, before the update

@@ -1,4 +1,4 @@
-"""A model of the Hugging Face Hub in the machine's cache: `python -m asyncflow.run.models.hub_download OWNER/NAME` prints its folder last.
+"""Download of a model from the Hugging Face Hub: `python -m asyncflow.run.models.hub_download OWNER/NAME` prints its folder last.
 
     owner/name, revision, file --> which files are missing, how many bytes --> the cache's folder of that commit
 

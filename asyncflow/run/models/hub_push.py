@@ -1,4 +1,4 @@
-"""A folder into a repository of the Hugging Face Hub: `python -m asyncflow.run.models.hub_push FOLDER OWNER/NAME` prints its address.
+"""Push of a folder to the Hugging Face Hub: `python -m asyncflow.run.models.hub_push FOLDER OWNER/NAME` prints its address.
 
 The repository is made if there is none. Token and address are huggingface_hub's own (HF_TOKEN, HF_ENDPOINT).
 """
