@@ -6,6 +6,7 @@ A service is a plain object whose remote methods are marked `@remote`; a proxy h
 queue, ledger or versions are in this process or in another one. A request may be parked: its handler simply awaits.
 
     frames.py       what a message looks like in a stream of bytes
+    limits.py       what a message and a connection may cost
     codec.py        messages, and values with numpy arrays in them
     stream.py       byte streams: private unix sockets, TLS
     credentials.py  the key of a run: a process that has it may connect by TLS
@@ -22,7 +23,7 @@ requests from a server to its clients, and reconnecting.
 from asyncflow.transport.arena import Arena
 from asyncflow.transport.codec import ConnectionLost, RemoteError, client_key, client_name, remote
 from asyncflow.transport.credentials import Credentials
-from asyncflow.transport.frames import FrameLimits
+from asyncflow.transport.limits import FrameLimits
 from asyncflow.transport.peer import Peer, proxy
 from asyncflow.transport.server import Server
 from asyncflow.transport.stream import socket_path

@@ -22,7 +22,8 @@ import numpy as np
 
 from asyncflow.transport import codec
 from asyncflow.transport.arena import Arena
-from asyncflow.transport.frames import Frame, FrameLimits, FrameParser, encode_frame, new_buffer
+from asyncflow.transport.frames import Frame, FrameParser, encode_frame, new_buffer
+from asyncflow.transport.limits import FrameLimits
 from asyncflow.transport.stream import Stream
 
 log = logging.getLogger(__name__)

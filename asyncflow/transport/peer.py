@@ -25,7 +25,8 @@ from asyncflow.transport import codec
 from asyncflow.transport.arena import ArenaReader, receive_buffer
 from asyncflow.transport.codec import ConnectionLost
 from asyncflow.transport.credentials import Credentials
-from asyncflow.transport.frames import Frame, FrameLimits, FrameParser, encode_frame
+from asyncflow.transport.frames import Frame, FrameParser, encode_frame
+from asyncflow.transport.limits import FrameLimits
 from asyncflow.transport.stream import Stream, parse_address, socket_path
 from asyncflow.types import UserError
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncflow.transport.arena import Arena
 from asyncflow.transport.connection import Connection, ReceiveRoom, ServerState
 from asyncflow.transport.credentials import Credentials
-from asyncflow.transport.frames import FrameLimits
+from asyncflow.transport.limits import FrameLimits
 from asyncflow.transport.stream import BACKLOG, Stream, listen, parse_address
 from asyncflow.types import UserError
 

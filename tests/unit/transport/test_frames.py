@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from asyncflow.transport.frames import LARGE_BYTES, MAGIC, PREFIX, FrameLimits, FrameParser, encode_frame, new_buffer
+from asyncflow.transport.frames import LARGE_BYTES, MAGIC, PREFIX, FrameParser, encode_frame, new_buffer
+from asyncflow.transport.limits import FrameLimits
 from tests.unit.transport.bench import frame
 
 LIMITS = FrameLimits()
