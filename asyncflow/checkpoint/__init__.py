@@ -2,5 +2,6 @@
 
 folder.py    write, prove, choose and remove them
 
-What is in the files is written by others: the train engine its state, the driver the rest (`run/state/saving.py`).
+What is in the files is written by others. A field of the driver's is in `DriverState` (`run/state/driver_state.py`), filled by
+`run/state/saving.py`; one of a train engine's in `EngineState` (`engines/train/state.py`).
 """

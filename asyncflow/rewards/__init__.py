@@ -6,7 +6,7 @@
 in a text and `number_parsing.py` the number in an answer; `scorings.py` has what goes with the reward processes: a reward model,
 sums, a value on failure, delays. A scorer that raises, hangs, exits, eats memory or returns no number fails its sample with a
 `RewardFailure`; it never gives it a 0. The room contains mistakes, not malice: a scorer may
-read and write what the user may.
+read and write what the user may. Its limits (seconds, memory) are `ProcessLimits` in `sandbox/limits.py`.
 """
 
 REWARDS = {
