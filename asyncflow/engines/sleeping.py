@@ -342,9 +342,9 @@ class SleepingPasses:
         return [sum(tokens) for tokens in cut_by_size(map(_packed_tokens, micro_batches), int, self._tokens or 0)]
 
     async def compute(
-        self, passes: Sequence[int], own: Callable[[int], Awaitable[None]], beside: Callable[[int], Awaitable[None]]
+        self, passes: Sequence[int], own: Callable[[int], Awaitable[None]], other: Callable[[int], Awaitable[None]]
     ) -> None:
-        """Compute passes of so many tokens, here by `own` and in the helpers by `beside`; the one that is free takes the next
+        """Compute passes of so many tokens, here by `own` and in the helpers by `other`; the one that is free takes the next
         pass."""
         left, clock = deque(passes), asyncio.get_running_loop().time
 
@@ -352,7 +352,7 @@ class SleepingPasses:
             while left:
                 if helper in self._allowed:
                     tokens, began = left.popleft(), clock()
-                    await beside(tokens)
+                    await other(tokens)
                     self.on_pass(began, clock())
                 else:
                     self._changed.clear()

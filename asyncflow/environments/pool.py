@@ -96,7 +96,7 @@ class EnvironmentPool(SandboxPool):
     def end(self, process: SandboxProcess, number: int) -> None:
         """Close an episode, beside everything else; its place is free then."""
         if self._error is None and process.is_alive:
-            self._beside_do(self._close_episode(process, number))
+            self._do_in_background(self._close_episode(process, number))
         elif self._error is None:
             self._retire(process)
 

@@ -322,7 +322,7 @@ class Publishing:
         began = self._spans.clock()
         with waiting(PUBLISHING, version=step + 1):
             await publish(step + 1, weights, self._sender, self._versions)
-        self._spans.beside("publish", began, step=step, version=step + 1)
+        self._spans.off_lane("publish", began, step=step, version=step + 1)
 
 
 async def publish(version: int, weights: WeightSource, sender: WeightSender | None, versions: PolicyVersions) -> None:

@@ -180,13 +180,15 @@ class Rollout:
     async def _produce(self, leased: Leased, request: GroupRequest) -> None:
         start, meta, version = self._spans.clock(), request.meta, self._installed
         await produce(self._producer, leased, request, partial(self._generated, request))
-        self._spans.beside("generate_group", start, step=meta.partition, version=version, group=meta.group, rows=len(request.rows))
+        self._spans.off_lane(
+            "generate_group", start, step=meta.partition, version=version, group=meta.group, rows=len(request.rows)
+        )
 
     def _generated(self, request: GroupRequest) -> None:
         ahead = self._spans.clock() - asyncio.get_running_loop().time()  # another machine's clock
         for timing in self._timings():
             counts = {name: getattr(timing, name) for name in ("rows", "tokens", "calls", "drafts", "accepted")}
-            self._spans.beside(timing.task, timing.start + ahead, timing.end + ahead, version=self._installed, **counts)
+            self._spans.off_lane(timing.task, timing.start + ahead, timing.end + ahead, version=self._installed, **counts)
         self._under_way = [other for other in self._under_way if other is not request]
         self._changed.notify()
 
@@ -262,7 +264,7 @@ class Rollout:
         self._retry_seconds = RETRY_SECONDS[0]
         if self._schedule.max_staleness:  # else nothing is generated meanwhile, and `install` needs no memory for it
             await self._engine.prepare(target.version, tensors)
-        self._spans.beside("fetch", start, version=target.version, bytes=0 if manifest is None else manifest.num_bytes)
+        self._spans.off_lane("fetch", start, version=target.version, bytes=0 if manifest is None else manifest.num_bytes)
         return tensors
 
     async def _install(self, target: Target, tensors: Mapping[str, Tensor]) -> None:
@@ -299,7 +301,7 @@ class Rollout:
         start = self._spans.clock()
         attested: Attestation | None = await attest()
         if attested is not None:
-            self._spans.beside("attest", start, version=target.version)
+            self._spans.off_lane("attest", start, version=target.version)
         return attested
 
     def _serve(self, target: Target) -> None:

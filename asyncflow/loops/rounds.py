@@ -153,7 +153,7 @@ class Rounds:
         with self._spans.busy(name, **of_step, rows=num_rows, tokens=num_tokens, **of_one):
             yield
         for group, of_rows, of_tokens in zip(groups, rows, tokens, strict=True) if not of_one else ():
-            self._spans.beside("train_group", began, **of_step, group=group, rows=of_rows, tokens=of_tokens)
+            self._spans.off_lane("train_group", began, **of_step, group=group, rows=of_rows, tokens=of_tokens)
 
     async def totals(self, update: int) -> StepTotals | None:
         """Totals of one of the step's updates, when all of it is trained; None: the run is stopping."""

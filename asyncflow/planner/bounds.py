@@ -28,7 +28,7 @@ class Bound:
 
 def bound(graph: Graph) -> Bound:
     """Bound of a step of this graph."""
-    busiest = max((*graph.tasks, *graph.beside), key=lambda task: task.busy)
+    busiest = max((*graph.tasks, *graph.side_tasks), key=lambda task: task.busy)
     pool = Bound(busiest.busy, busiest.name)
     if graph.is_streamed:
         rollout, *later = graph.tasks

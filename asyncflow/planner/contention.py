@@ -38,7 +38,7 @@ class BusyWorkers:
             worker: np.concatenate([np.zeros((2, 1)), np.cumsum(bounds, axis=1)], axis=1) for worker, bounds in self._bounds.items()
         }
 
-    def beside(self, worker: str, starts: Array, ends: Array) -> Array:
+    def mean_others(self, worker: str, starts: Array, ends: Array) -> Array:
         """Mean number of other workers that compute from each start to each end."""
         seconds = self._until("", ends) - self._until("", starts)
         if worker in self._bounds:
@@ -52,15 +52,15 @@ class BusyWorkers:
         return np.asarray((times * begun - sums[0][begun]) - (times * ended - sums[1][ended]))
 
 
-def share_of_cores(num_beside: Array, cores: int) -> Array:
+def share_of_cores(num_others: Array, cores: int) -> Array:
     """Share of the other cores that compute (0 to 1), which `Contention` multiplies a pool's slowdown with."""
-    return np.minimum(num_beside, cores - 1) / (cores - 1) if cores > 1 else np.zeros_like(num_beside)
+    return np.minimum(num_others, cores - 1) / (cores - 1) if cores > 1 else np.zeros_like(num_others)
 
 
 def fit_slowdown(name: str, terms: Sequence[str], samples: Sequence[TimedWork], cores: int) -> tuple[float, Fit]:
     """Slowdown of the samples' pool, and the fit of their seconds alone. Without samples both alone and beside others the slowdown
     is not known, and 0."""
-    shares = share_of_cores(np.array([sample.beside for sample in samples]), cores)
+    shares = share_of_cores(np.array([sample.num_others for sample in samples]), cores)
     if len(samples) == 0 or float(np.std(shares)) < LEAST_SPREAD:
         return 0.0, alone(name, terms, samples, 0.0, cores)
     fits = [(float(slowdown), alone(name, terms, samples, float(slowdown), cores)) for slowdown in SLOWDOWNS]
@@ -74,5 +74,5 @@ def alone(name: str, terms: Sequence[str], samples: Sequence[TimedWork], slowdow
 
 def factors_of(samples: Sequence[TimedWork], slowdown: float, cores: int) -> Array:
     """Times as long as alone that each sample takes: `Contention.factor`, for a mean number of workers beside it."""
-    beside = np.array([sample.beside for sample in samples])
-    return np.asarray((1.0 + slowdown * share_of_cores(beside, cores)) * np.maximum(1.0, (1.0 + beside) / cores))
+    others = np.array([sample.num_others for sample in samples])
+    return np.asarray((1.0 + slowdown * share_of_cores(others, cores)) * np.maximum(1.0, (1.0 + others) / cores))

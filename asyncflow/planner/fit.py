@@ -35,7 +35,7 @@ class TimedWork:
 
     amounts: tuple[float, ...]
     seconds: float
-    beside: float = 0.0
+    num_others: float = 0.0
 
 
 class Residual(msgspec.Struct, frozen=True):

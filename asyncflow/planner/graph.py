@@ -52,14 +52,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Tasks that rows pass, in order. `weights`: seconds from the last micro-batch until its weights serve. `beside`: work of a
-    step that weights do not wait for."""
+    """Tasks that rows pass, in order. `weights`: seconds from the last micro-batch until its weights serve. `side_tasks`: work
+    of a step that weights do not wait for."""
 
     tasks: tuple[Task, ...]
     weights: float
     max_staleness: int
     is_streamed: bool  # a task may start on a step before the task before it has done all of it
-    beside: tuple[Task, ...] = ()
+    side_tasks: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True)

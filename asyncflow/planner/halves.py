@@ -25,7 +25,7 @@ from asyncflow.types import Layout, UserError
 class Half:
     """Half of a plan: the configuration with what one pool decides, the devices and workers of the pool, GiB of each device, costs.
 
-    `times`: numbers of which none may be larger in a better half of the same devices and workers. `beside_gib`: of each device of a
+    `times`: numbers of which none may be larger in a better half of the same devices and workers. `side_gib`: of each device of a
     task that is not cut over devices (`reference`, `critic`, `values`, `reward`), by its name; its passes are as long as the
     trainer's. `helper_gib`: of each device of rollout, if the trainer has helpers there.
     """
@@ -36,7 +36,7 @@ class Half:
     memory_gib: float
     figures: tuple[Figure, ...]
     times: tuple[float, ...]
-    beside_gib: Mapping[str, float] = field(default_factory=dict)
+    side_gib: Mapping[str, float] = field(default_factory=dict)
     helper_gib: float = 0.0
 
 
@@ -47,7 +47,7 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
     pieces = [n for n in range(1, group + 1) if group % n == 0]
 
     @cache
-    def beside(number: int, is_checkpointing: bool) -> tuple[Mapping[str, float], tuple[Figure, ...]]:
+    def side_work(number: int, is_checkpointing: bool) -> tuple[Mapping[str, float], tuple[Figure, ...]]:
         chosen = {"responses_per_micro_batch": number, "activation_checkpointing": is_checkpointing}
         of_pieces = config.changed(train=chosen)
         shapes, context = model.shapes, longest + config.rollout.max_new_tokens
@@ -70,13 +70,13 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
                 count = group // number
                 in_round = -(-train.pipeline_micro_batches // count) if layout.pp > 1 else 1
                 whole = count * (fixed + token * model.lengths.prompt) + group * token * moments.mean
-                gib, others = beside(number, checkpoints)
+                gib, others = side_work(number, checkpoints)
                 times = (whole, gathers / in_round, update, reference, in_round, *(figure.seconds for figure in others))
                 for each in ways:
                     num = num_on_devices(each)
-                    beside_rollout = sum(part.num_bytes for part in helper_parts(each, model.shapes, longest)) / GIB if num else 0.0
-                    kind = (0, beside_rollout) if num else (1, 0.0)  # neither with helpers nor without beats the other
-                    yield Half(each, layout.size, layout.dp, memory, (*figures, *others), (*times, *kind), gib, beside_rollout)
+                    helper_gib = sum(part.num_bytes for part in helper_parts(each, model.shapes, longest)) / GIB if num else 0.0
+                    kind = (0, helper_gib) if num else (1, 0.0)  # neither with helpers nor without beats the other
+                    yield Half(each, layout.size, layout.dp, memory, (*figures, *others), (*times, *kind), gib, helper_gib)
 
 
 def _layouts(fields: Mapping[str, Any], most: int, per_node: int, prompts: int, engine: str) -> Iterator[Layout]:

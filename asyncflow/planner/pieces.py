@@ -126,16 +126,16 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
     starts = np.array([span.start for span in spans])
     ends = np.array([span.end for span in spans])
     workers = np.array([span.worker for span in spans])
-    beside = np.zeros(len(spans))
+    computing = np.zeros(len(spans))
     for worker in set(workers.tolist()):
         own = workers == worker
-        beside[own] = busy.beside(worker, starts[own], ends[own])
+        computing[own] = busy.mean_others(worker, starts[own], ends[own])
     helped = BusyWorkers(msgspec.structs.replace(span, is_lane=True) for span in spans if span.task == HELPER_TASK)
-    for span, others in zip(spans, beside.tolist(), strict=True):
+    for span, others in zip(spans, computing.tolist(), strict=True):
         if span.task in found and span.start >= begun and (of := amounts(span)) is not None:
             seconds = span.end - span.start
             if span.task == "forward_backward":  # with passes that helpers have taken, each beside the engine's own
-                by_helpers = seconds * float(helped.beside("", np.array([span.start]), np.array([span.end]))[0])
+                by_helpers = seconds * float(helped.mean_others("", np.array([span.start]), np.array([span.end]))[0])
                 others = (seconds * others + 2 * by_helpers) / (seconds + by_helpers)
                 seconds += by_helpers
             found[span.task].append(TimedWork(tuple(float(each) for each in of), seconds, others))

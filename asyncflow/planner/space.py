@@ -101,7 +101,7 @@ class Halves:
         self.config, self.model, self.num = config, model, num
         self.tasks, self.usable = tasks_before_training(config), model.hardware.usable_bytes / GIB
         self.training = list(training_halves(config, model, fields, num - 1))
-        self.beside = tuple(self.training[0].beside_gib) if self.training else ()
+        self.side_tasks = tuple(self.training[0].side_gib) if self.training else ()
         self.choices = [(chosen, sync) for chosen in _schedules(config) for sync in _weight_syncs(config, model, num)]
         self.generating, self.that_train = cache(self._generating), cache(self._that_train)
         self.drawn, self.rollout_task, self.train_task = cache(self._drawn), cache(self._rollout_task), cache(self._train_task)
@@ -126,7 +126,7 @@ class Halves:
 
     def gib(self, half: Half, group: Sequence[str]) -> float:
         """GiB of a device that these tasks share."""
-        return sum(half.memory_gib if task == "train" else half.beside_gib[task] for task in group)
+        return sum(half.memory_gib if task == "train" else half.side_gib[task] for task in group)
 
     def _fit(self, half: Half, groups: Groups) -> bool:
         return all(self.gib(half, group) <= self.usable for group in groups)
@@ -162,8 +162,8 @@ class Halves:
         fitting = [half for half in every if half.memory_gib <= self.usable]
         kept = [half for same in grouped(fitting) for half in unbeaten(same)]
         if least := min((half.helper_gib for half in self.training if half.helper_gib), default=0.0):
-            beside = [half for half in fitting if half.memory_gib + least <= self.usable]  # with fewer slots
-            kept += [half for same in grouped(beside) for half in unbeaten(same) if half not in kept]
+            others = [half for half in fitting if half.memory_gib + least <= self.usable]  # with fewer slots
+            kept += [half for same in grouped(others) for half in unbeaten(same) if half not in kept]
         return every, kept, len(fitting)
 
     def _drawn(self, part: int) -> Drawn:
@@ -189,7 +189,7 @@ class Space:
         self.config, self.number, self._halves, self._counts = config, number, halves, counts
         self._others = num_devices(config) - config.rollout.num_workers * devices_each(config) - config.layout.size
         self._names = between(config)
-        there = [name for name in halves.beside if name != "values" or config.plan.values.num_workers]
+        there = [name for name in halves.side_tasks if name != "values" or config.plan.values.num_workers]
         shares = {str(task): other for task, other in config.plan.shares.items()}
         hosts = ["train", *(name for name in there if name not in shares)]
         self._groups = tuple((host, *(task for task in there if shares.get(task) == host)) for host in hosts)

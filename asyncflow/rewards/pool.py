@@ -76,7 +76,7 @@ class RewardPool(SandboxPool):
 
     def _begin_serving(self) -> None:
         if self._questions and self._places:
-            self._beside_do(self._serve(self._places.pop()))
+            self._do_in_background(self._serve(self._places.pop()))
 
     async def _serve(self, worker: SandboxProcess) -> None:
         """Score what waits, one sample after another, while the worker lives; then give its place back."""

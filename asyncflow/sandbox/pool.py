@@ -145,8 +145,8 @@ class SandboxPool(ABC):
         finally:
             self._parked.discard(future)
 
-    def _beside_do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work beside everything else. What it raises is the pool's end."""
+    def _do_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start work in the background. An error of it ends the pool."""
         task = asyncio.create_task(work, name=self._name)
         self._background.add(task)
         task.add_done_callback(self._has_ended)
@@ -179,7 +179,7 @@ class SandboxPool(ABC):
         if not process.is_replaced:
             process.is_replaced = True
             self._places = [other for other in self._places if other is not process]
-            self._beside_do(self._replace(process))
+            self._do_in_background(self._replace(process))
 
     # -- processes ----------------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class Recorder:
         """The lane is idle inside the block, for this cause, and is in its former state again after it."""
         return self.busy("wait", cause=cause)
 
-    def beside(self, task: str, start: float, end: float | None = None, **fields: str | int) -> None:
+    def off_lane(self, task: str, start: float, end: float | None = None, **fields: str | int) -> None:
         """Record work that overlaps the lane, from `start` to `end` (None: to now)."""
         self._emit(task, start, self.clock() if end is None else end, is_lane=False, **fields)
 
@@ -160,9 +160,9 @@ class SharedLane(Recorder):
                 self._recorder.add(**{name: int(fields[name]) for name in COUNTS if name in fields})
             self._show()
 
-    def beside(self, task: str, start: float, end: float | None = None, **fields: str | int) -> None:
-        """See `Recorder.beside`."""
-        self._recorder.beside(task, start, end, **fields)
+    def off_lane(self, task: str, start: float, end: float | None = None, **fields: str | int) -> None:
+        """See `Recorder.off_lane`."""
+        self._recorder.off_lane(task, start, end, **fields)
 
     def _show(self) -> None:
         if not self._under_way:

@@ -99,7 +99,7 @@ class UnitSubscription:
         await asyncio.shield(asyncio.gather(*marking))
 
     def close(self) -> None:
-        """Give up what goes on beside."""
+        """Cancel the work in the background."""
         for task in self._background:
             task.cancel()
 

@@ -39,7 +39,7 @@ class Loop:
         raise NotImplementedError
 
     def start(self, loop: Callable[[], Awaitable[None]], what: str) -> None:
-        """Beside the loop; what it raises ends the process."""
+        """Start a loop in the background. An error of it ends the process."""
 
         async def guarded() -> None:
             try:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.train.passes import Passes
-from asyncflow.engines.train.pieces import Beside, Pieces
+from asyncflow.engines.train.pieces import Pieces, SharedCall
 from asyncflow.threads import end_at_exit
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Helpers:
     def __init__(self, passes: Sequence[Passes], num_threads: int) -> None:
         self.passes = passes
         self.on_pass: Callable[[float, float], None] = lambda start, end: None
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._allowed: frozenset[int] = frozenset()
         self._is_closed = False
         self._left: list[int] = []  # numbers of the passes that nobody has taken, the next one last
@@ -75,9 +75,9 @@ class Helpers:
 
     def allow(self, numbers: Iterable[int]) -> None:
         """Let these helpers compute from now on, counted from 0. Called from any thread."""
-        with self._turn:
+        with self._changed:
             self._allowed = frozenset(numbers).intersection(range(len(self.passes)))
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def compute(self, count: int, by: Callable[[Passes, int], T], own: Passes) -> list[T]:
         """Compute `by` for passes 0 to `count` - 1, here with `own` and in the helpers with theirs. Returns the results in order.
@@ -89,16 +89,16 @@ class Helpers:
         def work(passes: Passes, number: int) -> None:
             results[number] = by(passes, number)
 
-        with self._turn:
+        with self._changed:
             self._work, self._left, self._error = work, [*reversed(range(1, count))], None
-            self._turn.notify_all()
+            self._changed.notify_all()
         number = 0 if count else None
         try:
             while number is not None:
                 work(own, number)
                 number = self._next()
         finally:
-            with self._turn:
+            with self._changed:
                 self._left.clear()
                 self._is_waiting = True
             self._take_pieces_until(lambda: not self._taken)
@@ -113,12 +113,12 @@ class Helpers:
 
     def close(self) -> None:
         """End the threads."""
-        with self._turn:
+        with self._changed:
             self._is_closed = True
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def _next(self) -> int | None:
-        with self._turn:
+        with self._changed:
             return self._left.pop() if self._left and self._error is None else None
 
     def _takers(self) -> int:
@@ -127,19 +127,19 @@ class Helpers:
 
     def _offer(self, of: _SharedPieces, piece: Callable[[], object]) -> bool:
         """Leave a piece to others, if one of them takes it soon."""
-        with self._turn:
+        with self._changed:
             if len(self._waiting) >= MOST_WAITING * self._takers():
                 return False
             of.num_left += 1
             self._waiting.append((of, piece))
-            self._turn.notify_all()
+            self._changed.notify_all()
             return True
 
     def _take_pieces_until(self, is_over: Callable[[], bool]) -> None:
         """Compute pieces, of whomever, until it is over."""
         while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._waiting or is_over())
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or is_over())
                 if is_over():
                     return
                 of, piece = self._waiting.popleft()
@@ -152,10 +152,10 @@ class Helpers:
                 piece()
         except BaseException as caught:  # raised in the thread that has added it
             error = caught
-        with self._turn:
+        with self._changed:
             of.num_left -= 1
             of.error = of.error or error
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def _serve(self, number: int, own: Passes, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # counts for the thread that sets it
@@ -166,8 +166,8 @@ class Helpers:
             return self._is_closed or bool(number in self._allowed and (self._left or self._waiting))
 
         while True:
-            with self._turn:
-                has_paused = not self._turn.wait_for(has_work, _PAUSE_SECONDS if seconds else None)
+            with self._changed:
+                has_paused = not self._changed.wait_for(has_work, _PAUSE_SECONDS if seconds else None)
                 if self._is_closed:
                     return
                 taken, of = None, None
@@ -183,9 +183,9 @@ class Helpers:
             if taken is not None:
                 self._compute_pass(number, own, work, taken)
                 self.on_pass(start, time.monotonic())
-                with self._turn:
+                with self._changed:
                     self._taken.discard(number)
-                    self._turn.notify_all()
+                    self._changed.notify_all()
                 del work
             elif of is not None:
                 self._compute_piece(of, piece)
@@ -197,7 +197,7 @@ class Helpers:
         try:
             work(own, taken)
         except BaseException as error:  # raised in the compute thread
-            with self._turn:
+            with self._changed:
                 self._error = self._error or error
                 self._left.clear()
 
@@ -216,15 +216,15 @@ class _SharedPieces(Pieces):
     def parts(self, num_rows: int, work: int) -> list[slice]:
         count = min(num_rows // ROWS, work // LEAST_WORK)
         if count > 1:
-            with self._helpers._turn:
+            with self._helpers._changed:
                 count = min(count, 1 + self._helpers._takers()) if time.monotonic() > self._helpers.late_until else 1
         if count < 2:
             return [slice(0, num_rows)]
         each = -(-num_rows // (count * ROWS)) * ROWS  # the last part, which somebody else has to begin with first, is the smallest
         return [slice(first, end) for first, end in pairwise([*range(0, num_rows - ROWS + 1, each), num_rows])]
 
-    def beside(self, call: Callable[[], Tensor]) -> Beside:
-        return _Shared(self._helpers, call)
+    def share(self, call: Callable[[], Tensor]) -> SharedCall:
+        return _HelperCall(self._helpers, call)
 
     def add(self, piece: Callable[[], object]) -> None:
         if not self._helpers._offer(self, piece):
@@ -237,8 +237,8 @@ class _SharedPieces(Pieces):
             raise error
 
 
-class _Shared(Beside):
-    """Call of a thread that somebody else makes, who has nothing else to do."""
+class _HelperCall(SharedCall):
+    """Call that a thread leaves to others, and that an idle one makes if it comes to it in time."""
 
     def __init__(self, helpers: Helpers, call: Callable[[], Tensor]) -> None:
         self._helpers, self._call = helpers, call
@@ -247,18 +247,18 @@ class _Shared(Beside):
         helpers._offer(_SharedPieces(helpers), self._make)
 
     def take(self, seconds: float) -> Tensor | None:
-        with self._helpers._turn:
+        with self._helpers._changed:
             if self._is_begun:
-                self._helpers._turn.wait_for(lambda: self._result is not None, seconds)
+                self._helpers._changed.wait_for(lambda: self._result is not None, seconds)
                 if self._result is None:
                     self._helpers.late_until = time.monotonic() + LATE_SECONDS
             self._is_dropped = True
             return self._result
 
     def _make(self) -> None:
-        with self._helpers._turn:
+        with self._helpers._changed:
             if self._is_dropped:
                 return
             self._is_begun = True
-            self._helpers._turn.notify_all()
+            self._helpers._changed.notify_all()
         self._result = self._call()

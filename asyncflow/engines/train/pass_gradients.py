@@ -195,7 +195,7 @@ class PassGradients:
         def compute(part: slice) -> None:
             write_rows_by_transposed(made_PO[part], rows_PI[part], weight_OI, bias_O)
 
-        others = [self.pieces.beside(partial(rows_by_transposed, rows_PI[part], weight_OI, bias_O)) for part in parts[1:]]
+        others = [self.pieces.share(partial(rows_by_transposed, rows_PI[part], weight_OI, bias_O)) for part in parts[1:]]
         began = time.monotonic()
         compute(parts[0])
         half_as_long = (time.monotonic() - began) / 2

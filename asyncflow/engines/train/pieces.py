@@ -17,11 +17,12 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Beside:
-    """Call that was left to others: to nobody."""
+class SharedCall:
+    """Call that others may make. No other thread exists here: its caller makes it itself."""
 
     def take(self, seconds: float) -> Tensor | None:
-        """Result, if there is one within so many seconds, or nobody has begun; None: it is not used any more."""
+        """Wait up to so many seconds for the result of a call that has begun. None: the caller makes it, and a later result is
+        not used."""
         return None
 
 
@@ -37,9 +38,9 @@ class Pieces:
         any. `work`: multiplications of all."""
         return [slice(0, num_rows)]
 
-    def beside(self, call: Callable[[], Tensor]) -> Beside:
-        """Leave a call to others. The caller makes it itself if nobody else has, so it may change nothing."""
-        return Beside()
+    def share(self, call: Callable[[], Tensor]) -> SharedCall:
+        """Offer a call to other threads. It may change nothing: its caller makes it as well if none of them has."""
+        return SharedCall()
 
     def add(self, piece: Callable[[], object]) -> None:
         """Compute a piece, now or later. What it reads may not change until `end`."""

@@ -100,7 +100,7 @@ def _sampled(run: RunConnection) -> Callable[[float], None]:
         nonlocal due, count, total
         count, total = count + 1, total + seconds
         if (now := spans.clock()) >= due:
-            spans.beside("score", now - total, now, rows=count, calls=count)
+            spans.off_lane("score", now - total, now, rows=count, calls=count)
             due, count, total = now + SCORE_SECONDS, 0, 0.0
 
     return scored

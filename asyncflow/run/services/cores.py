@@ -189,7 +189,7 @@ async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recor
     loop = asyncio.get_running_loop()
 
     def record(start: float, end: float) -> None:
-        loop.call_soon_threadsafe(partial(spans.beside, HELPER_TASK, start, end))
+        loop.call_soon_threadsafe(partial(spans.off_lane, HELPER_TASK, start, end))
 
     known: tuple[int, ...] | None = ()
     helpers.on_pass = record

@@ -79,7 +79,7 @@ async def _time_rollout(config: Config, model: Path, weights: Mapping[str, Tenso
             for timing in engine.timings():
                 if repeat:
                     counts = {"rows": timing.rows, "tokens": timing.tokens, "calls": timing.calls}
-                    spans.beside(timing.task, timing.start, timing.end, **counts)
+                    spans.off_lane(timing.task, timing.start, timing.end, **counts)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     for repeat in range(repeats + 1):
         with spans.busy("install" if repeat else "warm_up", bytes=num_bytes, version=repeat):
@@ -100,7 +100,7 @@ async def _time_rewards(config: Config, spans: Recorder, repeats: int) -> None:
 
     def scored(seconds: float) -> None:
         now = spans.clock()
-        spans.beside("score", now - seconds, now, rows=1)
+        spans.off_lane("score", now - seconds, now, rows=1)
 
     source = read_source(config, "train")
     texts, rows = list(itertools.islice(source.texts(), REWARDS)), list(itertools.islice(source.rows, REWARDS))

@@ -21,9 +21,9 @@ def test_workers_beside_are_counted_by_the_time_that_they_compute() -> None:
     ]  # fmt: skip
     busy = BusyWorkers(spans)
     starts, ends = np.array([0.0, 4.0, 7.0, 0.0]), np.array([4.0, 6.0, 9.0, 10.0])
-    assert busy.beside("rollout/0", starts, ends).tolist() == [0.0, 1.0, 0.5, 0.4]
-    assert busy.beside("trainer/0", starts, ends).tolist() == [1.0, 1.0, 1.0, 1.0]
-    assert busy.beside("driver", starts, ends).tolist() == [1.0, 2.0, 1.5, 1.4]
+    assert busy.mean_others("rollout/0", starts, ends).tolist() == [0.0, 1.0, 0.5, 0.4]
+    assert busy.mean_others("trainer/0", starts, ends).tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert busy.mean_others("driver", starts, ends).tolist() == [1.0, 2.0, 1.5, 1.4]
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.4])

@@ -60,7 +60,7 @@ def make_spans(num_steps: int, groups: int = 8, seed: int = 0) -> list[Span]:
                 last = max(done)
                 advance(worker, last - 0.3 * draw.random())
                 lanes[worker].add(rows=4 * groups // 2, tokens=4 * groups // 2 * 40)
-                lanes[worker].beside("generate_group", began, step=step, version=step, rows=4)
+                lanes[worker].off_lane("generate_group", began, step=step, version=step, rows=4)
             lanes[worker].waiting("weights")
         trainer = lanes["trainer/0"]
         while done:
@@ -76,7 +76,7 @@ def make_spans(num_steps: int, groups: int = 8, seed: int = 0) -> list[Span]:
         start = clocks["trainer/0"].now
         for worker in ("rollout/0", "rollout/1"):
             advance(worker, start + 0.05)
-            lanes[worker].beside("fetch", start - 0.1, version=step + 1)
+            lanes[worker].off_lane("fetch", start - 0.1, version=step + 1)
             with lanes[worker].busy("install", version=step + 1):
                 advance(worker, clocks[worker].now + 0.12)
             lanes[worker].waiting("prompts")

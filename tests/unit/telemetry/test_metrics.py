@@ -282,7 +282,7 @@ def test_busy_plus_idle_is_wall_through_the_recorder():
         else:
             recorder.waiting("rows" if i % 2 else "step")
             now[0] += seconds
-        recorder.beside("fetch", now[0] - 0.5)
+        recorder.off_lane("fetch", now[0] - 0.5)
     recorder.flush()
     activity = busy_and_idle(spans, "trainer/0")
     assert activity.wall == pytest.approx(sum(durations))

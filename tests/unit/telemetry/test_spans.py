@@ -66,7 +66,7 @@ def test_entering_the_same_state_again_changes_nothing() -> None:
 def test_work_beside_the_lane_leaves_it_alone() -> None:
     lane, clock, spans = recorder()
     clock.now = 2.0
-    lane.beside("fetch", 1.0, version=3, bytes=10)
+    lane.off_lane("fetch", 1.0, version=3, bytes=10)
     assert spans == [Span(worker="trainer/0", task="fetch", start=1.0, end=2.0, is_lane=False, version=3, bytes=10, device="cpu")]
     assert lane.state == ("wait", "start", 0.0)
 

@@ -137,8 +137,8 @@ def _leave_all_pieces_to_helpers(made: Helpers, monkeypatch: pytest.MonkeyPatch)
         compute(*arguments)
 
     def wait_until(is_over: Any) -> None:
-        with made._turn:
-            assert made._turn.wait_for(is_over, patience(60))
+        with made._changed:
+            assert made._changed.wait_for(is_over, patience(60))
 
     monkeypatch.setattr(made, "_compute_piece", noted)
     monkeypatch.setattr(made, "_take_pieces_until", wait_until)
@@ -211,8 +211,8 @@ async def test_helpers_take_rows_of_a_forward_pass_with_the_same_bits(
             return product(to, *arguments)
 
         def patient(other: Any, seconds: float) -> torch.Tensor:
-            with other._helpers._turn:
-                assert other._helpers._turn.wait_for(lambda: other._is_begun, patience(60))
+            with other._helpers._changed:
+                assert other._helpers._changed.wait_for(lambda: other._is_begun, patience(60))
             rows = take(other, patience(60))
             assert rows is not None
             return rows
@@ -257,17 +257,17 @@ def test_rows_that_come_too_late_are_not_waited_for_and_none_are_cut_for_a_while
 
     with helpers(1) as made:
         pieces, result = made.pieces(), torch.ones(1)
-        assert pieces.beside(lambda: result).take(patience(60)) in (result, None)  # whether it has begun by then, or not
-        late = pieces.beside(slow)
+        assert pieces.share(lambda: result).take(patience(60)) in (result, None)  # whether it has begun by then, or not
+        late = pieces.share(slow)
         assert begun.wait(patience(60))
         assert late.take(0.0) is None and made.late_until > time.monotonic()
-        never = pieces.beside(lambda: (done.set(), result)[1])
+        never = pieces.share(lambda: (done.set(), result)[1])
         assert never.take(patience(60)) is None  # the helper is busy, so it is left out at once
         may_end.set()
         pieces.add(lambda: None)
         pieces.end()
     assert not done.is_set()
-    assert AT_ONCE.beside(lambda: result).take(1.0) is None
+    assert AT_ONCE.share(lambda: result).take(1.0) is None
 
 
 @pytest.mark.parametrize("kind", ["exact", "fp32"])
@@ -352,8 +352,8 @@ def test_a_helper_whose_leave_ends_takes_no_other_piece() -> None:
         made.allow(())
         pieces.add(other)
         may_end.set()
-        with made._turn:
-            assert made._turn.wait_for(lambda: pieces.num_left == 1, patience(60))  # type: ignore[attr-defined]
+        with made._changed:
+            assert made._changed.wait_for(lambda: pieces.num_left == 1, patience(60))  # type: ignore[attr-defined]
         time.sleep(0.05)
         assert len(takers) == 1  # nobody has taken the other one
         pieces.end()
@@ -412,8 +412,8 @@ def test_helpers_tell_of_their_pieces_together() -> None:
         pieces, seconds = made.pieces(), 0.05
         for _ in range(3):
             pieces.add(partial(time.sleep, seconds))
-        with made._turn:
-            assert made._turn.wait_for(lambda: not pieces.num_left, patience(60))  # type: ignore[attr-defined]
+        with made._changed:
+            assert made._changed.wait_for(lambda: not pieces.num_left, patience(60))  # type: ignore[attr-defined]
         assert told.get(timeout=patience(60)) >= 3 * seconds
         assert told.empty()
 
