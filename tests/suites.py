@@ -11,8 +11,10 @@ A suite whose environment cannot be made (`make ENVIRONMENT/installed`) is left 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+
+from tests.patience import patience
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "tested.md"
@@ -107,13 +111,15 @@ SUITES = (
 )
 SECONDS = 1800
 """After which a suite is ended: three times what the longest takes. It is for what hangs, and leaves the gate time to say so."""
+SMOKE_SECONDS = 90.0
+"""What smoke tests may take on a quiet machine, with their environment already there."""
 ALSO_MADE = {"tinker": (".venv-tinker", ".venv-tinker-early"), "vllm": (".venv-vllm",)}
 """Environments that a suite needs beside the one that its tests run in."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a suite ended."""
+    """How a suite ended. `limit`: the seconds that it may take."""
 
     suite: str
     is_deep: bool
@@ -121,10 +127,16 @@ class Result:
     failed: int
     skipped: int
     seconds: float
+    limit: float = math.inf
+
+    @property
+    def is_right(self) -> bool:
+        """Whether tests ran, all passed, and they were not too slow."""
+        return bool(self.passed) and not self.failed and self.seconds <= self.limit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a test failed, 0 otherwise."""
+    """Returns 1 if a test failed, a suite had none or smoke tests took too long, 0 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["gate", "smoke", "deep"])
     parser.add_argument("suites", nargs="*", help="by default all")
@@ -147,14 +159,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             PAGE.write_text(page(PAGE.read_text() if PAGE.exists() else "", results, at))
     for result in results:
         what = "all" if result.is_deep else "smoke"
-        print(f"{result.suite:12} {what:6} {result.passed:5} passed {result.failed} failed {result.seconds:6.0f} s")
+        print(f"{result.suite:12} {what:6} {result.passed:5} passed {result.failed} failed {result.seconds:6.0f} s", end="")
+        print("" if result.seconds <= result.limit else f": TOO SLOW, these may take {result.limit:.0f} s now: mark fewer as smoke")
     if chosen.what == "gate":
         left = [result.suite for result in results if not result.is_deep] + missing
         print(
             f"left for `make test-deep`: seeds, parameters and tests marked deep, most mutants; of {', '.join(left) or 'no suite'} "
             f"all but the smoke tests (docs/tested.md says when they last passed)"
         )
-    return 1 if any(result.failed or not result.passed for result in results) else 0
+    return 0 if all(result.is_right for result in results) else 1
 
 
 def why_deep(suite: Suite, tested: dict[str, str]) -> str:
@@ -185,6 +198,7 @@ def run(suite: Suite, *, is_deep: bool) -> Result:
     report.unlink(missing_ok=True)
     variables = {"ASYNCFLOW_TESTS": "deep", **suite.variables}
     deadline = None if suite is EVERYTHING else SECONDS
+    limit = math.inf if is_deep else smoke_limit()
     try:
         status = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False, timeout=deadline).returncode
     except subprocess.TimeoutExpired:
@@ -197,7 +211,14 @@ def run(suite: Suite, *, is_deep: bool) -> Result:
             counts = {name: counts[name] + int(element.get(name, "0")) for name in counts}
     failed = counts["failures"] + counts["errors"]
     failed = max(failed, 1) if status else failed  # it may have ended before it could say so
-    return Result(suite.name, is_deep, counts["tests"] - failed - counts["skipped"], failed, counts["skipped"], seconds)
+    passed = counts["tests"] - failed - counts["skipped"]
+    limit = limit if seconds <= limit else max(limit, smoke_limit())  # the machine may have become slower meanwhile
+    return Result(suite.name, is_deep, passed, failed, counts["skipped"], seconds, limit)
+
+
+def smoke_limit() -> float:
+    """Seconds that smoke tests may take on this machine now. A mean: one measured step is over before others get their share."""
+    return statistics.fmean(patience(SMOKE_SECONDS) for _ in range(50))
 
 
 def commit() -> str:

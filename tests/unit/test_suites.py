@@ -140,6 +140,20 @@ def test_a_suite_that_finds_no_test_has_not_passed(repository: Path, monkeypatch
     assert suites.main(["smoke"]) == 1
 
 
+def test_smoke_tests_that_take_too_long_fail_the_gate(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "test_one.py").write_text("import pytest\n\n@pytest.mark.smoke\ndef test_it():\n    pass\n")
+    (repository / ".venv").symlink_to(sys.prefix)
+    monkeypatch.setattr(suites, "make", lambda environment: True)
+    suite = Suite("ray", ("test_one.py", "-p", "no:cacheprovider"), rooms=("room.py",))
+    monkeypatch.setattr(suites, "SUITES", (suite,))
+    assert suites.main(["smoke"]) == 0 and "TOO SLOW" not in capsys.readouterr().out
+    monkeypatch.setattr(suites, "SMOKE_SECONDS", 0.001)
+    assert suites.main(["smoke"]) == 1 and "TOO SLOW" in capsys.readouterr().out
+    assert suites.run(suite, is_deep=True).is_right
+
+
 def test_an_environment_that_cannot_be_made_is_said(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
