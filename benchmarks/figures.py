@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import operator
 import os
 import platform
 import re
@@ -16,10 +17,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+_SIGNS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
+
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `target`: what it is to reach, as `<= 1.15` or `>= 1.3`; none if it is only told."""
+    """One measured number. `target`: what it is to reach, as `<= 1.15`, `< 1` or `>= 1.3`; none if it is only told."""
 
     name: str
     value: float
@@ -31,7 +34,7 @@ class Figure:
         if self.target is None:
             return True
         sign, bound = self.target.split()
-        return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
+        return bool(_SIGNS[sign](self.value, float(bound)))
 
 
 def parser(description: str | None, *, has_runs: bool = False) -> ArgumentParser:

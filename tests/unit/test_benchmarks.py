@@ -149,3 +149,8 @@ def test_processor_and_instruction_set_are_printed_with_each_figure(
     printed = capsys.readouterr().out
     assert f"{figures.processor()}, {os.cpu_count()} cores, instruction set {torch.backends.cpu.get_cpu_capability()};" in printed
     assert "0.5    to reach: <= 0.4   MISSED" in printed
+
+
+@pytest.mark.parametrize(("target", "met"), [("<= 1", True), ("< 1", False), ("< 1.01", True), (">= 1", True), (None, True)])
+def test_a_target_below_a_bound_is_not_met_at_it(benchmark_module: Benchmark, target: str | None, met: bool) -> None:
+    assert benchmark_module("figures").Figure("a ratio", 1.0, "", target).met is met
