@@ -1,32 +1,46 @@
 """Small random models of many families, and whether AsyncFlow computes them as transformers does: `python -m tests.families FILE`.
 
-    config of a family -> folder -> log-probs, gradients, a GRPO step, a checkpoint; responses of the rollout engines -> Findings
+    config of a family -> folder -> logits, log-probs, gradients, a GRPO step, a checkpoint --> Findings
+                                 -> the same step on two ranks, cut each way ---------------+
+                                 -> responses of the rollout engines -----------------------+
 
-Run as a program, it examines all of them, and writes the table into a page (docs/models.md) between its two marks.
+Run as a program, it examines all of them, and writes the table into a page (docs/models.md) between its two marks. Where
+ASYNCFLOW_VLLM_PYTHON names an interpreter that has vLLM, that is asked for its list of models.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.engines.base import MicroBatch, Response, RolloutEngine, SampleKey, Sampling
-from asyncflow.engines.families import FAMILIES
+from asyncflow.engines.base import MicroBatch, Response, RolloutEngine, SampleKey, Sampling, TrainEngine
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.transformers_engine import TransformersEngine
+from asyncflow.engines.train import OUTSIDE, TRAIN_ENGINE_CHECKS
+from asyncflow.engines.train.model.log_probs import _logits
 from asyncflow.engines.train.one_rank import OneRank
-from asyncflow.types import Ragged
-from tests.unit.engines.train.training import train_options
+from asyncflow.model_folder import read_json
+from asyncflow.registry import build
+from asyncflow.types import Layout, Ragged, UserError
+from tests.conftest import MODEL
+from tests.unit.engines.train.parallel.processes import Processes
+from tests.unit.engines.train.training import torch_engine, train_options
+from tests.vllm.servers import VLLM_PYTHON
 
 BASE: dict[str, Any] = {
     "vocab_size": 61,
@@ -101,6 +115,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 PROMPT, RESPONSES = 7, (9, 4, 12)
+OPTIONS: dict[str, Any] = {"temperature": 0.7, "learning_rate": 1e-3, "max_grad_norm": None}
+OBJECTIVE = GRPO(clip_low=0.2, clip_high=0.2)
+CUTS = {"dp": Layout(2, 1, 1), "tp": Layout(1, 2, 1), "pp": Layout(1, 1, 2)}
+LISTED = "import json, vllm; print(json.dumps([vllm.__version__, [*vllm.ModelRegistry.get_supported_archs()]]))"
 BEGIN, END = "<!-- made by `python -m tests.families docs/models.md` -->", "<!-- end -->"
 
 
@@ -109,8 +127,12 @@ class Findings:
     """What was seen of a family. Differences are in nats, those of gradients relative to their norm."""
 
     way: str
+    architecture: str
+    logits: float
     logprobs: float
     gradients: float
+    trainers: list[str]
+    cuts: dict[str, float] = field(default_factory=dict)  # largest difference from one rank, by what the model is cut by
     rollout: dict[str, float] = field(default_factory=dict)  # largest difference by engine
     refused: dict[str, str] = field(default_factory=dict)
     is_loaded: bool = False
@@ -130,9 +152,9 @@ def write_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def micro_batch() -> MicroBatch:
+def micro_batch(seed: int = 0) -> MicroBatch:
     """Rows of several lengths, long enough for the sliding windows."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     ids, offsets = rng.integers(3, 61, sum(RESPONSES)), np.cumsum([0, *RESPONSES])
     return MicroBatch(
         indices=np.arange(len(RESPONSES)),
@@ -145,30 +167,95 @@ def micro_batch() -> MicroBatch:
     )
 
 
+def plain_logits(model: Any, prompt_ids: np.ndarray, response_ids: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """Logits [length, V] of a response's tokens by transformers alone, a row of its own."""
+    row = torch.tensor(np.concatenate([prompt_ids, response_ids]))
+    logits: torch.Tensor = model(input_ids=row[None], use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+    return logits
+
+
 def plain_log_probs(model: Any, prompt_ids: np.ndarray, response_ids: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs of a response by transformers alone, a row of its own."""
-    row = torch.tensor(np.concatenate([prompt_ids, response_ids]))
-    logits = model(input_ids=row[None], use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
-    return logits.log_softmax(-1).gather(1, row[len(prompt_ids) :, None])[:, 0]
+    logits = plain_logits(model, prompt_ids, response_ids, temperature)
+    return logits.log_softmax(-1).gather(1, torch.tensor(response_ids)[:, None])[:, 0]
 
 
-def examine(name: str, folder: Path) -> Findings:
-    """Examine one family in an empty folder."""
+def trainers_of(fields: Mapping[str, Any], **changes: Any) -> list[str]:
+    """Train engines whose checks take a model, with these options, whether or not they are installed here."""
+    found = []
+    with patch("asyncflow.engines.train.adapters.checks._check_installed"):
+        for name in [name for name in TRAIN_ENGINE_CHECKS if name != OUTSIDE]:
+            try:
+                build("train engine", name, {"options": train_options(**changes), "fields": fields}, TRAIN_ENGINE_CHECKS)
+            except UserError:
+                continue
+            found.append(name)
+    return found
+
+
+def rank_s_part(path: Path, layout: Layout) -> tuple[float, np.ndarray] | None:
+    """A rank's part of a GRPO step of two groups: of a leader the gradient's norm, and log-probs after the update."""
+    engine = torch_engine(path, layout=layout, **OPTIONS)
+    if engine.data_parallel_rank is None:
+        asyncio.run(engine.follow(OBJECTIVE, lambda name: nullcontext()))
+        return None
+    return asyncio.run(_step(engine, engine.data_parallel_rank, layout.dp))
+
+
+async def _step(engine: TrainEngine, rank: int, dp: int) -> tuple[float, np.ndarray]:
+    batches = [micro_batch(0), micro_batch(1)]
+    await engine.begin_step()
+    await engine.forward_backward(batches[rank::dp], OBJECTIVE)
+    result = await engine.optim_step(2 * sum(RESPONSES))
+    log_probs = (await engine.log_probs(batches[0].prompt_ids, batches[0].response_ids)).values
+    await engine.close()
+    return result.grad_norm, log_probs
+
+
+def cut_differences(path: Path, ranks: Processes | None) -> dict[str, float]:
+    """Largest difference of a step on two ranks from one on one: of the gradient's norm (relative) and log-probs (nats), for each
+    way in which the model can be cut. Without `ranks`, which are only started for such a model, there must be none."""
+    found, fields = dict[str, float](), read_json(path / "config.json")
+    for cut, layout in CUTS.items():
+        if "torch" not in trainers_of(fields, layout=layout):
+            continue
+        assert ranks is not None, "the model can be cut"
+        norm, log_probs = asyncio.run(_step(torch_engine(path, **OPTIONS), 0, 1))
+        leaders = [answer for answer in ranks.run(rank_s_part, path, layout) if answer is not None]
+        assert len(leaders) == layout.dp
+        found[cut] = max(max(abs(n / norm - 1), float(np.abs(theirs - log_probs).max())) for n, theirs in leaders)
+    return found
+
+
+def examine(name: str, folder: Path, ranks: Processes | None = None) -> Findings:
+    """Examine one family in an empty folder. `ranks`: two, for one that can be cut."""
     path = write_model(name, folder / "model")
+    fields = read_json(path / "config.json")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    batch, temperature = micro_batch(), 0.7
-    training = OneRank(path, train_options(temperature=temperature, learning_rate=1e-3, max_grad_norm=None))
+    batch, temperature = micro_batch(), OPTIONS["temperature"]
+    training = OneRank(path, train_options(**OPTIONS))
+    with torch.no_grad():
+        logits_TV = _logits(*training.policy.hidden(training.policy.pack(batch.prompt_ids, batch.response_ids)))
+        plain_TV = torch.cat([plain_logits(model, batch.prompt_ids, response, temperature) for response in batch.response_ids])
     ours = training.log_probs(batch.prompt_ids, batch.response_ids).values
     theirs_T = torch.cat([plain_log_probs(model, batch.prompt_ids, response, temperature) for response in batch.response_ids])
     # The first update of GRPO: ratios are 1, so its gradient is that of the sum of advantage x log-prob.
     (theirs_T * torch.from_numpy(batch.token_advantages)).sum().neg().backward()
-    training.forward_backward([batch], GRPO(clip_low=0.2, clip_high=0.2))
+    training.forward_backward([batch], OBJECTIVE)
     own = {n: p.grad for n, p in training.policy.parameters.items()}
     pairs = [[torch.zeros_like(p) if g is None else g.clone() for g in (own[n], p.grad)] for n, p in model.named_parameters()]
     distance, size = (
         torch.stack([t.double().norm() for t in ts]).norm().item() for ts in ([a - b for a, b in pairs], [b for _, b in pairs])
     )
-    found = Findings(training.policy.way, float(np.abs(ours - theirs_T.detach().numpy()).max()), distance / size)
+    found = Findings(
+        training.policy.way,
+        fields["architectures"][0],
+        float((logits_TV - plain_TV).abs().max()),
+        float(np.abs(ours - theirs_T.detach().numpy()).max()),
+        distance / size,
+        trainers_of(fields),
+        cut_differences(path, ranks),
+    )
 
     before = {n: p.detach().clone() for n, p in training.policy.parameters.items()}
     result = training.optim_step(len(batch.response_ids.values))
@@ -214,7 +301,9 @@ async def _rollout_difference(
 
 def faults(found: Findings) -> list[str]:
     """What is not as it should be."""
-    told = []
+    told = [f"{cut} differs by {value:.2g}" for cut, value in found.cuts.items() if value > 1e-4]
+    if found.logits > 1e-4:
+        told.append(f"logits differ by {found.logits:.2g}")
     if found.logprobs > 1e-4:
         told.append(f"log-probs differ by {found.logprobs:.2g}")
     if found.gradients > 1e-4:
@@ -227,32 +316,53 @@ def faults(found: Findings) -> list[str]:
     return told
 
 
-def table(all_found: dict[str, Findings]) -> str:
-    """The table of docs/models.md."""
-    lines = [
-        "| `model_type` | special | trained | prompts shared | log-probs, gradients against transformers | rollout: `slots` "
-        "| rollout: `transformers` | dp, tp, pp |",
-        "|---|---|---|---|---|---|---|---|",
+def listed_by_vllm() -> tuple[str, list[str]]:
+    """Version of the vLLM that is here, and the architectures in its list of models; "" and none where it is not."""
+    if VLLM_PYTHON is None:
+        return "", []
+    said = subprocess.run([VLLM_PYTHON, "-c", LISTED], capture_output=True, text=True, check=True).stdout
+    version, architectures = json.loads(said.splitlines()[-1])
+    return version, architectures
+
+
+def table(all_found: Mapping[str, Findings], vllm: tuple[str, list[str]]) -> str:
+    """The table of docs/models.md, and what its last column says. `vllm`: from `listed_by_vllm`."""
+    version, listed = vllm
+    tested = read_json(MODEL / "config.json")["model_type"]
+    columns = [
+        *("`model_type`", "special", "trained", "prompts shared", "logits, log-probs, gradients against transformers"),
+        *("trainers", "cut by", "rollout: `slots`", "rollout: `transformers`", "rollout: `vllm`"),
     ]
+    lines = [columns, ["---"] * len(columns)]
     for name, found in all_found.items():
         kind, _, special = CONFIGS[name]
-        how = {"packed": "packed", "batched": "rows in batches", "alone": "rows one by one"}[found.way]
-        slots = f"{found.rollout['slots']:.0e}" if "slots" in found.rollout else "-"
-        cut = "yes" if kind in FAMILIES else "-"
+        of_vllm = "tested" if kind == tested else "not tried here"
+        if kind != tested and version:
+            of_vllm = "listed" if found.architecture in listed else "-"
         lines.append(
-            f"| `{kind}` | {special} | {how} | {'yes' if found.way == 'packed' else '-'} | {found.logprobs:.0e}, "
-            f"{found.gradients:.0e} | {slots} | {found.rollout['transformers']:.0e} | {cut} |"
+            [
+                f"`{kind}`",
+                special,
+                {"packed": "packed", "batched": "rows in batches", "alone": "rows one by one"}[found.way],
+                "yes" if found.way == "packed" else "-",
+                ", ".join(f"{value:.0e}" for value in (found.logits, found.logprobs, found.gradients)),
+                ", ".join(f"`{trainer}`" for trainer in found.trainers),
+                ", ".join(found.cuts) or "-",
+                *(f"{found.rollout[engine]:.0e}" if engine in found.rollout else "-" for engine in ("slots", "transformers")),
+                of_vllm,
+            ]
         )
-    return "\n".join(lines)
+    told = f"`vllm`: `tested` by the suite of that name; `listed` in vLLM {version}'s list of models, and not tried here."
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + (f"\n\n{told}" if version else "")
 
 
 def main() -> int:
     """Examine all families, and write the table into the page that is named."""
-    found, bad = {}, 0
+    found, bad, ranks = dict[str, Findings](), 0, Processes(2)
     for name in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found[name] = examine(name, Path(folder))
+                found[name] = examine(name, Path(folder), ranks)
             except Exception as error:  # a family that cannot be examined is told, and the others are
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
                 bad += 1
@@ -260,11 +370,12 @@ def main() -> int:
         told = faults(found[name])
         bad += bool(told)
         print(f"{name}: {'; '.join(told) or 'as it should be'} {found[name]}", flush=True)
+    ranks.close()
     if len(sys.argv) > 1 and not bad:
         page = Path(sys.argv[1])
         text = page.read_text()
         head, rest = text.split(BEGIN)
-        page.write_text(f"{head}{BEGIN}\n\n{table(found)}\n\n{END}{rest.split(END)[1]}")
+        page.write_text(f"{head}{BEGIN}\n\n{table(found, listed_by_vllm())}\n\n{END}{rest.split(END)[1]}")
     return int(bool(bad))
 
 
