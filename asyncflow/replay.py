@@ -26,7 +26,6 @@ from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config, dump, load, parse
 from asyncflow.loops.samples import Prompt
-from asyncflow.run.attempt import Attempt, Prepare
 from asyncflow.run.fleet import workers
 from asyncflow.run.in_worker.connection import JobFile, model_begun_with
 from asyncflow.run.job import Job, Listener
@@ -35,6 +34,7 @@ from asyncflow.run.records.record import RecordState
 from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.state.driver_state import DriverState, Resumed, SavedPrompt
 from asyncflow.run.state.resume import CRITIC_FINGERPRINTS, metrics_of
+from asyncflow.run.state.run_folder import Prepare, RunFolder
 from asyncflow.run_dir import CONFIG_FILE, RunDir
 from asyncflow.settings import apply_override, refuse_overrides
 from asyncflow.telemetry.batches import joined, kept_steps, read_batch
@@ -164,7 +164,7 @@ class ReplayJob(Job):
     def __init__(self, config: Config, plan: ReplayPlan, listener: Listener | None = None) -> None:
         super().__init__(config, listener)
         self._plan = plan
-        self._attempt = ReplayLife(config, self.listener.log, plan)
+        self._folder = ReplayFolder(config, self.listener.log, plan)
 
     def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
         specs = workers(self.config, weights_dir, is_training=True, are_trainers_there=False)
@@ -198,15 +198,15 @@ class ReplayJob(Job):
         """Write nothing: a replay has no report."""
 
 
-class ReplayLife(Attempt):
-    """Start of a replay, in a scratch folder: without a data set, and with complete rows."""
+class ReplayFolder(RunFolder):
+    """Scratch folder of a replay: without a data set, and with complete rows."""
 
     def __init__(self, config: Config, log: Callable[[str], None], plan: ReplayPlan) -> None:
         super().__init__(config, log, resume=False)
         self._plan = plan
 
     async def begin(self, prepare: Prepare) -> tuple[Prepared, Resumed]:
-        """See `Attempt.begin`."""
+        """See `RunFolder.begin`."""
         config, plan = self._config, self._plan
         self._folder.claim(dump(config))
         self.weights_dir = self._folder.make_weights_dir()

@@ -35,7 +35,6 @@ from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
 from asyncflow.rows import ANSWER
-from asyncflow.run.attempt import Attempt
 from asyncflow.run.context import Listener as Listener
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import advice, queue_schema, shape_of
@@ -52,6 +51,7 @@ from asyncflow.run.standstill import Standstill
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.state.journal import Journal, Kept
 from asyncflow.run.state.resume import evaluated_versions
+from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.worker_start import import_ahead
 from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket, make_shared_dir
 from asyncflow.telemetry.accuracy import Responses
@@ -94,7 +94,7 @@ class Job(Listener):
         self._have_stayed = False  # workers of the attempt before
         self._evaluate_only, self._resume, self._is_served = evaluate_only, resume, is_served
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
-        self._attempt = Attempt(config, self.listener.log, resume=resume)
+        self._folder = RunFolder(config, self.listener.log, resume=resume)
         self._num_restarts = 0
         self._has_trained = False  # this attempt, a group
         self._interrupted = asyncio.Event()
@@ -106,13 +106,13 @@ class Job(Listener):
         The first `steps` steps may be trained at once. The loops begin first, so that prompts are there when the first worker is.
         Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
         """
-        config, listener, attempt, waits = self.config, self.listener, self._attempt, OpenWaits()
+        config, listener, folder, waits = self.config, self.listener, self._folder, OpenWaits()
         waits.begin()
-        begun = await attempt.begin(self._inputs)
-        self.rows, self.certificate = attempt.rows, attempt.certificate
+        begun = await folder.begin(self._inputs)
+        self.rows, self.certificate = folder.rows, folder.certificate
         if begun is None:
             return
-        assert attempt.weights_dir is not None
+        assert folder.weights_dir is not None
         self.prepared, resumed = begun
         prepared = self.prepared
         self._has_trained, there = False, evaluated_versions(config.run_dir)
@@ -123,11 +123,11 @@ class Job(Listener):
         if self.journal is not None and not self._resume:
             self.journal.clear()
         kept = self._kept if self.journal is not None else None
-        driver = Driver(config, prepared, self, resumed, kept, attempt.memory)
+        driver = Driver(config, prepared, self, resumed, kept, folder.memory)
         driver.saves.on_settled = self._changed.notify
-        server, cluster = self._place(driver, attempt.weights_dir)
+        server, cluster = self._place(driver, folder.weights_dir)
         self._server, self._cluster = server, cluster
-        fleet = self._fleet(attempt.weights_dir)
+        fleet = self._fleet(folder.weights_dir)
         self._may_stay = {spec.name for spec in fleet if spec.may_stay}
         names = [spec.name for spec in fleet]
         self.standstill = Standstill(driver, waits, names, cluster.pids, writes=self._writes_situations)
@@ -169,7 +169,7 @@ class Job(Listener):
         newest checkpoint, as `--resume` does, up to `train.max_restarts` times. For this there are checkpoints in shared memory.
         """
         try:
-            self._attempt.memory = self._memory()
+            self._folder.memory = self._memory()
             while True:
                 try:
                     await self.start(0 if self._evaluate_only else self.config.run.steps)
@@ -182,7 +182,7 @@ class Job(Listener):
                         raise
                     await self._restart_after(death)
         finally:
-            memory = self._attempt.memory
+            memory = self._folder.memory
             await self.stop()
             if memory is not None:
                 shutil.rmtree(memory, ignore_errors=True)
@@ -207,7 +207,7 @@ class Job(Listener):
                 await self._cluster.stop(0.0)
         finally:
             self.driver = None
-            self._attempt.remove_weights()
+            self._folder.remove_weights()
 
     def _may_restart_after(self, death: WorkerDied) -> bool:
         """Whether another attempt follows a worker's death. Not where the worker would fail again: by an error of its own, before
@@ -226,12 +226,12 @@ class Job(Listener):
         assert self.driver is not None, "a worker has died"
         await self._stop(self.driver, goes_on=True)
         self.driver = None
-        self._attempt.remove_weights()
+        self._folder.remove_weights()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._interrupted.wait(), max(0.0, over - clock()))
         self._num_restarts += 1
         self._resume = True
-        self._attempt = self._attempt.next()
+        self._folder = self._folder.next()
 
     def _memory(self) -> Path | None:
         """A folder in shared memory for this run's checkpoints, where its workers are on this machine and may be started again."""
@@ -263,7 +263,7 @@ class Job(Listener):
             self.certificate = driver.record.certificate()
             self.certificate.write(self.config.run_dir)
         self._write_report()
-        self._attempt.note_end()
+        self._folder.note_end()
 
     # -- from outside, while it runs ----------------------------------------------------------------------------------------
 
@@ -274,14 +274,14 @@ class Job(Listener):
     @property
     def weights_dir(self) -> Path:
         """Folder of the weights that travel. Raises `RunError` when the run is over."""
-        if self._attempt.weights_dir is None:
+        if self._folder.weights_dir is None:
             raise RunError("this run is over")
-        return self._attempt.weights_dir
+        return self._folder.weights_dir
 
     @property
     def first(self) -> int:
         """Step at which this attempt has begun."""
-        return self._attempt.job.first
+        return self._folder.job.first
 
     def push(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
@@ -380,7 +380,7 @@ class Job(Listener):
         await driver.settle()
 
     def _save_published_model(self, driver: Driver) -> None:
-        self._attempt.save_published_model(driver.versions.newest, self.prepared.model, driver.ledger.ledger.committed)
+        self._folder.save_published_model(driver.versions.newest, self.prepared.model, driver.ledger.ledger.committed)
 
     def _write_report(self) -> None:
         write_trace(self.config.run_dir)
@@ -395,7 +395,7 @@ class Job(Listener):
         if listen is not None:
             door = await self._server.start(listen)
             self.listener.log(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
-            self._attempt.tell_workers(msgspec.structs.replace(self._attempt.job, door=door))
+            self._folder.tell_workers(msgspec.structs.replace(self._folder.job, door=door))
 
     def _kept(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
         """Rows that the journal has beside a checkpoint, and its prompts as tokens."""

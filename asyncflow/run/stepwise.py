@@ -15,10 +15,10 @@ from typing import Any
 
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import Config
-from asyncflow.run.attempt import write_published
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.state.resume import evaluation_of
+from asyncflow.run.state.run_folder import write_published
 from asyncflow.run.state.saving import checkpoints_of
 from asyncflow.types import RunError, UserError
 

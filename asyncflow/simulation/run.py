@@ -331,7 +331,7 @@ class SimulatedJob(Job):
 
     @asynccontextmanager
     async def _joined(self, name: str, peer: SimulatedPeer) -> AsyncIterator[RunConnection]:
-        async with joined(cast(Peer, peer), name, self.config, self._attempt.job, "simulated") as run:
+        async with joined(cast(Peer, peer), name, self.config, self._folder.job, "simulated") as run:
             run.reporter.recorder.enter("load")
             await asyncio.sleep(self._costs_of(name).load_seconds)
             yield run

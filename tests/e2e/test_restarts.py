@@ -73,7 +73,7 @@ class Killer(Listener):
         """Kill it, if there is a checkpoint of all that is committed; or it has been."""
         if worker in self._killed:
             return True
-        driver, memory = self.job.driver, self.job._attempt.memory
+        driver, memory = self.job.driver, self.job._folder.memory
         assert driver is not None
         committed = driver.ledger.ledger.committed
         if memory is None or any(committed in place.versions() for place in places_of(self.job.config, memory).values()):

@@ -1,4 +1,4 @@
-"""One attempt of a run, as its folder sees it: what is there when it begins, and what is left when it ends.
+"""Folder of a run, as one attempt finds it and leaves it: what is there when it begins, and what is left when it ends.
 
     folder --begin--> nothing: made anew | a checkpoint: gone back to | all of it: told, and nothing is to be done
            <--end---- the model (the trainer's, or the last one published), which steps it is of, the report
@@ -54,9 +54,9 @@ def write_published(folder: Path, published: Manifest, model: Path, config: Conf
     copy_tokenizer(model, folder)
 
 
-class Attempt:
-    """Attempt of a run. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read. `certificate`: of a
-    finished run."""
+class RunFolder:
+    """Folder of a run, for one attempt. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read.
+    `certificate`: of a finished run."""
 
     def __init__(self, config: Config, log: Callable[[str], None], *, resume: bool, memory: Path | None = None) -> None:
         """`memory`: folder of the run's checkpoints in shared memory, which the attempts of one process have in common."""
@@ -156,9 +156,9 @@ class Attempt:
             shutil.rmtree(self.weights_dir, ignore_errors=True)
             self.weights_dir = None
 
-    def next(self) -> Attempt:
-        """The attempt that follows in this process: it resumes the run."""
-        return Attempt(self._config, self._log, resume=True, memory=self.memory)
+    def next(self) -> RunFolder:
+        """Folder for the attempt that follows in this process, which resumes the run."""
+        return RunFolder(self._config, self._log, resume=True, memory=self.memory)
 
     # -- how it begins ------------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from asyncflow.config import dump, parse
-from asyncflow.run.attempt import Attempt
 from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.record import RecordState
 from asyncflow.run.state.driver_state import DriverState, write_driver
+from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.state.saving import places_of
 from asyncflow.run_dir import RunDir
 from asyncflow.types import CheckpointPlace, UserError
@@ -30,11 +30,11 @@ async def test_a_run_that_failed_before_its_first_step_makes_room_and_says_so(
     config = parse(small())
     RunDir(config.run_dir).claim("run: {}")
     with pytest.raises(UserError, match="a mistake"):
-        await Attempt(config, said.append, resume=False).begin(mistaken)
+        await RunFolder(config, said.append, resume=False).begin(mistaken)
     assert said == [f"{config.run_dir} holds a run that ended before its first step: this one begins in its place"]
     (config.run_dir / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="holds an earlier run"):
-        await Attempt(config, said.append, resume=False).begin(mistaken)
+        await RunFolder(config, said.append, resume=False).begin(mistaken)
 
 
 def test_the_last_published_weights_are_the_model_unless_they_are_on_another_machine(
@@ -43,17 +43,17 @@ def test_the_last_published_weights_are_the_model_unless_they_are_on_another_mac
     said: list[str] = []
     config = parse(small())
     config.run_dir.mkdir(parents=True)
-    attempt = Attempt(config, said.append, resume=False)
+    folder = RunFolder(config, said.append, resume=False)
     published = tmp_path / "weights-2.safetensors"
     manifest = Manifest("first", 2, str(published), "", 7, {})
-    attempt.save_published_model(manifest, MODEL, 2)
+    folder.save_published_model(manifest, MODEL, 2)
     assert not (config.run_dir / "model").exists()
     assert said == [
         "the trainer could not save in time, and its last published weights are not on this machine: the newest checkpoint "
         "has the model, if there is one"
     ]
     published.write_bytes(b"weights")
-    attempt.save_published_model(manifest, MODEL, 2)
+    folder.save_published_model(manifest, MODEL, 2)
     assert (config.run_dir / "model" / "model.safetensors").read_bytes() == b"weights"
     assert "holds the last published weights" in said[1]
 
@@ -67,10 +67,10 @@ async def test_the_newest_whole_checkpoint_of_both_places_is_resumed_and_later_o
 ) -> None:
     config, said = parse(small()), list[str]()
     RunDir(config.run_dir).claim("run: {}")
-    attempt = Attempt(config, said.append, resume=False, memory=tmp_path / "memory").next()
+    folder = RunFolder(config, said.append, resume=False, memory=tmp_path / "memory").next()
     for version, place in ((on_disk, "disk"), (in_memory, "memory")):
         if version is not None:
-            checkpoints = places_of(config, attempt.memory)[cast(CheckpointPlace, place)]
+            checkpoints = places_of(config, folder.memory)[cast(CheckpointPlace, place)]
             state = DriverState(
                 version=version, config=dump(config), data="", position=0, pushed=[], steps={}, record=RecordState()
             )
@@ -78,10 +78,10 @@ async def test_the_newest_whole_checkpoint_of_both_places_is_resumed_and_later_o
             checkpoints.commit(version)
             if place == damaged:
                 (checkpoints.path(version) / "driver.msgpack").write_bytes(b"")
-    resumed = await attempt._last_checkpoint()
+    resumed = await folder._last_checkpoint()
     assert resumed is not None and resumed.state.version == expected
     assert resumed.folder.is_relative_to(tmp_path / "memory") == (expected == in_memory)
     assert bool(said) == bool(damaged)
-    attempt._forget_after(expected)
-    left = [version for checkpoints in places_of(config, attempt.memory).values() for version in checkpoints.versions()]
+    folder._forget_after(expected)
+    left = [version for checkpoints in places_of(config, folder.memory).values() for version in checkpoints.versions()]
     assert max(left) == expected
