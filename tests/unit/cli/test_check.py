@@ -10,9 +10,17 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
+from typer.main import get_command
 
 from asyncflow.cli.check import EXTRAS, _extras
+from asyncflow.cli.verbs import app
+from asyncflow.cluster import CLUSTERS
+from asyncflow.engines.rollout import ROLLOUT_ENGINES
+from asyncflow.engines.train import TRAIN_ENGINES
+from asyncflow.rewards import REWARDS
+from asyncflow.transfer_queue import STORAGES
 from tests.conftest import ROOT
+from tests.unit.test_docs import is_key
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {
@@ -73,6 +81,38 @@ def test_every_extra_is_listed_by_the_package_that_is_imported() -> None:
     used = third_party()
     for name, modules in extras.items():
         assert modules <= used | LOADED_BY_NAME, name
+
+
+KNOWN = {
+    "cluster": CLUSTERS,
+    "rollout.engine": ROLLOUT_ENGINES,
+    "train.engine": TRAIN_ENGINES,
+    "queue.storage": STORAGES,
+    "reward.scorer": REWARDS,
+}
+VERBS = set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def strangers(purpose: str) -> list[str]:
+    """What a purpose names by `(verb)`, `(key)` or `(key=choice)` and is not there."""
+    named = re.findall(r"\((?:asyncflow )?([\w.]+(?:=\w+)?)\)", purpose)
+    assert len(named) == 1, f"{purpose}: which key or verb is it for?"
+    key, _, choice = named[0].partition("=")
+    found = key in VERBS if "(asyncflow " in purpose else is_key(key) and (not choice or choice in KNOWN[key])
+    return [] if found else named
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_is_for_a_key_that_is_there(extra: str) -> None:
+    _, purpose = EXTRAS[extra]
+    assert strangers(purpose) == [] and "nothing" not in purpose
+
+
+def test_what_looks_for_strangers_finds_them() -> None:
+    assert strangers("a run (asyncflow served)") == ["served"] and strangers("data (data.folder)") == ["data.folder"]
+    assert strangers("rewards (reward.scorer=math)") == ["reward.scorer=math"]
+    with pytest.raises(AssertionError, match="which key"):
+        strangers("workers placed by Ray; nothing in this version uses it")
 
 
 def test_what_is_imported_is_declared() -> None:
