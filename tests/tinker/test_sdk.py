@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import MODEL
+from tests.conftest import MODEL, ROOT
 from tests.tinker.world import CLIENTS, PYTHONS, Served, serving, version_of
 
 pytestmark = pytest.mark.skipif(not PYTHONS, reason="ASYNCFLOW_TINKER_PYTHONS names no interpreter that has the tinker SDK")
@@ -74,3 +74,14 @@ def test_a_request_that_comes_again_or_too_early_is_applied_once_in_its_order(se
     seen = json.loads(served.run(python, CLIENTS / "repeated.py", "tiny", cwd=folder))
     assert seen["repeated"] == seen["plain"] and seen["num_sent"] > seen["num_requests"]
     assert "belongs to another request" in seen["refused"]
+
+
+@pytest.mark.parametrize("python", VERSIONS)
+def test_the_sweep_of_the_recipes_trains_an_adapter_for_each_rate(served: Served, folder: Path, python: Path) -> None:
+    """Equal rates are equal to the bit beside another one, and a rate that is next to nothing learns nothing."""
+    said = served.run(python, ROOT / "recipes" / "sweep.py", "tiny", "2e-3", "2e-3", "1e-12", "--steps", "4", cwd=folder)
+    head, *table = [line.split() for line in said.splitlines()]
+    assert head == ["learning", "rate", "0", "1", "2", "3"] and [line[0] for line in table] == ["0.002", "0.002", "1e-12"]
+    first, second, still = ([float(reward) for reward in line[1:]] for line in table)
+    assert first == second and first[0] == still[0]
+    assert max(first[2:]) > first[0] + 0.2 and max(still) < max(first) - 0.1
