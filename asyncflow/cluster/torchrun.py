@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 4 -m asyncflow train CONFIG plan.train.dp=4
 
-consumes: torchrun's environment variables
-waits for: the driver, until it has claimed the run's folder; then for the end of the run
+consumes: torchrun's environment variables, and its store, in which the first rank says what this launch is called
+waits for: that name; the driver, until it has claimed the run's folder; then for the end of the run
 is unblocked by: the driver's job file, which names this launch; the end of the first rank's process, which stays as long as it
 
-The first rank's process starts the driver, which starts everything but trainers, and hands on its exit status. One machine.
+The first rank's process starts the driver, which starts everything but trainers, and hands on its exit status. All ranks are on one
+machine, whichever of several torchruns has started them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +33,8 @@ from asyncflow.transport import ConnectionLost
 from asyncflow.types import Layout, RunError, UserError, first_error
 
 LAUNCH = "ASYNCFLOW_LAUNCH"
-"""The environment variable by which a driver knows, and tells, which launch of torchrun its trainers come from."""
+"""The environment variable by which a driver knows, and tells, which launch of torchrun its trainers come from; and the key in
+torchrun's store."""
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 
@@ -53,23 +57,30 @@ def run_rank(
 
     Raises:
         UserError: torchrun has not started as many processes as the layout has ranks, or they are on several machines.
-        RunError: the driver was not there in time.
+        RunError: the first rank or the driver was not there in time.
     """
-    environment = os.environ
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if size != layout.size or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
-        here = environment.get("LOCAL_WORLD_SIZE")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != layout.size:
         raise UserError(
-            f"torchrun has started {size} processes, {here} of them here, and plan.train asks for dp {layout.dp} x tp {layout.tp} "
-            f"x pp {layout.pp} = {layout.size} on one machine: start it with --nproc-per-node {layout.size}"
+            f"torchrun has started {size} processes, and plan.train asks for dp {layout.dp} x tp {layout.tp} x pp {layout.pp} = "
+            f"{layout.size}: start it with --nproc-per-node {layout.size}"
         )
-    # torchrun's own process is the parent of all of them; its run id is the same each time unless one is given.
-    launch = f"{environment['TORCHELASTIC_RUN_ID']}/{os.getppid()}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # By its name, as the worker below: a driver, which has this module too, imports no torch.
+    said_by_first = load("store", "asyncflow.transport.torch_store:said_by_first")
+    own = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex}"
+    launch, _kept_open = said_by_first(LAUNCH, own if rank == 0 else None, deadline_seconds)
+    host, process_id, _ = launch.split("/")
+    if host != socket.gethostname():
+        raise UserError(
+            f"torchrun has started ranks on {host} and on {socket.gethostname()}: for several machines set cluster: ray"
+        )
+    # Of this machine, also where several torchruns have started them.
+    os.environ.update({"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)})
     driver, first = None, None
     if rank == 0:
         driver = _start_driver(driver_arguments, launch)
     else:
-        first = _first_rank()
+        first = _process(int(process_id))
         # torchrun hands its signals to all: it is the driver that ends them, when the last checkpoint is written.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -128,18 +139,9 @@ def _wait_for_driver(
     return True
 
 
-def _first_rank() -> psutil.Process | None:
-    """The process of rank 0, which torchrun has started before this one. None: it has gone."""
-    torchrun = psutil.Process(os.getppid())
-    for process in torchrun.children():
-        try:
-            if process.environ().get("RANK") == "0":
-                return process
-        except psutil.NoSuchProcess:  # it has just ended
-            continue
-        except psutil.AccessDenied:  # a machine on which nobody sees another's environment: torchrun itself lasts as long
-            return torchrun
-    return None
+def _process(number: int) -> psutil.Process | None:
+    """The process of this number. None: it has gone."""
+    return psutil.Process(number) if psutil.pid_exists(number) else None
 
 
 def _has_ended(process: psutil.Process | None) -> bool:

@@ -12,7 +12,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+from asyncflow.types import RunError
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined]
@@ -67,6 +69,20 @@ def offer(scheme: str, call: Callable[..., Any]) -> None:
         yield store, int(numbers["rank"]), int(numbers["world_size"])
 
     register_rendezvous_handler(scheme, handler)  # type: ignore[no-untyped-call]
+
+
+def said_by_first(key: str, word: str | None, timeout_seconds: float) -> tuple[str, dist.Store]:  # type: ignore[name-defined]
+    """Word that the first of torchrun's ranks says to all of them; the others' `word` is None. And torchrun's store, which the
+    first rank may have to keep open for the others. Raises `RunError` if the first one does not say it in time."""
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
+        if word is not None:
+            store.set(key, word)
+        return store.get(key).decode(), store
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"rank 0 of torchrun was not heard of within {timeout_seconds:g} s ({reason(error)}): it says why"
+        ) from error
 
 
 def reason(error: BaseException) -> str:

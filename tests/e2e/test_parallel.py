@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from asyncflow.telemetry.fingerprints import StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import merged
+from tests.contract.conftest import free_port
 from tests.depth import deep, few
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
@@ -135,3 +136,28 @@ def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
             capture_output=True, text=True, timeout=60, env=environment, check=False,
         )  # fmt: skip
         assert again.returncode == status and words in again.stdout + again.stderr
+
+
+@deep
+def test_two_torchruns_may_start_the_trainers_and_resume_the_run(small: Small, tmp_path: Path) -> None:
+    """As on two nodes, here on this machine's loopback: the second launch goes on where the first has ended, to the same bits."""
+    whole = trained(small, tmp_path, "whole", plan={"train": {"dp": 2}})
+    folder, run_dir = tmp_path / "config-cut", tmp_path / "runs" / "cut"
+    folder.mkdir()
+    config = write_config(folder, small(**merged(SECTIONS, {"run": {"name": "cut"}, "plan": {"train": {"dp": 2}}})))
+    torchrun = str(shutil.which("torchrun", path=str(Path(sys.executable).parent)))
+    for more in (["run.steps=2"], ["--resume"]):
+        nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        launches = [
+            subprocess.Popen(
+                [torchrun, *nodes, "--node-rank", str(node), "-m", "asyncflow", "train", config, *more],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            for node in range(2)
+        ]  # fmt: skip
+        said = [launch.communicate(timeout=patience(120))[0] for launch in launches]
+        assert [launch.returncode for launch in launches] == [0, 0], "\n".join(said)
+    assert [row["step"] for row in rows(run_dir / "metrics.jsonl")] == [*range(STEPS)]
+    same = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, run_dir)]
+    assert same[0] == same[1]
+    assert not processes_of(run_dir)
