@@ -308,7 +308,7 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
 
 
 @pytest.mark.parametrize("nodes", ["sharing"], indirect=True)
-def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits(
+def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits_when_the_run_is_killed_and_resumed_too(
     small: Small, tmp_path: Path, nodes: str, background: Callable[..., Command]
 ) -> None:
     config = write_config(tmp_path, recipe(small, run={"steps": 4}, plan={"train": {"dp": 2}}, checkpoint={"every_steps": 2}))
@@ -325,14 +325,16 @@ def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits(
     assert "trainer/1" in far and "trainer/0" not in far and len(far & {"storage/0", "storage/1"}) == 1
     for rank in ("trainer/0", "trainer/1"):
         assert workers[rank].environ()["LOCAL_WORLD_SIZE"] == "1"
-    output, errors = command.communicate(timeout=SECONDS)
-    assert command.returncode == 0, output + errors
+    wait_for(lambda: num_steps(run_dirs[1]) >= 2, command)
+    command.kill()  # and whoever comes back goes on from the checkpoint of both nodes' ranks
+    wait_for(lambda: not alive([*workers.values()]), seconds=SECONDS)
+    resumed = run_command("train", config, "run.name=nodes", *on_nodes(nodes), *apart, *units, "--resume", timeout=SECONDS)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert learned(run_dirs[0]) == learned(run_dirs[1])
     models = [(run_dir / "model" / "model.safetensors").read_bytes() for run_dir in run_dirs]
     assert models[0] == models[1]
     shards = [sorted(path.name for path in run_dir.glob("checkpoints/step-000004/trainer/*")) for run_dir in run_dirs]
     assert shards[0] == shards[1] and len(shards[0]) >= 2
-    wait_for(lambda: not alive([*workers.values()]), seconds=20.0)
 
 
 @pytest.mark.skipif(not can_hide(), reason="no mounts of its own here")
