@@ -54,13 +54,13 @@ class SimulatedCluster:
         self._on_death: Callable[[str, str, bool], None] = lambda name, why, is_final: None
         self._wire, self._mains, self._faults = wire, mains, faults
         self._workers: dict[str, _Worker] = {}
-        self._lives: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._over: asyncio.Future[None] = wire.loop.create_future()
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
         """See `Cluster`. With the first workers the plan begins; a worker that is not there when its turn comes is spared."""
-        loop, is_first = self._wire.loop, not self._lives
+        loop, is_first = self._wire.loop, not self._starts
         for spec in workers:
             self._begin(spec)
         if not is_first:
@@ -84,7 +84,7 @@ class SimulatedCluster:
         if was_running:
             self.num_cut_short += 1
             worker.process.kill()
-        del self._workers[name], self._lives[name]
+        del self._workers[name], self._starts[name]
         return not was_running
 
     async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
@@ -116,7 +116,7 @@ class SimulatedCluster:
         peer = process.run(SimulatedPeer, self._wire, spec.name)
         main = process.start(self._mains[spec.entry](spec.name, peer), name=spec.name)
         self._workers[spec.name] = worker = _Worker(spec, process, main, self._wire.loop.create_future())
-        self._lives[spec.name] = self._lives.get(spec.name, 0) + 1
+        self._starts[spec.name] = self._starts.get(spec.name, 0) + 1
         main.add_done_callback(partial(self._ended, worker), context=self._wire.context)
 
     def _ended(self, worker: _Worker, main: asyncio.Task[None]) -> None:
@@ -140,7 +140,7 @@ class SimulatedCluster:
         self.num_deaths += 1
         worker.process.kill()
         worker.gone.set_result(None)
-        restarts = self._lives[name] - 1
+        restarts = self._starts[name] - 1
         if worker.is_leaving:
             return
         if not worker.spec.max_restarts:

@@ -226,8 +226,8 @@ class PolicyVersions:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        for book in (self._serving, self._installing, self._told, self.stale, self.stale_since, self._granted_at, self.attested):
-            book.pop(worker, None)
+        for state in (self._serving, self._installing, self._told, self.stale, self.stale_since, self._granted_at, self.attested):
+            state.pop(worker, None)
         self._signal.notify()
 
     def call_for(self, version: int) -> None:

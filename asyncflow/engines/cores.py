@@ -37,7 +37,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @dataclass(frozen=True, slots=True)
-class TurnsOnDevices:
+class SharedDevices:
     """Slowdown of workers that share devices: each device is given to those that compute on it in turns, in equal parts.
 
     `devices`: of each worker, by its name, which is its pool. One with several devices goes on as fast as on the slowest of them.
@@ -88,7 +88,7 @@ class Computation:
 class Cores:
     """Cores of one machine, with the work under way on them. Belongs to one event loop."""
 
-    def __init__(self, contention: Contention | TurnsOnDevices | None = None) -> None:
+    def __init__(self, contention: Contention | SharedDevices | None = None) -> None:
         self._contention = contention
         self._work: list[Computation] = []
 
@@ -128,7 +128,7 @@ class Cores:
             self._work.remove(work)
             self._change_rates(self._contention)
 
-    def _change_rates(self, contention: Contention | TurnsOnDevices, begun: Computation | None = None) -> None:
+    def _change_rates(self, contention: Contention | SharedDevices, begun: Computation | None = None) -> None:
         """Give all work the rate that it has now. That of a killed worker is ended by nobody: it is
         over in time."""
         self._work = [work for work in self._work if work is begun or work.until(work.seconds) > -1.0]

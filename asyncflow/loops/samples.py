@@ -370,12 +370,12 @@ def scored_group(batch: Batch) -> ScoredGroup:
 
 
 def micro_batches(
-    step: int, batch: Batch, advantages: Advantages, rows_each: int, is_told: Callable[[int], bool] = lambda row: False
+    step: int, batch: Batch, advantages: Advantages, rows_each: int, is_examined: Callable[[int], bool] = lambda row: False
 ) -> Iterator[MicroBatch]:
     """A leased group, trained in this step, in pieces: a function of which rows there are. Raises `RunError` for advantages of
     another shape than the group's.
 
-    `is_told`: rows of which the engine is to give figures token by token. It gives none of a group that has branches.
+    `is_examined`: rows of which the engine is to give figures token by token. It gives none of a group that has branches.
     """
     check_advantages(batch, advantages)
     row_staleness, has_reference = staleness(step, batch), REFERENCE_COLUMN.name in batch.columns
@@ -396,7 +396,7 @@ def micro_batches(
             ref_logprobs=batch.ragged(REFERENCE_COLUMN.name).take(piece) if has_reference else None,
             values=batch.ragged(VALUES_COLUMN.name).take(piece) if has_values else None,
             rewards=batch.dense("reward")[rows] if "reward" in batch.columns else None,
-            told_rows=tuple(number for number, row in enumerate(batch.indices[rows].tolist()) if is_told(row)),
+            told_rows=tuple(number for number, row in enumerate(batch.indices[rows].tolist()) if is_examined(row)),
         )
 
 

@@ -69,7 +69,7 @@ from asyncflow.waits import BEGUN
 
 UNITS_SECONDS: Final = 60.0
 """How long storage units in processes of their own may take to come, once they have been started."""
-FAILURES_SAID: Final = 8
+FAILURES_LOGGED: Final = 8
 """Rows that fail for the same reason and are named one by one; after them each hundredth is."""
 
 
@@ -80,14 +80,14 @@ class Driver:
         self,
         config: Config,
         prepared: Prepared,
-        observer: Listener,
+        listener: Listener,
         resumed: Resumed | None = None,
         kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None = None,
         memory: Path | None = None,
     ) -> None:
         """`kept`: reads what the run's journal has beside a checkpoint, and its prompts as tokens; None where it has none.
         `memory`: folder of the checkpoints in shared memory, if there are to be any."""
-        self.config, self.log, self._failures = config, observer.log, Counter[str]()
+        self.config, self.log, self._failures = config, listener.log, Counter[str]()
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
         self.schedule = make_schedule(config)
@@ -109,11 +109,11 @@ class Driver:
             first=first,
             has_evaluators=config.eval.num_workers > 0,
         )
-        books = ProgressView(ledger, self.transfer_queue.controllers)
-        self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
+        progress = ProgressView(ledger, self.transfer_queue.controllers)
+        self.ledger = LedgerService(ledger, self.schedule, progress, signal, self._end_step)
         self._selection = Selection(self.queue, self.ledger, self.background.start)
         self.versions = PolicyVersions(
-            self.schedule, books, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first
+            self.schedule, progress, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first
         )
         self.critic_versions = CriticVersions(signal, first)
         self.devices = Devices(num_devices(config), self._clock)
@@ -128,12 +128,12 @@ class Driver:
             background=self.background,
             signal=signal,
             clock=self._clock,
-            log=observer.log,
+            log=listener.log,
             progress=self.progress,
         )
         before = resumed.record if resumed is not None else RecordState()
         self.cores = FreeCores(config, signal, self._generating, self._is_training)
-        self.record = RunRecord(context, observer, num_devices=self.devices.mean, cores=self.cores, before=before)
+        self.record = RunRecord(context, listener, num_devices=self.devices.mean, cores=self.cores, before=before)
         self.hub = self.record.hub
         self.evaluating = Evaluating(context, self.record, prepared.held_out, resumed)
         evaluators = self.evaluating.evaluators
@@ -348,7 +348,7 @@ class Driver:
                 f"{self.config.run_dir / 'logs'}/storage-*.log say what the others do"
             ) from error
 
-    # -- what the books tell ------------------------------------------------------------------------------------------------
+    # -- what ledger, versions and queue know ------------------------------------------------------------------------------
 
     def _generating(self) -> set[str]:
         """Workers whose engines generate, or are about to: they hold rows, or install weights."""
@@ -386,8 +386,8 @@ class Driver:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
             kind = re.sub(r"\d+", "", letter.error)  # the same but for the numbers in it
             self._failures[kind] += 1
-            if (number := self._failures[kind]) <= FAILURES_SAID or number % 100 == 0:
-                again = "" if number < FAILURES_SAID else f" ({number} rows by now; from here on each hundredth is said)"
+            if (number := self._failures[kind]) <= FAILURES_LOGGED or number % 100 == 0:
+                again = "" if number < FAILURES_LOGGED else f" ({number} rows by now; from here on each hundredth is logged)"
                 where = f"; it is in {self.config.run_dir / UNSCORED_FILE}" if letter.error.startswith(NO_REWARD) else ""
                 self.log(f"row {letter.row} of the queue failed for good{attempts}: {letter.error}{where}{again}")
         self.record.rows_died(dead)

@@ -38,7 +38,7 @@ class Health:
         self._log(f"worker {worker} {why}")
         if (versions := self._versions(worker)) is not None:
             versions.died(worker, is_final)
-            self._judge(versions, worker, why)
+            self._stop_if_too_few(versions, worker, why)
         elif is_final:  # the others are needed, all of them
             self._fail(RunError(f"worker {worker} {why}"))
 
@@ -91,12 +91,12 @@ class Health:
         def look_again() -> None:
             if versions.stale_since.get(worker) == since and not versions.is_stopping:
                 why = f"has had no weights to serve for {self._patience_seconds:g} s: {versions.stale[worker]}"
-                self._judge(versions, worker, why)
+                self._stop_if_too_few(versions, worker, why)
                 self._look_later(versions, worker, since)
 
         asyncio.get_running_loop().call_later(self._patience_seconds, look_again)
 
-    def _judge(self, versions: PolicyVersions, worker: str, why: str) -> None:
+    def _stop_if_too_few(self, versions: PolicyVersions, worker: str, why: str) -> None:
         """Stop the run if too few other workers are healthy."""
         pool, healthy = versions.workers, versions.num_healthy(self._patience_seconds)
         named, needs, needed = "rollout workers", "weight_sync.min_healthy_workers is", self._min_healthy_workers

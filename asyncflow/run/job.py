@@ -337,8 +337,8 @@ class Job(Listener):
     async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs, checked."""
         import_ahead(self.config, is_training=not self._evaluate_only)
-        is_said = resumed is not None and (self.config.run_dir / JOB_FILE).exists()  # a fork may have a model of its own
-        begun_with = model_begun_with(self.config.run_dir) if is_said else None
+        has_job_file = resumed is not None and (self.config.run_dir / JOB_FILE).exists()  # a fork may have a model of its own
+        begun_with = model_begun_with(self.config.run_dir) if has_job_file else None
         return await prepare(
             self.config,
             scratch,

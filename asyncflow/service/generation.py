@@ -190,8 +190,8 @@ class OutsideEngine:
         """Hashes of the prompts (`prompt_hash`) that these rows, which are being stored, answer: int64 [n]."""
         return np.array([self._hashes[row] for row in rows.tolist()], np.int64)
 
-    def told(self, row: int, outcome: str) -> None:
-        """A response was stored, or was not."""
+    def resolve(self, row: int, outcome: str) -> None:
+        """Answer the client that waits: its response was stored, or was not."""
         self._hashes.pop(row, None)
         if (waiting := self._outcomes.pop(row, None)) is not None and not waiting.done():
             waiting.set_result(outcome)
@@ -200,7 +200,7 @@ class OutsideEngine:
         """The run is stopping, or the client has gone."""
         self._is_over = True
         for row in list(self._outcomes):
-            self.told(row, "the run is stopping")
+            self.resolve(row, "the run is stopping")
         self._changed.set()
         self._installed.set()
 
@@ -274,7 +274,7 @@ class PublishedFiles:
             self._file = None
 
 
-class ToldQueue(TransferQueueClient):
+class NotifyingQueue(TransferQueueClient):
     """The queue as an outside worker's loop sees it: a client that has put a response is told what became of it. `kept` is called
     with the rows that were stored, and hashes of their prompts, before that."""
 
@@ -288,17 +288,17 @@ class ToldQueue(TransferQueueClient):
             is_stored = await super().complete(lease, outputs)
         except BaseException:
             for row in outputs.indices.tolist():
-                self._engine.told(row, "it could not be stored")
+                self._engine.resolve(row, "it could not be stored")
             raise
         if is_stored.any():
             stored_rows = take(self.schema, outputs, np.flatnonzero(is_stored), np.arange(len(outputs.groups)))
             self._kept(stored_rows, self._engine.prompt_hashes(stored_rows.indices))
         for row, stored in zip(outputs.indices.tolist(), is_stored.tolist(), strict=True):
-            self._engine.told(row, STORED if stored else OVER)
+            self._engine.resolve(row, STORED if stored else OVER)
         return is_stored
 
     async def fail(self, lease: Lease, rows: Sequence[int], error: str, *, is_final: bool = False) -> None:
         """See `TransferQueueClient.fail`."""
         await super().fail(lease, rows, error, is_final=is_final)
         for row in rows:
-            self._engine.told(row, error)
+            self._engine.resolve(row, error)

@@ -33,7 +33,7 @@ def groups_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def told_group(run_dir: Path, step: int, group: int) -> dict[str, Any]:
+def group_figures(run_dir: Path, step: int, group: int) -> dict[str, Any]:
     """A group of a step: its prompt, and of each row the reward, the advantage, and each token with what is known of it.
 
     Text is there where the model's tokenizer is; otherwise tokens are shown by number. Advantages are there for AsyncFlow's own
@@ -51,7 +51,7 @@ def told_group(run_dir: Path, step: int, group: int) -> dict[str, Any]:
     return {"prompt": texts.whole(alone.ragged("prompt_ids")[0]), "rows": rows}
 
 
-def told_tokens(run_dir: Path, row: int) -> list[dict[str, Any]]:
+def token_figures(run_dir: Path, row: int) -> list[dict[str, Any]]:
     """A response of `samples.jsonl` in each epoch that trained it: the step, and each token with what the rollout engine and the
     trainer have said of it. Empty where it was not computed in training. `num_more`: tokens that were not kept."""
     texts = _Texts(run_dir)

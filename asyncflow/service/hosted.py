@@ -138,7 +138,7 @@ class HostedRun:
         if self._watching is not None:
             self._watching.cancel()
         if self._run is not None:
-            self._run.job.interrupt()  # who waits for a step has the turn, and is told
+            self._run.job.interrupt()  # a request that waits for a step is told
         async with self._turn:
             try:
                 if self._workers is not None:
@@ -162,11 +162,11 @@ class HostedRun:
     def is_over_for(self, own_id: str) -> bool:
         """Whether the run is over, or about to be, which the client of this id is told now."""
         if self._is_stopping:
-            self.is_told(own_id)
+            self.end_is_known(own_id)
         return self._is_stopping
 
-    def is_told(self, own_id: str) -> None:
-        """A client that generated knows that the run is over."""
+    def end_is_known(self, own_id: str) -> None:
+        """Take note that a client that generated knows that the run is over."""
         self._told.add(own_id)
 
     # -- training from outside ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from plotly.offline import get_plotlyjs
 
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.service.app import Receive, Send
-from asyncflow.service.groups import groups_of, told_group, told_tokens
+from asyncflow.service.groups import groups_of, group_figures, token_figures
 from asyncflow.service.limits import Denied
 from asyncflow.service.reference import HEADERS
 from asyncflow.service.server import LOOPBACK
@@ -208,7 +208,7 @@ def watch_routes(watched: Watched) -> APIRouter:
 
     @router.get("/api/tokens", summary="A response of the samples as it was trained, token by token")
     async def tokens(run: str, row: int) -> Response:
-        return _json(await watched.run(run).of(lambda reader: told_tokens(reader.path, row)))
+        return _json(await watched.run(run).of(lambda reader: token_figures(reader.path, row)))
 
     @router.get("/api/groups", summary="Groups of a step whose batch was kept")
     async def groups(run: str, step: int) -> Response:
@@ -216,7 +216,7 @@ def watch_routes(watched: Watched) -> APIRouter:
 
     @router.get("/api/group", summary="A group's responses, token by token")
     async def group(run: str, step: int, group: int) -> Response:
-        return _json(await watched.run(run).of(lambda reader: told_group(reader.path, step, group)))
+        return _json(await watched.run(run).of(lambda reader: group_figures(reader.path, step, group)))
 
     @router.get("/api/compare", summary="Several runs over each other")
     async def compare(run: Annotated[list[str], Query(min_length=2, max_length=16)]) -> Response:

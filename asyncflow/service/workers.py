@@ -25,7 +25,7 @@ from asyncflow.run.driver import Driver
 from asyncflow.run.in_worker.connection import connected
 from asyncflow.run.in_worker.scoring import scoring
 from asyncflow.run.workers import roll_out
-from asyncflow.service.generation import OutsideEngine, PublishedFiles, ToldQueue
+from asyncflow.service.generation import OutsideEngine, PublishedFiles, NotifyingQueue
 from asyncflow.service.limits import Busy
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Array, Batch, RunError, UserError
@@ -133,7 +133,7 @@ class OutsideWorkers:
             await asyncio.wait([session.task])
 
     async def _roll_out(self, name: str, engine: OutsideEngine, files: PublishedFiles, has_joined: asyncio.Event) -> None:
-        make_queue = partial(ToldQueue, engine=engine, kept=self._kept)
+        make_queue = partial(NotifyingQueue, engine=engine, kept=self._kept)
         run_dir = self._driver.config.run_dir
         async with connected(name, run_dir, lambda config: "cpu", make_queue) as run, scoring(run, name) as score:
             has_joined.set()

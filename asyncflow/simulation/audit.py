@@ -1,4 +1,4 @@
-"""The laws of a run, held against every answer that its workers get: what is sent is what counts, whatever the books believe.
+"""The laws of a run, held against every answer that its workers get: what is sent is what counts, not what the ledger believes.
 
 Wire.on_reply --> Audit: leases handed out, responses stored, groups consumed, steps committed --> violations
 """
@@ -52,7 +52,7 @@ class Audit:
         self._rewards = {row: reward for row, reward in self._rewards.items() if self._step_at(row) < version or row in rows}
         self._again = {key: {row: step for row, step in of.items() if step < version} for key, of in self._again.items()}
         self._others = Counter(dict.fromkeys(self._others, version))
-        self.counts["lives"] += 1
+        self.counts["attempts"] += 1
         self.counts["rows taken over"] += len(rows)
 
     def reply(self, worker: str, service: str, method: str, arguments: tuple[Any, ...], result: Any) -> None:

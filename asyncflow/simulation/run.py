@@ -29,7 +29,7 @@ from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import Main, SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import CheckpointConfig, Config, parse
-from asyncflow.engines.cores import Cores, TurnsOnDevices
+from asyncflow.engines.cores import Cores, SharedDevices
 from asyncflow.engines.costs import Costs
 from asyncflow.engines.sleeping import (
     CRITIC,
@@ -217,7 +217,7 @@ class SimulatedJob(Job):
         shared = shared_devices(config)
         self._takes_turns = bool(shared) and costs.contention is None  # else workers share all cores of a machine
         self._cores = Cores(costs.contention)
-        self._devices = Cores(_turns(config, shared)) if self._takes_turns else self._cores
+        self._devices = Cores(_shared_devices(config, shared)) if self._takes_turns else self._cores
         self._scorers = [part.scorer.name for part in config.reward.parts.values()]
         self._rng = random.Random(f"{config.run.seed}/wire")
         self._hangs_rng = random.Random(
@@ -275,9 +275,9 @@ class SimulatedJob(Job):
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         if self._costs.unit(1, 1):
-            turn = asyncio.Lock()
+            lock = asyncio.Lock()
             for unit in driver.transfer_queue.units:
-                own = asyncio.Lock() if self.has_units_apart else turn
+                own = asyncio.Lock() if self.has_units_apart else lock
                 unit.holdings.storage = SleepingStorage(unit.holdings.storage, self._costs, own)
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains: dict[str, Main] = {
@@ -448,14 +448,14 @@ class SimulatedJob(Job):
             await asyncio.sleep(seconds)
 
 
-def _turns(config: Config, shared: Mapping[str, str]) -> TurnsOnDevices:
+def _shared_devices(config: Config, shared: Mapping[str, str]) -> SharedDevices:
     """Devices of the workers: their own, by their names, or another's. The leader of a data-parallel group stands for its ranks."""
     layout, names = config.layout, itertools.chain(*workers_with_devices(config).values())
     devices = {name: frozenset([shared.get(name, name)]) for name in names}
     each = layout.tp * layout.pp
     for leader in range(0, layout.size, each):
         devices[f"trainer/{leader}"] = frozenset(f"trainer/{rank}" for rank in range(leader, leader + each))
-    return TurnsOnDevices(devices)
+    return SharedDevices(devices)
 
 
 class _Scorer:

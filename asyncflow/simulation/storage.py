@@ -22,9 +22,9 @@ class SleepingStorage(Storage):
     is_durable = False
     is_immediate = False
 
-    def __init__(self, storage: Storage, costs: Costs, turn: asyncio.Lock) -> None:
-        """`turn`: of this unit; units in one process share it."""
-        self._storage, self._costs, self._turn = storage, costs, turn
+    def __init__(self, storage: Storage, costs: Costs, lock: asyncio.Lock) -> None:
+        """`lock`: of this unit; units in one process share it."""
+        self._storage, self._costs, self._lock = storage, costs, lock
 
     async def open(self, schema: Schema) -> None:
         await self._storage.open(schema)
@@ -61,5 +61,5 @@ class SleepingStorage(Storage):
     async def _work_on(self, batch: Batch) -> None:
         columns = batch.columns.values()
         num_bytes = sum(column.values.nbytes if isinstance(column, Ragged) else column.nbytes for column in columns)
-        async with self._turn:
+        async with self._lock:
             await asyncio.sleep(self._costs.unit(len(batch.indices), num_bytes))

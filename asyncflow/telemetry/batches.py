@@ -30,7 +30,7 @@ class BatchLog:
     """Takes a step's groups as they are trained, and writes them after its update.
 
     The newest `keep` steps stay; 0: nothing is kept. `first`: the step that this attempt of the run begins with; what is there of
-    later ones belongs to a lineage that has ended. The first rank removes what is to go, of all ranks: an earlier life may have
+    later ones belongs to a lineage that has ended. The first rank removes what is to go, of all ranks: an earlier attempt may have
     had more of them. Nobody has made a step's update before all have begun it, so nothing new is in its way.
     """
 

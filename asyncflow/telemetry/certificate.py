@@ -1,6 +1,6 @@
-"""The certificate of a run: what the books have seen of staleness, and of all that could have bent what was trained.
+"""The certificate of a run: what its ledger has seen of staleness, and of all that could have bent what was trained.
 
-    books, workers' reports --> Observed --> Certificate --> certificate.json, one line in the terminal and in the report
+    ledger, workers' reports --> Observed --> Certificate --> certificate.json, one line in the terminal and in the report
 
 A schedule promises a largest staleness, and law 8 that timing decides nothing; what broke either is named under `voided`.
 """

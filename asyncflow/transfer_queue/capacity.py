@@ -43,14 +43,14 @@ class Capacity:
             self.take(rows, num_bytes)
             return
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        entry = (rows, num_bytes, loop.time(), turn)
+        granted: asyncio.Future[None] = loop.create_future()
+        entry = (rows, num_bytes, loop.time(), granted)
         self._waiting.append(entry)
         try:
             with waiting(CAPACITY, rows=rows):
-                await turn
+                await granted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn had come in the very moment in which it went
+            if granted.done() and not granted.cancelled():  # it was granted in the very moment in which the caller went
                 self.release(rows, num_bytes)
             elif entry in self._waiting:
                 self._waiting.remove(entry)
@@ -61,8 +61,8 @@ class Capacity:
             self._waited_seconds += waited
             self._longest_wait_seconds = max(self._longest_wait_seconds, waited)
 
-    def book(self, groups: Iterable[int], each: int) -> None:
-        """Every row of these groups has reserved so many bytes, which `leave` gives back."""
+    def note(self, groups: Iterable[int], each: int) -> None:
+        """Take note that every row of these groups has reserved so many bytes, which `leave` frees."""
         self._each.update((group, each) for group in groups)
 
     def leave(self, num_rows: Mapping[int, int], gone: Iterable[int]) -> None:
@@ -91,10 +91,10 @@ class Capacity:
 
     def _admit(self) -> None:
         while self._waiting and self._fits(*self._waiting[0][:2]):
-            rows, num_bytes, _, turn = self._waiting.popleft()
-            if not turn.done():
+            rows, num_bytes, _, granted = self._waiting.popleft()
+            if not granted.done():
                 self.take(rows, num_bytes)
-                turn.set_result(None)
+                granted.set_result(None)
 
     def _fits(self, rows: int, num_bytes: int) -> bool:
         return (self._capacity_rows is None or self._rows + rows <= self._capacity_rows) and (

@@ -135,8 +135,8 @@ class TransferQueueClient:
         """Columns of a lease's rows, also for a client that its holder has told of it.
 
         Rows dropped meanwhile are left out, of the lease too; None if all were. Raises `LookupError` naming a row and a column that
-        it does not have. `is_sure`: the rows had these columns when they were leased, so one that lacks them is another life's of
-        its unit. That unit's rows are left out then: the controller takes them back when it hears of that, or, once the
+        it does not have. `is_sure`: the rows had these columns when they were leased, so one that lacks them is of a unit that has
+        been started again. That unit's rows are left out then: the controller takes them back when it hears of that, or, once the
         rest is let go, by the expiry.
         """
 

@@ -85,12 +85,12 @@ class Controller:
         schema: Schema,
         events: TaskEvents | None = None,
         *,
-        turn: int = 0,
+        term: int = 0,
     ) -> None:
-        """`turn`: of two controllers of one task, the one with the later turn serves it (`Directory.turn`)."""
+        """`term`: of two controllers of one task, the one with the later term serves it (`Directory.term`)."""
         events = events or TaskEvents()
         self.spec, self._schema = schema.task(task), schema
-        self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
+        self.table = Table(self.spec, schema, f"{term:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler = make_sampler(self.spec)
         self.subscription = UnitSubscription(self.table, schema, self._heard, events.on_lost)
         self._events = events

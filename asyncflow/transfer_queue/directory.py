@@ -43,8 +43,8 @@ class Directory:
     def __init__(self, schema: Schema) -> None:
         self.current = Description(0, schema, {})
         self._changed = asyncio.Event()
-        self._last_turn = 0
-        self._turns: dict[str, int] = {}  # of those that serve a place
+        self._last_term = 0
+        self._terms: dict[str, int] = {}  # of those that serve a place
 
     @remote
     async def describe(self, after: int) -> Description:
@@ -54,16 +54,16 @@ class Directory:
         return self.current
 
     @remote
-    async def turn(self) -> int:
-        """A number above all that have been given out: the one that asked later serves in place of the one that asked sooner."""
-        self._last_turn += 1
-        return self._last_turn
+    async def term(self) -> int:
+        """Number above all that have been given out: a process that asked later serves in the place of one that asked sooner."""
+        self._last_term += 1
+        return self._last_term
 
     @remote
-    async def register(self, name: str, address: str, turn: int) -> None:
+    async def register(self, name: str, address: str, term: int) -> None:
         """`name` is served at `address` from now on.
 
-        Raises `ValueError` for a name that is none, `Superseded` when somebody with a later turn serves it.
+        Raises `ValueError` for a name that is none, `Superseded` when a process with a later one serves it.
         """
         kind, _, which = name.partition("/")
         if kind == "controller":
@@ -72,9 +72,9 @@ class Directory:
             raise ValueError(f"{name!r} is no place in a queue: controller/<task> or unit/<number>")
         if kind == "unit" and self.current.places.get(name) == HERE:
             raise ValueError(f"{name} is served by the queue's own process: take another number, or serve the queue without units")
-        if turn < self._turns.get(name, 0):
+        if term < self._terms.get(name, 0):
             raise Superseded(f"another process serves {name} by now")
-        self._turns[name] = turn
+        self._terms[name] = term
         if self.current.places.get(name) != address:
             self.add(name, address)
 

@@ -30,13 +30,13 @@ async def serve_unit(
 ) -> None:
     """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone. `on_listening` is told where."""
     peer, directory = await _join(hub, f"unit/{number}", credentials)
-    turn = await directory.turn()
+    term = await directory.term()
     unit = StorageUnit(storage, (await directory.describe(-1)).schema, options)
     await unit.open()
     server = Server({f"unit/{number}": unit}, credentials=credentials, arena=arena)
     try:
         at = await server.start(address)
-        await directory.register(f"unit/{number}", at, turn)
+        await directory.register(f"unit/{number}", at, term)
         on_listening(at)
         await peer.wait_lost()
     finally:
@@ -59,15 +59,15 @@ async def serve_controller(
     name = f"controller/{task}"
     peer, directory = await _join(hub, name, credentials)
     places = Places(directory, name, peer=peer, credentials=credentials)
-    schema, turn = (await places.learn()).schema, await directory.turn()
-    controller = Controller(task, schema, turn=turn)
+    schema, term = (await places.learn()).schema, await directory.term()
+    controller = Controller(task, schema, term=term)
     server = Server({name: controller}, controller.abandon, credentials=credentials)
 
     async def join() -> None:
         for number in places.units:  # a controller that knows nothing yet would have everybody wait for a moment
             await controller.subscription.caught_up(number)
         at = await server.start(address)
-        await directory.register(name, at, turn)
+        await directory.register(name, at, term)
         on_listening(at)
         await asyncio.Event().wait()
 

@@ -61,7 +61,7 @@ class UnitStore:
         """Count recovered or restored rows. Their reservation is not known any more: they take what they hold."""
         num_rows = len(self.index.rows_of(groups))
         each = -(-num_bytes // max(1, num_rows))
-        self.room.book([group for group in groups if group in self.index.metas], each)
+        self.room.note([group for group in groups if group in self.index.metas], each)
         self.room.take(0, each * num_rows)
 
     async def close(self) -> None:
@@ -183,7 +183,7 @@ class UnitStore:
     def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
         """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
         new = self.index.admit(metas)
-        self.room.book([meta.group for meta in new], each)
+        self.room.note([meta.group for meta in new], each)
         return new
 
     def _take_back(self, new: Iterable[GroupMeta]) -> None:

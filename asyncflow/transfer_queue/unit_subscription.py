@@ -163,7 +163,7 @@ class UnitSubscription:
 
     async def _remind(self, unit: StorageUnit) -> None:
         """A unit that lost its memory has lost these facts, too, and the next controller is to find them there."""
-        with contextlib.suppress(ConnectionLost):  # then it has yet another life before it
+        with contextlib.suppress(ConnectionLost):  # then it is started once more
             for partition in sorted(self._table.ended_partitions):
                 await unit.end_partition(self._table.spec.name, partition)
             if self._table.is_closed:

@@ -61,7 +61,7 @@ class QueueMachine(RuleBasedStateMachine):
         storages = [MemoryStorage() for _ in range(num_units)]
         self.queue = TransferQueue(SCHEMA, storages, unit_options=UnitOptions(snapshot_dir=Path(self.folder.name)))
         self.do(self.queue.open())
-        self.turns = 0
+        self.terms = 0
         self.client: TransferQueueClient = self.queue.client()
         for task in self.queue.controllers:
             self._follow(task)
@@ -214,8 +214,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(task=TASKS)
     def restart_controller(self, task: str) -> None:
         self._stop(task)
-        self.turns += 1
-        self.queue.controllers[task] = Controller(task, SCHEMA, turn=self.turns)
+        self.terms += 1
+        self.queue.controllers[task] = Controller(task, SCHEMA, term=self.terms)
         self.queue._serve(f"controller/{task}", self.queue.controllers[task])
         self._follow(task)
         self.model.forget(task)

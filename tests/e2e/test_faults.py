@@ -178,7 +178,7 @@ def test_an_environment_that_never_works_ends_the_run_at_its_first_step_and_is_n
         run_inline(small(run={"steps": 20}, environment=f"{tmp_path / 'game.py'}:Game"), recorded=recorded)
     failed = [text for text in recorded.said if "failed for good" in text]
     assert len(failed) == 8 and all(f"door 3 is locked ({tmp_path / 'game.py'}:3)" in text for text in failed)
-    assert failed[-1].endswith("(8 rows by now; from here on each hundredth is said)")
+    assert failed[-1].endswith("(8 rows by now; from here on each hundredth is logged)")
 
 
 @pytest.mark.parametrize(

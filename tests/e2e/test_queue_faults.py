@@ -28,13 +28,13 @@ class Town:
 
     def __init__(self, folder: Path, redis_url: str | None, *, hub_has_controllers: bool) -> None:
         self.folder, self.hub = folder, folder / "hub"
-        self.losses, self.book = folder / "losses", folder / "book"
+        self.losses, self.trained_file = folder / "losses", folder / "trained"
         self.processes: dict[str, Command] = {}
         self.killed: list[str] = []
         self.num_put = 0
         self._redis = [redis_url, folder.name] if redis_url else []
         self._has_controllers = hub_has_controllers
-        for file in (self.losses, self.book):
+        for file in (self.losses, self.trained_file):
             file.touch()
 
     def start(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Town:
             "unit": [self.hub, which, door, *self._redis],
             "controller": [self.hub, which, door],
             "rollout": [self.hub, f"{name}.{life}"],
-            "train": [self.hub, f"{name}.{life}", self.book],
+            "train": [self.hub, f"{name}.{life}", self.trained_file],
             "hold": [self.hub, name],
         }[kind]
         self.processes[name] = Command(kind, *map(str, arguments), main="tests.e2e.queue_processes:main")
@@ -171,7 +171,7 @@ async def test_over_redis_nothing_is_lost_whoever_is_killed_and_every_row_is_tra
             trained |= dict(zip(of_unit.tolist(), batch.dense("attempt").tolist(), strict=True))
         assert sorted(trained) == rows
         tried: dict[int, list[int]] = {}
-        for line in t.book.read_text().splitlines():
+        for line in t.trained_file.read_text().splitlines():
             what, attempt, of_attempt = json.loads(line)
             if what == "tries":
                 tried[attempt] = of_attempt

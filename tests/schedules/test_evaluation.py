@@ -213,7 +213,7 @@ def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> 
     killed = begins + 0.5 * (ends - begins)
     assert max(span.end for span in whole.spans if span.task == "publish" and span.step == 2) < killed - 0.5
     again = simulate(parse(tree), ends=[killed])
-    assert not again.violations and again.counts["lives"] == 1
+    assert not again.violations and again.counts["attempts"] == 1
     steps = [row["step"] for row in again.evaluations]
     assert steps[0] == 2 and steps[-1] == 8  # 0 was evaluated in the life before
     figures = {row["step"]: {**row, "left_out": 0} for row in whole.evaluations}
@@ -230,7 +230,7 @@ def test_what_was_left_out_is_told_by_the_run_that_goes_on(mode: str) -> None:
     killed = max(span.end for span in whole.spans if span.task == "publish" and span.step == 4) + 0.1
     assert killed < generation(whole, 0, evaluation=True)[1]
     again = simulate(parse(tree), ends=[killed])
-    assert not again.violations and again.counts["lives"] == 1
+    assert not again.violations and again.counts["attempts"] == 1
     steps = [row["step"] for row in again.evaluations]
     assert steps[0] == 0 and steps[-1] == 6
     assert sum(row.get("left_out", 0) for row in again.evaluations) == 7 - len(steps)

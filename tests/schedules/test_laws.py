@@ -99,7 +99,7 @@ BUGS = {
         mock.patch.object(Rollout, "_may_change_to", lambda self, version: True),
         "was made by versions",
     ),
-    "the books take rows that are too old": (
+    "the ledger takes rows that are too old": (
         "periodic",
         mock.patch.object(Periodic, "interval", lambda self, step: Interval(max(0, step - 1), step)),
         "outside Interval",

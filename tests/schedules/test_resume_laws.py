@@ -53,7 +53,7 @@ def test_rows_are_taken_over_where_timing_decides_versions_and_nowhere_else() ->
         pytest.skip("only some of the modes have run")
     taken = {mode: counts["rows taken over"] for mode, counts in COUNTED.items()}
     assert taken["synchronous"] == taken["periodic"] == taken["delayed"] == 0
-    assert sum(taken.values()) >= few(0, 1) and all(counts["lives"] == 2 * len(SEEDS) for counts in COUNTED.values())
+    assert sum(taken.values()) >= few(0, 1) and all(counts["attempts"] == 2 * len(SEEDS) for counts in COUNTED.values())
 
 
 @pytest.mark.parametrize("mode", in_gate("periodic", of=["periodic", "delayed", "bounded"]))
@@ -96,8 +96,8 @@ def test_a_trainer_that_dies_costs_the_step_that_is_open_and_no_more_than_one_th
         faults = Faults(deaths=((first, "trainer/0"), (second, "trainer/0")))
         run = simulate(config, costs=costs, faults=faults, seed=seed, listener=told)
         assert run.violations == [] and run.rows.keys() == whole.rows.keys() == set(told.steps)
-        lives = run.counts["lives"]  # the second one may find the trainer of the first not started again yet
-        assert lives in (1, 2) and len(told.steps) <= len(whole.rows) + lives, told.steps
+        attempts = run.counts["attempts"]  # the second one may find the trainer of the first not started again yet
+        assert attempts in (1, 2) and len(told.steps) <= len(whole.rows) + attempts, told.steps
 
 
 def has_critic(config: Config) -> bool:

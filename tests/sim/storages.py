@@ -15,7 +15,7 @@ from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
 from asyncflow.transfer_queue.storage.base import Storage, Stored
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Array, Batch, GroupMeta, Ragged, RunError
-from tests.sim.books import Books
+from tests.sim.facts import Facts
 
 Value = bytes
 
@@ -111,10 +111,10 @@ class SimKeyValue:
 
 
 class Witness:
-    """A storage that writes down in the books what another one has stored, and complains of what must not be."""
+    """A storage that notes in `Facts` what another one has stored, and complains of what must not be."""
 
-    def __init__(self, inner: Storage, number: int, books: Books) -> None:
-        self.inner, self.number, self.books = inner, number, books
+    def __init__(self, inner: Storage, number: int, facts: Facts) -> None:
+        self.inner, self.number, self.facts = inner, number, facts
         self.is_durable, self.is_immediate = inner.is_durable, False
         self._schema = Schema((), (), 1)
 
@@ -125,22 +125,22 @@ class Witness:
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
         entries = list(self._entries(batch))
         for key, name, value in entries:
-            self.books.about_to_store(self.number, key, name, value)
+            self.facts.about_to_store(self.number, key, name, value)
         try:
             await self.inner.write(metas, batch)
         finally:
-            self.books.being_stored.difference_update((self.number, key, name) for key, name, _ in entries)
+            self.facts.being_stored.difference_update((self.number, key, name) for key, name, _ in entries)
         for meta in metas:
-            self.books.admitted(self.number, meta)
+            self.facts.admitted(self.number, meta)
         for key, name, value in entries:
-            self.books.stored(self.number, key, name, value)
+            self.facts.stored(self.number, key, name, value)
 
     async def read(self, indices: Array, columns: Sequence[str]) -> Batch:
         return await self.inner.read(indices, columns)
 
     async def drop(self, rows: Array, groups: Array) -> None:
         await self.inner.drop(rows, groups)
-        self.books.freed(self.number, rows.tolist(), groups.tolist())
+        self.facts.freed(self.number, rows.tolist(), groups.tolist())
 
     async def recover(self) -> AsyncIterator[Stored]:
         found: dict[tuple[str, int, str], Any] = {}
@@ -152,7 +152,7 @@ class Witness:
                 found.update({(self._kind(name), key, name): value for key, name, value in self._entries(batch)})
             yield stored
         if self.is_durable:
-            self.books.recovered(self.number, rows, found)
+            self.facts.recovered(self.number, rows, found)
 
     async def keep(self, name: str, value: bytes) -> None:
         await self.inner.keep(name, value)

@@ -1,4 +1,4 @@
-"""The loops that use the queue in a simulation: they put, generate, train, filter and drop, and keep the books."""
+"""The loops that use the queue in a simulation: they put, generate, train, filter and drop, and note what is to be expected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Loop:
     """A process that is a client of the queue."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.books, self.plan, self.name = world, world.books, world.plan, name
+        self.world, self.facts, self.plan, self.name = world, world.facts, world.plan, name
         self.rng = random.Random(f"{world.plan.seed}/{name}/{world.lives[name]}")
         self.life = world.next_life()
 
@@ -68,13 +68,13 @@ class Feeder(Loop):
     """Puts the groups of one step after the other, each again until it is acknowledged."""
 
     async def run(self) -> None:
-        plan, books = self.plan, self.books
+        plan, facts = self.plan, self.facts
         for step in range(plan.steps):
             while step > self.world.version + 1:  # at most one step ahead
                 await asyncio.sleep(0.1)
             metas = [GroupMeta(g, size, step, Interval(*plan.interval(step))) for g, size in plan.groups_of(step)]
-            books.metas.update({meta.group: meta for meta in metas})
-            missing = [meta for meta in metas if meta.group not in books.acknowledged]
+            facts.metas.update({meta.group: meta for meta in metas})
+            missing = [meta for meta in metas if meta.group not in facts.acknowledged]
             together = 1 if plan.capacity_rows is not None else self.rng.choice([1, 2, len(metas)])
             for start in range(0, len(missing), together):
                 await self._put(missing[start : start + together])
@@ -90,7 +90,7 @@ class Feeder(Loop):
             columns["tag"] = indices.astype(np.int32)
         batch = Batch(indices, groups, columns)
         await self.insist(lambda: self.queue.put(metas, batch, row_bytes=self.plan.row_bytes))
-        self.books.acknowledged.update(groups.tolist())
+        self.facts.acknowledged.update(groups.tolist())
 
 
 class Roller(Loop):
@@ -140,9 +140,9 @@ class Roller(Loop):
         self.lease_number += 1  # its controller's number may come again under another incarnation
         for i, meta in enumerate(leased.batch.groups.tolist()):
             if leased.batch.ragged("prompt")[i].tolist() != [meta] * (1 + meta % 3):
-                self.books.violated(f"the prompt of group {meta} was read as {leased.batch.ragged('prompt')[i].tolist()}")
+                self.facts.violated(f"the prompt of group {meta} was read as {leased.batch.ragged('prompt')[i].tolist()}")
         if self.plan.has_tags and leased.batch.dense("tag").tolist() != rows:
-            self.books.violated(f"the tags of rows {rows} were read as {leased.batch.dense('tag').tolist()}")
+            self.facts.violated(f"the tags of rows {rows} were read as {leased.batch.dense('tag').tolist()}")
         fate = rng.random()
         if fate < self.plan.forgetting:  # hangs: the lease runs out
             self.queue.leases.held.pop(leased.lease.token, None)
@@ -160,8 +160,8 @@ class Roller(Loop):
     async def _fail(self, leased: Leased, rows: list[int]) -> None:
         error = f"{self.name} could not, in its life {self.life}"
         for row in rows:
-            self.books.failures[row] += 1
-            self.books.errors[row].add(error)
+            self.facts.failures[row] += 1
+            self.facts.errors[row].add(error)
         await self.insist(lambda: self.queue.fail(leased.lease, rows, error))
 
     async def _complete(self, leased: Leased, rows: list[int]) -> None:
@@ -172,11 +172,11 @@ class Roller(Loop):
         stored = await self.insist(lambda: self.queue.complete(leased.lease, outputs))
         for row, is_kept in zip(rows, stored.tolist(), strict=True):
             if is_kept:
-                self.books.told_kept(row, (*value, row))
+                self.facts.told_kept(row, (*value, row))
             else:
                 self.world.counts["completion refused"] += 1
-                if self.books.values.get((row, "ids")) == (*value, row) and not self.world.counts["restart of a unit"]:
-                    self.books.violated(f"the writer of row {row} was told that its outputs are not kept, and they are")
+                if self.facts.values.get((row, "ids")) == (*value, row) and not self.world.counts["restart of a unit"]:
+                    self.facts.violated(f"the writer of row {row} was told that its outputs are not kept, and they are")
 
 
 class Trainer(Loop):
@@ -186,15 +186,15 @@ class Trainer(Loop):
         ids = leased.batch.ragged("ids")
         for i, row in enumerate(leased.lease.indices):
             value = tuple(ids[i].tolist())
-            if row in self.books.kept and self.books.kept[row] != value:
-                self.books.violated(f"row {row} was completed with {self.books.kept[row]} and is read as {value}")
+            if row in self.facts.kept and self.facts.kept[row] != value:
+                self.facts.violated(f"row {row} was completed with {self.facts.kept[row]} and is read as {value}")
             if leased.batch.dense("reward")[i] != np.float32(row):
-                self.books.violated(f"the reward of row {row} was read as {leased.batch.dense('reward')[i]}")
+                self.facts.violated(f"the reward of row {row} was read as {leased.batch.dense('reward')[i]}")
 
     async def filter_some(self, rows: list[int]) -> None:
         if self.rng.random() < self.plan.filtering:
             out = [row for row in rows if self.rng.random() < 0.5]
-            self.books.to_filter.update(out)
+            self.facts.to_filter.update(out)
             await self.insist(lambda: self.queue.filter(out, "too easy"))
 
 
@@ -261,8 +261,8 @@ class StepTrainer(Trainer):
         self.held[meta.group] = leased
 
     async def _drop(self, step: int) -> None:
-        rows = [row for group, _ in self.plan.groups_of(step) if group in self.books.metas for row in self.books.rows(group)]
-        self.books.dropped.update(rows)
+        rows = [row for group, _ in self.plan.groups_of(step) if group in self.facts.metas for row in self.facts.rows(group)]
+        self.facts.dropped.update(rows)
         await self.insist(lambda: self.queue.drop(rows))
 
 
@@ -299,13 +299,13 @@ class StreamTrainer(Trainer):
                 continue
             indices = np.array(leased.lease.indices, np.int64)
             stored = await self.insist(lambda at=leased.lease: self.queue.mark([at]))
-            self.books.train(indices[stored].tolist())
+            self.facts.train(indices[stored].tolist())
 
     async def _give_back(self, leased: Leased) -> None:
         error = f"{self.name} ran out of memory in its life {self.life}"
         for row in leased.lease.indices:
-            self.books.failures[row] += 1
-            self.books.errors[row].add(error)
+            self.facts.failures[row] += 1
+            self.facts.errors[row].add(error)
         await self.insist(lambda: self.queue.fail(leased.lease, leased.lease.indices, error))
 
 
@@ -313,7 +313,7 @@ class Keeper(Loop):
     """Closes steps when the last row of theirs has come to an end, and drops what nobody wants any more."""
 
     async def run(self) -> None:
-        world, books = self.world, self.books
+        world, facts = self.world, self.facts
         ended: set[int] = set()
         while True:
             await asyncio.sleep(0.2)
@@ -326,11 +326,11 @@ class Keeper(Loop):
             if self.plan.is_balanced and world.has_fed and 0 not in ended:
                 ended.add(0)
                 await self.insist(lambda: self.queue.end_partition("train", 0))
-            over = [g for g in sorted(books.acknowledged) if g not in world.swept and all(map(world.has_ended, books.rows(g)))]
+            over = [g for g in sorted(facts.acknowledged) if g not in world.swept and all(map(world.has_ended, facts.rows(g)))]
             for group in over:
                 if self.rng.random() < 0.8:
-                    rows = books.rows(group)
-                    books.dropped.update(rows)
+                    rows = facts.rows(group)
+                    facts.dropped.update(rows)
                     await self.insist(lambda r=rows: self.queue.drop(r))
                     world.swept.add(group)
             await self._drop_some()
@@ -340,8 +340,8 @@ class Keeper(Loop):
 
     async def _drop_some(self) -> None:
         """Rows that were given up, out of groups that are still in use."""
-        books = self.books
-        out = [row for row in sorted({*books.dead, *books.filtered}) if row not in books.dropped and self.rng.random() < 0.2]
+        facts = self.facts
+        out = [row for row in sorted({*facts.dead, *facts.filtered}) if row not in facts.dropped and self.rng.random() < 0.2]
         if out:
-            books.dropped.update(out)
+            facts.dropped.update(out)
             await self.insist(lambda: self.queue.drop(out))

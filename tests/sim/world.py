@@ -42,7 +42,7 @@ from asyncflow.transfer_queue.table import RowState
 from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.transport import ConnectionLost, remote
 from asyncflow.types import Column, GroupMeta, RunError
-from tests.sim.books import Books
+from tests.sim.facts import Facts
 from tests.sim.network import Network, SimPeer, SimServer
 from tests.sim.storages import SimKeyValue, SlowMemory, Weather, Witness
 from tests.sim.workload import Feeder, Keeper, Loop, Roller, StepTrainer, StreamTrainer
@@ -162,7 +162,7 @@ class World:
         self.counts = self.network.counts
         if keeps_trace:
             self.network.trace = []
-        self.books = Books(self.plan.group_bits, self.plan.max_failures)
+        self.facts = Facts(self.plan.group_bits, self.plan.max_failures)
         self.weather = Weather(random.Random(f"{seed}/storage"), self.plan.storage_seconds, self.plan.storage_failures, self.counts)
         self.schema = self.plan.schema()
         self.data: dict[str, bytes] = {}  # of all durable storages
@@ -190,10 +190,10 @@ class World:
             try:
                 self.loop.run_until_complete(self.loop.create_task(self._story(), name="the story"))
             except Deadlock as deadlock:
-                self.books.violated(str(deadlock))
+                self.facts.violated(str(deadlock))
             digest, now = self.network.digest(), self.loop.now
             self._look_at_errors()
-            violations = list(self.books.violations)
+            violations = list(self.facts.violations)
             self._count_at_the_end()
             result = Result(self.plan.seed, digest, violations, Counter(self.counts), now, list(self.network.trace or []))
             self.loop.finish()
@@ -263,14 +263,14 @@ class World:
                 process.resume()
         self.may_close = plan.closes_early
         deadline = self.loop.now + QUIET_SECONDS
-        while not self._is_over() and not self.books.violations:
+        while not self._is_over() and not self.facts.violations:
             if self.loop.now > deadline:
-                self.books.violated(f"not over after {QUIET_SECONDS:g} quiet seconds: {self._what_is_left()}")
+                self.facts.violated(f"not over after {QUIET_SECONDS:g} quiet seconds: {self._what_is_left()}")
                 return
             await asyncio.sleep(0.5)
-        if not self.books.violations:
+        if not self.facts.violations:
             await asyncio.sleep(6.0)  # for controllers to hear of everything
-            self.books.settle()
+            self.facts.settle()
             self._compare_controllers_with_units()
             self._look_at_losses()
 
@@ -279,11 +279,11 @@ class World:
             return self.is_closed
         if not self.has_fed:
             return False
-        return all(self.has_ended(row) for group in self.books.acknowledged for row in self.books.rows(group))
+        return all(self.has_ended(row) for group in self.facts.acknowledged for row in self.facts.rows(group))
 
     def _what_is_left(self) -> str:
-        books = self.books
-        left = [row for group in sorted(books.acknowledged) for row in books.rows(group) if not self.has_ended(row)]
+        facts = self.facts
+        left = [row for group in sorted(facts.acknowledged) for row in facts.rows(group) if not self.has_ended(row)]
         lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
         for number, at in sorted(self.units.items()):
             masks = {row: f"{mask:b}" for rows, mask, _ in at.holdings.index.records() for row in rows.tolist() if row in left}
@@ -300,7 +300,7 @@ class World:
         for context in self.loop.errors:
             error = context.get("exception")
             if error is not None and not isinstance(error, ConnectionLost) and type(error) is not RunError:
-                self.books.violated(f"an exception that nobody took: {context.get('message')}: {error!r}")
+                self.facts.violated(f"an exception that nobody took: {context.get('message')}: {error!r}")
 
     # -- processes ----------------------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class World:
             self.counts["superseded"] += 1
         elif error is not None and not excused:
             where = " > ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__))
-            self.books.violated(f"{process.name} has ended with {error!r} at {where}")
+            self.facts.violated(f"{process.name} has ended with {error!r} at {where}")
         is_current = self.processes.get(process.name) is process
         process.kill()
         if is_current and (error is not None or process.name.startswith(("unit/", "controller/"))):
@@ -393,14 +393,14 @@ class World:
         else:
             inner = SlowMemory(self.weather) if kind == "slow" else MemoryStorage()
             current_process().on_death.append(functools.partial(self._memory_died, number))
-        current_process().on_death.append(functools.partial(self.books.died, number))
-        return Witness(inner, number, self.books)
+        current_process().on_death.append(functools.partial(self.facts.died, number))
+        return Witness(inner, number, self.facts)
 
     def _memory_died(self, number: int) -> None:
         for process, controller in self.controllers:
             if process.is_alive and number in self.units and controller.epochs.get(number) == self.units[number]._log.epoch:
-                self.knew.append((process, controller, set(controller.table.rows_of(number).tolist()) - self.books.dropped))
-        again = self.books.memory_died(number)
+                self.knew.append((process, controller, set(controller.table.rows_of(number).tolist()) - self.facts.dropped))
+        again = self.facts.memory_died(number)
         for _, controller in self.controllers:
             controller.done -= again
 
@@ -440,11 +440,11 @@ class World:
         self.counts["snapshot"] += 1
         self.counts["row in a snapshot"] += count
         if _masks(restored) != then or count != len(then):
-            self.books.violated(f"unit {at.number} had {then}, and its snapshot has {_masks(restored)}")
+            self.facts.violated(f"unit {at.number} had {then}, and its snapshot has {_masks(restored)}")
         rows = np.array([row for row, mask in then.items() if mask & self.schema.mask(["ids"])], np.int64)
         for row, ids in zip(rows.tolist(), (await restored.columns(rows, ["ids"])).ragged("ids"), strict=True):
-            if row in self.books.kept and self.books.kept[row] != tuple(ids.tolist()):
-                self.books.violated(f"row {row} was completed with {self.books.kept[row]} and is {ids.tolist()} in a snapshot")
+            if row in self.facts.kept and self.facts.kept[row] != tuple(ids.tolist()):
+                self.facts.violated(f"row {row} was completed with {self.facts.kept[row]} and is {ids.tolist()} in a snapshot")
 
     def _break(self) -> None:
         links = [peer for peer in self.network.links if peer.is_served and not peer.is_lost and peer.client.is_alive]
@@ -499,18 +499,18 @@ class World:
     # -- the ledger ---------------------------------------------------------------------------------------------------------
 
     def has_ended(self, row: int) -> bool:
-        books = self.books
-        if row in books.dead or row in books.filtered or row in books.lost:
+        facts = self.facts
+        if row in facts.dead or row in facts.filtered or row in facts.lost:
             return True
-        return row in books.trained if self.plan.by_steps else row in books.done
+        return row in facts.trained if self.plan.by_steps else row in facts.done
 
     def is_accounted(self, step: int) -> bool:
         if not self.plan.by_steps:
             return False
         groups = [group for group, _ in self.plan.groups_of(step)]
-        if not all(group in self.books.acknowledged for group in groups):
+        if not all(group in self.facts.acknowledged for group in groups):
             return False
-        return all(self.has_ended(row) or row in self.consumed for group in groups for row in self.books.rows(group))
+        return all(self.has_ended(row) or row in self.consumed for group in groups for row in self.facts.rows(group))
 
     def is_known_to_have_ended(self, step: int) -> bool:
         """Whether anybody who is alive can still tell of it: then everybody is to hear of it."""
@@ -529,34 +529,34 @@ class World:
             await asyncio.sleep(0.1)
 
     def commit(self, step: int) -> None:
-        rows = [row for group, _ in self.plan.groups_of(step) for row in self.books.rows(group)]
-        self.books.train(row for row in rows if row in self.consumed)
+        rows = [row for group, _ in self.plan.groups_of(step) for row in self.facts.rows(group)]
+        self.facts.train(row for row in rows if row in self.consumed)
         self.version = step + 1
 
     # -- laws ---------------------------------------------------------------------------------------------------------------
 
     def check_lease(self, task: str, leased: Leased, installed: int | None, want: dict[str, int]) -> None:
         """What was handed out may be handed out so."""
-        lease, books = leased.lease, self.books
+        lease, facts = leased.lease, self.facts
         self.counts[f"lease {task}"] += 1
         if lease.attempt:
             self.counts["redelivery"] += 1
         for meta, rows in zip(lease.groups, lease.rows, strict=True):
-            if meta != books.metas.get(meta.group):
-                books.violated(f"group {meta.group} was put as {books.metas.get(meta.group)} and is leased as {meta}")
-            elif not rows or not set(rows) <= set(books.rows(meta.group)):
-                books.violated(f"a lease of group {meta.group} has rows {rows}")
+            if meta != facts.metas.get(meta.group):
+                facts.violated(f"group {meta.group} was put as {facts.metas.get(meta.group)} and is leased as {meta}")
+            elif not rows or not set(rows) <= set(facts.rows(meta.group)):
+                facts.violated(f"a lease of group {meta.group} has rows {rows}")
             if installed is not None and installed not in meta.interval:
-                books.violated(f"group {meta.group} of {meta.interval} was leased to a worker of version {installed}")
+                facts.violated(f"group {meta.group} of {meta.interval} was leased to a worker of version {installed}")
             if task == "train":
-                missing = set(books.rows(meta.group)) - set(rows)
-                alive = [row for row in sorted(missing) if not books.has_ended(row) and row not in books.dropped]
+                missing = set(facts.rows(meta.group)) - set(rows)
+                alive = [row for row in sorted(missing) if not facts.has_ended(row) and row not in facts.dropped]
                 if alive:
-                    books.violated(f"group {meta.group} was split: rows {rows} were leased without {alive}")
+                    facts.violated(f"group {meta.group} was split: rows {rows} were leased without {alive}")
         if "groups" in want and len(lease.groups) > want["groups"]:
-            books.violated(f"{len(lease.groups)} groups were leased where {want['groups']} were wanted")
+            facts.violated(f"{len(lease.groups)} groups were leased where {want['groups']} were wanted")
         if "rows" in want and len(lease.indices) > want["rows"] and (task == "rollout" or len(lease.groups) > 1):
-            books.violated(f"{len(lease.indices)} rows were leased where {want['rows']} were wanted")
+            facts.violated(f"{len(lease.indices)} rows were leased where {want['rows']} were wanted")
 
     def check_told(self, at: SimUnit, metas: list[GroupMeta]) -> None:
         """A put is answered when every controller in session knows of it."""
@@ -566,7 +566,7 @@ class World:
             if process.is_alive and controller.table.incarnation in followers:
                 unknown = [row for row in rows if controller.table.state_of(row) is None]
                 if unknown and controller.epochs.get(at.number) == at._log.epoch and not self.counts["away"]:
-                    self.books.violated(f"controller {controller.spec.name} was not told of rows {unknown}, whose put was answered")
+                    self.facts.violated(f"controller {controller.spec.name} was not told of rows {unknown}, whose put was answered")
 
     def _compare_controllers_with_units(self) -> None:
         """Controllers know what the units have, no more and no less."""
@@ -577,13 +577,13 @@ class World:
             for number, at in sorted(self.units.items()):
                 controller = by_incarnation.get(at._log.incarnation(task) or "")
                 if controller is None:
-                    self.books.violated(f"nobody follows unit {number} for task {task}")
+                    self.facts.violated(f"nobody follows unit {number} for task {task}")
                     continue
                 masks = {row: mask for rows, mask, _ in at.holdings.index.records() for row in rows.tolist()}
                 known = controller.table.rows_of(number).tolist()
                 if sorted(masks) != known:
                     more, less = sorted(set(known) - set(masks)), sorted(set(masks) - set(known))
-                    self.books.violated(f"controller {task}, unit {number}: it does not know of {less}, and {more} are gone")
+                    self.facts.violated(f"controller {task}, unit {number}: it does not know of {less}, and {more} are gone")
                     continue
                 for row, mask in masks.items():
                     state = controller.table.state_of(row)
@@ -596,34 +596,34 @@ class World:
                     else:
                         fits = state in ((RowState.READY, RowState.LEASED) if mask & reads == reads else (RowState.WAITING,))
                     if not fits:
-                        self.books.violated(f"controller {task}: row {row} has columns {mask:b} in unit {number} and is {state!r}")
+                        self.facts.violated(f"controller {task}: row {row} has columns {mask:b} in unit {number} and is {state!r}")
 
     def _look_at_losses(self) -> None:
-        books = self.books
+        facts = self.facts
         is_durable = all(kind == "durable" or where == "hub" for kind, where in self.plan.units)
-        kept = set().union(*(books.ever_present[number] for number, (kind, _) in enumerate(self.plan.units) if kind == "durable"))
-        for task, rows in sorted(books.named.items()):
-            if wrong := sorted(rows - books.ever_lost - (books.dropped - kept)):  # a memory forgets what it had been asked to drop
-                books.violated(f"controller {task} has named rows {wrong} as lost, which are not")
-            if rows - books.ever_lost:
+        kept = set().union(*(facts.ever_present[number] for number, (kind, _) in enumerate(self.plan.units) if kind == "durable"))
+        for task, rows in sorted(facts.named.items()):
+            if wrong := sorted(rows - facts.ever_lost - (facts.dropped - kept)):  # a memory forgets what it had been asked to drop
+                facts.violated(f"controller {task} has named rows {wrong} as lost, which are not")
+            if rows - facts.ever_lost:
                 self.counts["named as lost, and dropped"] += 1
-        if is_durable and books.lost:
-            books.violated(f"rows {sorted(books.lost)} were lost with durable storages")
-        there = set().union(*books.present.values())
+        if is_durable and facts.lost:
+            facts.violated(f"rows {sorted(facts.lost)} were lost with durable storages")
+        there = set().union(*facts.present.values())
         for process, controller, knew in self.knew:
-            unnamed = (knew & books.lost) - there - controller.named
+            unnamed = (knew & facts.lost) - there - controller.named
             if process.is_alive and self.processes[process.name] is process and unnamed:
-                books.violated(
+                facts.violated(
                     f"controller {controller.spec.name} has not named rows {sorted(unnamed)}, which it knew and are lost"
                 )
 
     def _count_at_the_end(self) -> None:
-        counts, books = self.counts, self.books
-        counts["rows"] += sum(len(books.rows(group)) for group in books.acknowledged)
-        counts["trained"] += len(books.trained)
-        counts["dead letter"] += len(books.dead)
-        counts["filtered"] += len(books.filtered)
-        counts["lost"] += len(books.lost)
+        counts, facts = self.counts, self.facts
+        counts["rows"] += sum(len(facts.rows(group)) for group in facts.acknowledged)
+        counts["trained"] += len(facts.trained)
+        counts["dead letter"] += len(facts.dead)
+        counts["filtered"] += len(facts.filtered)
+        counts["lost"] += len(facts.lost)
         for _, controller in self.controllers:
             counts["expired"] += controller.table.leases.num_expired
             counts["redelivered"] += controller.table.num_redelivered
@@ -637,25 +637,25 @@ def _masks(at: StorageUnit) -> dict[int, int]:
 
 
 class SimController(Controller):
-    """A controller whose calls for the books go into the world's."""
+    """A controller whose calls for `Facts` go into the world's."""
 
-    def __init__(self, task: str, schema: Schema, events: TaskEvents | None = None, *, turn: int = 0) -> None:
-        world, books, self.done = World.active, World.active.books, set[int]()
+    def __init__(self, task: str, schema: Schema, events: TaskEvents | None = None, *, term: int = 0) -> None:
+        world, facts, self.done = World.active, World.active.facts, set[int]()
         self.epochs: dict[int, str] = {}
         self.named: set[int] = set()
 
         def on_done(rows: list[int]) -> None:
             if twice := sorted(self.done.intersection(rows)):
-                books.violated(f"controller {task} has told twice that rows {twice} are done")
+                facts.violated(f"controller {task} has told twice that rows {twice} are done")
             self.done.update(rows)
 
         def on_lost(unit: int, rows: list[int]) -> None:
             world.counts["loss named"] += 1
             self.named.update(rows)
             self.done.difference_update(rows)
-            books.named[task].update(rows)
+            facts.named[task].update(rows)
 
-        super().__init__(task, schema, replace(events or TaskEvents(), on_done=on_done, on_lost=on_lost), turn=turn)
+        super().__init__(task, schema, replace(events or TaskEvents(), on_done=on_done, on_lost=on_lost), term=term)
         self._taken, self.subscription.take = self.subscription.take, self._take  # type: ignore[method-assign]
         world.controllers.append((current_process(), self))
 
@@ -698,7 +698,7 @@ class SimUnit(StorageUnit):
         stored = await super().complete(token, batch)
         late = [row for row, is_kept in zip(before, stored.tolist(), strict=True) if is_kept and not before[row]]
         if was_over and late:
-            World.active.books.violated(f"rows {late} were completed under {token}, which unit {self.number} knew to be over")
+            World.active.facts.violated(f"rows {late} were completed under {token}, which unit {self.number} knew to be over")
         return stored
 
     @remote

@@ -213,7 +213,7 @@ class Sampler(OfSimulation):
 
 
 class Unaudited(Audit):
-    """An audit that keeps no books: they would grow with the run, since every row is in them."""
+    """An audit that keeps no rows: they would grow with the run."""
 
     def reply(self, *_: Any) -> None:
         """See `Audit`."""
@@ -222,15 +222,15 @@ class Unaudited(Audit):
         """See `Audit`."""
 
 
-def simulate(folder: Path, steps: int, observer: OfSimulation) -> None:
+def simulate(folder: Path, steps: int, listener: OfSimulation) -> None:
     """One sitting of a simulated run."""
     folder.mkdir(parents=True, exist_ok=True)
     small = {"rollout": {"num_workers": 1, "num_slots": 1, "group_size": 2, "max_new_tokens": 2}, "train": {"prompts_per_step": 1}}
     config = parse(merged(tree("delayed", folder, steps), merged(small, {"checkpoint": {"every_steps": 1_000, "keep": 1}})))
     loop, audit = VirtualLoop(), Unaudited(make_schedule(config), shape_of(config))
-    observer.job = SimulatedJob(config, Costs(), NO_FAULTS, loop, observer, keeps_report=False, audit=audit)
+    listener.job = SimulatedJob(config, Costs(), NO_FAULTS, loop, listener, keeps_report=False, audit=audit)
     try:
-        loop.run_until_complete(loop.create_task(observer.job.run(), name="run"))
+        loop.run_until_complete(loop.create_task(listener.job.run(), name="run"))
     finally:
         loop.finish()
 

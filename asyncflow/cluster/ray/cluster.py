@@ -142,7 +142,7 @@ class RayCluster(SupervisedCluster):
         try:
             host = place.host or place.begin_host()
             is_abroad = await host.node.remote() != self._connection.node
-        except import_ray().exceptions.RayError:  # gone since the worker's last life
+        except import_ray().exceptions.RayError:  # gone since the worker's last start
             place.end_host()
             host = place.begin_host()
             is_abroad = await host.node.remote() != self._connection.node

@@ -71,10 +71,10 @@ class OutsideTrainEngine:
                 if published.path:
                     self._weights = await asyncio.to_thread(self._taken, Path(published.path))
             except (OSError, ValueError) as error:
-                await self._desk.judged(f"these weights cannot be taken: {error}")
+                await self._desk.report_taken(f"these weights cannot be taken: {error}")
                 continue
             self._updates += 1
-            await self._desk.judged("")
+            await self._desk.report_taken("")
             return OptimResult(published.grad_norm, published.learning_rate, skipped=not published.path)
 
     async def discard(self) -> None:

@@ -32,14 +32,14 @@ class MetricRows:
         context: RunContext,
         hub: Hub,
         checks: TrainingChecks,
-        observer: Listener,
+        listener: Listener,
         *,
         num_devices: Callable[[float, float], float],
         cores: FreeCores,
         num_resumes: int,
     ) -> None:
         """Open the trackers. `num_devices`: between two moments, on average. `num_resumes`: of the run, so far."""
-        self._context, self._config, self._hub, self._checks, self._observer = context, context.config, hub, checks, observer
+        self._context, self._config, self._hub, self._checks, self._listener = context, context.config, hub, checks, listener
         self._num_devices, self._cores, self._num_resumes = num_devices, cores, num_resumes
         config = context.config
         names = [OWN_TRACKER, *config.telemetry.trackers]
@@ -64,7 +64,7 @@ class MetricRows:
                     return
                 row = await self._write(step, metrics, of_critic, times)
                 self._num_finished = step + 1
-                self._observer.step(step, row)
+                self._listener.step(step, row)
         except BaseException as error:  # a checkpoint may wait for the row
             self._unwritten = self._unwritten or f"the metrics of step {step + 1} could not be written: {str(error) or repr(error)}"
             raise
@@ -118,4 +118,4 @@ class MetricRows:
             if name == OWN_TRACKER:
                 raise
             del self._trackers[name]
-            self._observer.log(f"the tracker {name} failed at step {step + 1} and gets nothing more: {error}")
+            self._listener.log(f"the tracker {name} failed at step {step + 1} and gets nothing more: {error}")

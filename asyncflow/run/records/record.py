@@ -1,8 +1,8 @@
 """Record of a run: its files, its metrics, its certificate.
 
-books (ledger, versions, controllers), workers' reports --> RunRecord --> eval.jsonl samples.jsonl spans.jsonl certificate.json
-                                                             |     --> MetricRows (metric_rows.py) --> metrics.jsonl, trackers
-                                                             +-----> a checkpoint (`RecordState`), and back from it
+ledger, versions, controllers, workers' reports --> RunRecord --> eval.jsonl samples.jsonl spans.jsonl certificate.json
+                                                      |     --> MetricRows (metric_rows.py) --> metrics.jsonl, trackers
+                                                      +-----> a checkpoint (`RecordState`), and back from it
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class RunRecord:
     def __init__(
         self,
         context: RunContext,
-        observer: Listener,
+        listener: Listener,
         *,
         num_devices: Callable[[float, float], float],
         cores: FreeCores,
         before: RecordState,
     ) -> None:
         """Open the run's files. `num_devices`: between two moments, on average. `before`: of the attempts before this one."""
-        self._context, self._config, self._observer = context, context.config, observer
+        self._context, self._config, self._listener = context, context.config, listener
         self._ledger, self._schedule, self._progress = context.ledger.ledger, context.schedule, context.progress
         self._now, run_dir = context.clock, context.config.run_dir
         callbacks = self._keep_sample, self._keep_tokens, self._keep_unscored, context.progress
@@ -102,7 +102,7 @@ class RunRecord:
             context,
             self.hub,
             self._checks,
-            observer,
+            listener,
             num_devices=num_devices,
             cores=cores,
             num_resumes=len(before.resumed_at),
@@ -176,7 +176,7 @@ class RunRecord:
         async with self._evaluating:
             await self.hub.settle(self._now())
             self._evaluations.write(json.dumps(row) + "\n")
-        self._observer.evaluation(row)
+        self._listener.evaluation(row)
 
     def rows_died(self, dead: Sequence[DeadRow]) -> None:
         """Rows have failed for good. Those of evaluations are of no step."""
@@ -216,7 +216,7 @@ class RunRecord:
         self._add_parts(step, metrics, len(group.rows), figures.reward_parts)
         metrics.count_rows(empty=len(group.empty_rows), zero_advantage=figures.left_out)
         self._checks.look_at_group(group, figures)
-        self._observer.group(step)
+        self._listener.group(step)
 
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
         """A step is final for one of the models. Its row of metrics is begun when it is for all of them."""

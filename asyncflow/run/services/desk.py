@@ -92,7 +92,7 @@ class TrainDesk:
         return await self._published
 
     @remote
-    async def judged(self, why_not: str) -> None:
+    async def report_taken(self, why_not: str) -> None:
         """The engine has taken what `update` gave it, or, with a reason, has not, and asks again."""
         if why_not:
             self._published = asyncio.get_running_loop().create_future()

@@ -148,7 +148,7 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
         session = _session(hosted, worker)
         work = await session.engine.take(body.prompts, body.timeout_seconds)
         if work.is_over:
-            hosted.is_told(session.id)
+            hosted.end_is_known(session.id)
         bits = hosted.run.driver.shape.group_bits
         prompts = [_as_answer(prompt, session.decode(prompt.prompt_ids), bits) for prompt in work.prompts]
         return PromptsAnswer(version=work.version, prompts=prompts, install=work.install, is_over=work.is_over)

@@ -95,8 +95,8 @@ class OfModel(WireMessage):
     model_id: Id
 
 
-class Turn(WireMessage):
-    """Request to a model that has its turn by a number."""
+class NumberedRequest(WireMessage):
+    """Request to a model, which is done in the order of the numbers."""
 
     model_id: Id
     seq_id: Number | None = None
@@ -122,11 +122,11 @@ class AdamParams(WireMessage):
         )
 
 
-class OptimStep(Turn):
+class OptimStep(NumberedRequest):
     adam_params: AdamParams
 
 
-class SaveWeights(Turn):
+class SaveWeights(NumberedRequest):
     path: str | None = None
     ttl_seconds: Annotated[int, Field(ge=1)] | None = None
     overwrite: bool = False
@@ -276,14 +276,14 @@ class PassInput(WireMessage):
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class JsonPass(Turn):
+class JsonPass(NumberedRequest):
     """`forward` or `forward_backward`, as older SDKs send it."""
 
     pass_input: PassInput = Field(validation_alias=AliasChoices("forward_backward_input", "forward_input"))
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassRequest:
     """`forward` or `forward_backward`."""
 
     model_id: str
@@ -314,18 +314,18 @@ def content_of(message: WireMessage) -> bytes:
     return hashlib.blake2b(f"{type(message).__name__} {message.model_dump_json()}".encode(), digest_size=16).digest()
 
 
-def pass_of_json(message: JsonPass, *, is_forward_only: bool) -> Pass:
-    """Pass from JSON. Raises `ValueError`."""
+def pass_of_json(message: JsonPass, *, is_forward_only: bool) -> PassRequest:
+    """Request for a pass from JSON. Raises `ValueError`."""
     given = message.pass_input
     examples = [
         Example(datum.model_input.token_ids, {name: tensor.array() for name, tensor in datum.loss_fn_inputs.items()})
         for datum in given.data
     ]
-    return Pass(message.model_id, message.seq_id, examples, given.loss_fn, given.loss_fn_config or {}, is_forward_only)
+    return PassRequest(message.model_id, message.seq_id, examples, given.loss_fn, given.loss_fn_config or {}, is_forward_only)
 
 
-def pass_of_protobuf(body: bytes) -> Pass:
-    """Pass from protobuf. Raises `ValueError`."""
+def pass_of_protobuf(body: bytes) -> PassRequest:
+    """Request for a pass from protobuf. Raises `ValueError`."""
     made = protobuf.message("ForwardBackwardRequest")
     try:
         made.ParseFromString(body)
@@ -338,7 +338,7 @@ def pass_of_protobuf(body: bytes) -> Pass:
         Example(_tokens(datum.model_input), {name: _array(name, tensor) for name, tensor in datum.loss_fn_inputs.items()})
         for datum in made.data
     ]
-    return Pass(made.model_id, made.seq_id, examples, made.loss_fn, options, made.forward_only)
+    return PassRequest(made.model_id, made.seq_id, examples, made.loss_fn, options, made.forward_only)
 
 
 def _tokens(chunks: Any) -> Array:

@@ -270,7 +270,7 @@ async def _pass(sessions: Sessions, request: Request, *, is_forward_only: bool) 
     body = await request.body()
     is_protobuf = protobuf.MEDIA_TYPE in request.headers.get("content-type", "")
 
-    def read() -> tuple[messages.Pass, bytes]:
+    def read() -> tuple[messages.PassRequest, bytes]:
         if is_protobuf:
             given = messages.pass_of_protobuf(body)
         else:

@@ -127,7 +127,7 @@ class Sessions:
         return self._begin_model(request.session_id, request.model_seq_id, {"type": "create_model"}, rank, adapter)
 
     def load_weights(self, request: messages.LoadWeights) -> str:
-        """Load a checkpoint into a model, when its turn comes, or into a new one. Returns the request's id."""
+        """Load a checkpoint into a model, after the requests before this one, or into a new one. Returns the request's id."""
         if request.base_model is not None:
             self._check_base(request.base_model)
         if request.model_id is None:
@@ -153,7 +153,7 @@ class Sessions:
         model.last_request = time.time()
         return model
 
-    def do_pass(self, request: messages.Pass, content: bytes) -> str:
+    def do_pass(self, request: messages.PassRequest, content: bytes) -> str:
         """`forward` or `forward_backward`. Returns the request's id. `content`: hash of the request."""
         model = self.model(request.model_id)
         return model.submit(request.seq_id, content, lambda: model.do_pass(request), request.nbytes)

@@ -1,11 +1,11 @@
 """A model that a client trains: its train engine, and its requests in the order of their numbers.
 
-    submit -> [turns.py] -> one task: forward_backward, optim_step, save, load ... -> results.py
+    submit -> [request_order.py] -> one task: forward_backward, optim_step, save, load ... -> results.py
                                               |
                                      the engine's compute thread
 
 consumes: requests with a number each, in any order, also repeated
-waits for: the request whose turn it is
+waits for: the request with the next number
 is unblocked by: `submit`
 
 The models of several clients have an engine and a thread each, so their requests are computed side by side. The gradient of a step
@@ -31,8 +31,8 @@ from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Chec
 from asyncflow.service.tinker.context import ServerContext
 from asyncflow.service.tinker.examples import LossInputs, loss_inputs
 from asyncflow.service.tinker.losses import Loss, Recording, make_loss
-from asyncflow.service.tinker.messages import AdamParams, LoraConfig, Pass, SaveWeights
-from asyncflow.service.tinker.turns import Turns
+from asyncflow.service.tinker.messages import AdamParams, LoraConfig, PassRequest, SaveWeights
+from asyncflow.service.tinker.request_order import RequestOrder
 from asyncflow.types import Array, Ragged, RunError, TokenBatch, UserError
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class TrainedModel:
         self.last_request = time.time()
         self._make_engine, self._store, self._results = context.make_engine, context.store, context.results
         self._micro_batch_tokens = context.bounds.micro_batch_tokens
-        self._turns: Turns[Work] = Turns(context.bounds.queue, context.bounds.queue_bytes)
+        self._order: RequestOrder[Work] = RequestOrder(context.bounds.queue, context.bounds.queue_bytes)
         self._has_request = asyncio.Event()
         self._engine: TrainEngine | None = None
         self._broken = ""  # why the present step cannot be completed
@@ -77,13 +77,13 @@ class TrainedModel:
             self.is_lora, self.rank = checkpoint.record.is_lora, checkpoint.record.rank
 
     def submit(self, number: int | None, content: bytes, work: Work, num_bytes: int = 0) -> str:
-        """Have work done when its turn comes. Returns the request's id, the same for a request that is repeated.
+        """Have work done after the requests before it. Returns the request's id, the same for a request that is repeated.
 
         Raises `ValueError` for a number that belongs to another request, and `Busy`.
         """
         owner = self.model_id.partition(":")[0]
-        self._results.check_room(owner)  # before it has its turn: a turn is not taken back
-        number, is_new = self._turns.offer(number, content, work, num_bytes)
+        self._results.check_room(owner)  # before it has a number: that is not taken back
+        number, is_new = self._order.offer(number, content, work, num_bytes)
         request_id = f"{self.model_id}:{number}"
         if is_new:
             self._results.begin(request_id, owner)
@@ -93,8 +93,8 @@ class TrainedModel:
     async def run(self) -> None:
         """Do the work of one request after another."""
         while True:
-            number = self._turns.next_number
-            work = self._turns.take()
+            number = self._order.next_number
+            work = self._order.take()
             if work is None:
                 self._has_request.clear()
                 await self._has_request.wait()
@@ -108,7 +108,7 @@ class TrainedModel:
             self._engine = None
         await asyncio.to_thread(self._store.forget_snapshots, self.model_id)
 
-    async def do_pass(self, request: Pass) -> Answer:
+    async def do_pass(self, request: PassRequest) -> Answer:
         """`forward`, or `forward_backward`, which adds to the step's gradient."""
         loss = make_loss(request.loss, request.loss_options)
         inputs = await asyncio.to_thread(

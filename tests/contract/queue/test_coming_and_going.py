@@ -80,7 +80,7 @@ async def with_a_gate(notify_timeout_seconds: float) -> AsyncIterator[tuple[Tran
         tasks=["rollout", "eval"],
         unit_options=UnitOptions(notify_timeout_seconds=notify_timeout_seconds),
     )
-    train, gate = Controller("train", queue.schema, turn=1), Gate(queue.units[0])
+    train, gate = Controller("train", queue.schema, term=1), Gate(queue.units[0])
     queue._serve("controller/train", train)
     async with queue.running():
         following = asyncio.create_task(train.subscription.follow(0, gate))  # type: ignore[arg-type]

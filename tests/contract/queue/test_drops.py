@@ -96,9 +96,9 @@ async def test_of_a_lease_what_lies_on_other_units_is_delivered(house: House, cl
     assert client.leases.held == {}
 
 
-async def test_a_controller_whose_books_refuse_a_row_ends_the_queue_instead_of_going_on(tmp_path: Path) -> None:
+async def test_a_controller_whose_table_refuses_a_row_ends_the_queue_instead_of_going_on(tmp_path: Path) -> None:
     def broken(rows: list[int]) -> None:
-        raise KeyError(f"the books do not know row {rows[0]}")
+        raise KeyError(f"the ledger does not know row {rows[0]}")
 
     queue = TransferQueue(
         schema(),

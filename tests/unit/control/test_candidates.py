@@ -270,34 +270,34 @@ def test_an_evaluation_has_no_candidates() -> None:
 
 
 async def test_the_service_says_when_more_are_needed_and_what_has_become_certain() -> None:
-    books = Service(tasks=TaskPlan(SELECTED, chosen_by="select", num_members=2))
+    made = Service(tasks=TaskPlan(SELECTED, chosen_by="select", num_members=2))
     decided: list[tuple[int, Decided]] = []
-    books.service.on_decided = lambda *told: decided.append(told)
-    await books.service.open([meta(0), meta(1), GroupMeta(9, 1, 0, meta(0).interval, "eval")])
-    wanted = asyncio.create_task(books.service.wanted(0))
+    made.service.on_decided = lambda *told: decided.append(told)
+    await made.service.open([meta(0), meta(1), GroupMeta(9, 1, 0, meta(0).interval, "eval")])
+    wanted = asyncio.create_task(made.service.wanted(0))
     assert not await settled(wanted)
-    books.service.decide(0, is_varied=False)
+    made.service.decide(0, is_varied=False)
     candidates = await wanted
     assert candidates is not None and candidates.num_missing == 1
-    await books.service.add_candidates([meta(2)])
-    wanted = asyncio.create_task(books.service.wanted(0))
+    await made.service.add_candidates([meta(2)])
+    wanted = asyncio.create_task(made.service.wanted(0))
     assert not await settled(wanted)
-    books.service.decide(1, is_varied=True)
-    books.service.fail(dead(8))
+    made.service.decide(1, is_varied=True)
+    made.service.fail(dead(8))
     assert not await settled(wanted)
-    books.service.fail(dead(9))
+    made.service.fail(dead(9))
     assert (await wanted) is not None
-    await books.service.add_candidates([meta(3)])
-    books.service.decide(3, is_varied=True)
-    assert await books.service.wanted(0) is None
+    await made.service.add_candidates([meta(3)])
+    made.service.decide(3, is_varied=True)
+    assert await made.service.wanted(0) is None
     assert [(step, one.is_settled, [*one.members], one.degenerate) for step, one in decided] == [
         (0, False, [], [0]),
         (0, False, [1], []),
         (0, False, [], [2]),
         (0, True, [3], []),
     ]
-    books.service.stop()
-    assert await books.service.wanted(0) is None
+    made.service.stop()
+    assert await made.service.wanted(0) is None
 
 
 def test_what_is_consumed_has_to_be_a_member() -> None:

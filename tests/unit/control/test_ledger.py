@@ -1,4 +1,4 @@
-"""The books: what belongs to which step, and when it is over."""
+"""The ledger: what belongs to which step, and when it is over."""
 
 from __future__ import annotations
 
@@ -390,9 +390,9 @@ class Service:
     def __init__(self, schedule: Any = None, tasks: TaskPlan = ONE_MODEL, **updates: int) -> None:
         self.told: list[Any] = []
         self.ledger = Ledger(BITS, tasks, UpdatePlan(**updates))
-        books = ProgressView(self.ledger, {})
+        progress = ProgressView(self.ledger, {})
         self.service = LedgerService(
-            self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
+            self.ledger, schedule or Periodic(), progress, Signal(), lambda *step: self.told.append(("end", *step))
         )
         self.told_of: list[asyncio.Task[Any]] = []
         self.service.on_opened = lambda step: self.told.append(("opened", step))
@@ -423,144 +423,144 @@ async def settled(task: asyncio.Task[Any]) -> bool:
 
 
 async def test_the_books_are_told_in_order() -> None:
-    books = Service()
-    await books.service.open([meta(0), meta(9, topic="eval")])
-    books.service.done("rollout", [0, 1, 36, 37])
-    await books.consume(0, consumed(0, 1))
-    books.service.changed()
-    assert await books.service.totals(0) == StepTotals(0, 5, 2, 0, [])
-    await books.service.commit(0, [UPDATE])
-    assert books.told == [("opened", 0), ("consumed", 0, [0, 1]), ("committed", 0, UPDATE)]
+    made = Service()
+    await made.service.open([meta(0), meta(9, topic="eval")])
+    made.service.done("rollout", [0, 1, 36, 37])
+    await made.consume(0, consumed(0, 1))
+    made.service.changed()
+    assert await made.service.totals(0) == StepTotals(0, 5, 2, 0, [])
+    await made.service.commit(0, [UPDATE])
+    assert made.told == [("opened", 0), ("consumed", 0, [0, 1]), ("committed", 0, UPDATE)]
 
 
 @pytest.mark.parametrize("first", ["train", "critic"])
 async def test_a_checkpoint_that_is_asked_for_is_of_a_step_that_no_model_has_committed(first: str) -> None:
-    books = Service(tasks=TWO_MODELS)
+    made = Service(tasks=TWO_MODELS)
     (second,) = set(TWO_MODELS.trained) - {first}
-    await books.service.open([meta(step, step) for step in range(3)])
-    books.service.fail(dead(0, 1, 4, 5, 8, 9))
-    assert books.service.ask_for_checkpoint() == 1
-    assert await books.service.commit(0, [UPDATE], first) == "disk"
-    assert books.service.ask_for_checkpoint() == 2  # one model has committed step 0 without it
-    assert await books.service.commit(0, [UPDATE], second) == "disk"
-    assert [await books.service.commit(1, [UPDATE], task) for task in (second, first)] == ["disk", "disk"]
-    assert [await books.service.commit(2, [UPDATE], task) for task in (first, second)] == [None, None]
+    await made.service.open([meta(step, step) for step in range(3)])
+    made.service.fail(dead(0, 1, 4, 5, 8, 9))
+    assert made.service.ask_for_checkpoint() == 1
+    assert await made.service.commit(0, [UPDATE], first) == "disk"
+    assert made.service.ask_for_checkpoint() == 2  # one model has committed step 0 without it
+    assert await made.service.commit(0, [UPDATE], second) == "disk"
+    assert [await made.service.commit(1, [UPDATE], task) for task in (second, first)] == ["disk", "disk"]
+    assert [await made.service.commit(2, [UPDATE], task) for task in (first, second)] == [None, None]
 
 
 async def test_a_step_of_which_nothing_is_left_ends_too() -> None:
-    books = Service()
-    await books.service.open([meta(0)])
-    books.service.fail(dead(0, 1))
-    assert books.told == [("opened", 0)] and books.ledger.is_consumed(0)
-    assert await books.service.totals(0) == StepTotals(0, 0, 0, 2, [])
+    made = Service()
+    await made.service.open([meta(0)])
+    made.service.fail(dead(0, 1))
+    assert made.told == [("opened", 0)] and made.ledger.is_consumed(0)
+    assert await made.service.totals(0) == StepTotals(0, 0, 0, 2, [])
 
 
 async def test_a_step_waits_for_evaluations_whose_weights_its_own_would_displace() -> None:
-    books = Service()
-    await books.service.open([meta(0), meta(9, topic="eval")])
-    books.service.done("rollout", [0, 1, 36])
-    await books.consume(0, consumed(0, 1))
-    waiting = asyncio.create_task(books.service.totals(0))
+    made = Service()
+    await made.service.open([meta(0), meta(9, topic="eval")])
+    made.service.done("rollout", [0, 1, 36])
+    await made.consume(0, consumed(0, 1))
+    waiting = asyncio.create_task(made.service.totals(0))
     assert not await settled(waiting)
-    books.service.done("rollout", [37])
+    made.service.done("rollout", [37])
     assert await waiting == StepTotals(0, 5, 2, 0, [])
 
 
 async def test_rounds_are_given_out_when_every_rank_has_a_group_or_nothing_is_left_to_wait_for() -> None:
-    books = Service(num_ranks=2)
-    await books.service.open([meta(group) for group in range(3)])
-    first = [asyncio.create_task(books.round_of(rank, 0)) for rank in range(2)]
-    books.offer(0)
+    made = Service(num_ranks=2)
+    await made.service.open([meta(group) for group in range(3)])
+    first = [asyncio.create_task(made.round_of(rank, 0)) for rank in range(2)]
+    made.offer(0)
     assert not await settled(first[0]) and not await settled(first[1])
-    books.offer(1)
+    made.offer(1)
     assert [await current for current in first] == [[0], [1]]
-    second = asyncio.create_task(books.round_of(0, 1))
-    books.offer(2)
+    second = asyncio.create_task(made.round_of(0, 1))
+    made.offer(2)
     assert not await settled(second)  # group 2 is all that is left, but rank 1 is not there yet
-    assert await asyncio.wait_for(books.round_of(1, 1), 1) == []
+    assert await asyncio.wait_for(made.round_of(1, 1), 1) == []
     assert await second == [2]
-    assert [await asyncio.wait_for(books.round_of(rank, 2), 1) for rank in range(2)] == [None, None]
+    assert [await asyncio.wait_for(made.round_of(rank, 2), 1) for rank in range(2)] == [None, None]
 
 
 async def test_a_rank_may_ask_for_the_round_after_the_next_and_is_handed_each_group_once() -> None:
-    books = Service()
-    await books.service.open([meta(group) for group in range(2)])
-    asked = [asyncio.create_task(books.service.next_round(0, 0, number, [])) for number in range(3)]
+    made = Service()
+    await made.service.open([meta(group) for group in range(2)])
+    asked = [asyncio.create_task(made.service.next_round(0, 0, number, [])) for number in range(3)]
     for group, task in enumerate(asked[:2]):
         assert not await settled(task)
-        books.offer(group)
+        made.offer(group)
         (given,) = await task or ()
         assert given.group == group and given.handed is not None and given.handed.lease.groups == [meta(group)]
-        assert await books.service.next_round(0, 0, group, []) == [RoundGroup(group, None)]
-    assert await asked[2] is None and not books.ledger.is_consumed(0)
-    assert books.told == [("opened", 0)]
+        assert await made.service.next_round(0, 0, group, []) == [RoundGroup(group, None)]
+    assert await asked[2] is None and not made.ledger.is_consumed(0)
+    assert made.told == [("opened", 0)]
 
 
 async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
-    books = Service(num_ranks=2)
-    await books.service.open([meta(0), meta(1)])
-    rounds = [asyncio.create_task(books.round_of(rank, 0)) for rank in range(2)]
-    books.offer(0)
+    made = Service(num_ranks=2)
+    await made.service.open([meta(0), meta(1)])
+    rounds = [asyncio.create_task(made.round_of(rank, 0)) for rank in range(2)]
+    made.offer(0)
     assert not await settled(rounds[0])
-    books.service.fail(dead(4, 5))
+    made.service.fail(dead(4, 5))
     assert [await asyncio.wait_for(current, 1) for current in rounds] == [[0], []]
 
 
 async def test_a_pipeline_takes_several_groups_at_a_time() -> None:
-    books = Service(groups_per_round=2)
-    await books.service.open([meta(group) for group in range(3)])
-    current = asyncio.create_task(books.round_of(0, 0))
-    books.offer(1)
+    made = Service(groups_per_round=2)
+    await made.service.open([meta(group) for group in range(3)])
+    current = asyncio.create_task(made.round_of(0, 0))
+    made.offer(1)
     assert not await settled(current)
-    books.offer(2)
+    made.offer(2)
     assert await current == [1, 2]
-    books.offer(0)
-    assert await books.round_of(0, 1) == [0]
+    made.offer(0)
+    assert await made.round_of(0, 1) == [0]
 
 
 async def test_a_round_takes_the_groups_that_are_there_up_to_its_tokens_and_waits_for_none() -> None:
-    books = Service(tokens_per_round=30)
-    await books.service.open([meta(group) for group in range(9)])
-    first, second = (asyncio.create_task(books.round_of(0, number)) for number in range(2))
+    made = Service(tokens_per_round=30)
+    await made.service.open([meta(group) for group in range(9)])
+    first, second = (asyncio.create_task(made.round_of(0, number)) for number in range(2))
     assert not await settled(first)
-    books.offer(0, 10)  # the rank has nothing else to do
+    made.offer(0, 10)  # the rank has nothing else to do
     assert await asyncio.wait_for(first, 1) == [0]
-    books.offer(1, 10)
+    made.offer(1, 10)
     assert not await settled(second)  # it trains its first round: more may come
-    books.offer(2, 10)
+    made.offer(2, 10)
     assert not await settled(second)
-    books.offer(3, 10)  # the round is full
+    made.offer(3, 10)  # the round is full
     assert await asyncio.wait_for(second, 1) == [1, 2, 3]
-    third = asyncio.create_task(books.round_of(0, 2))
-    books.offer(4, 10)
-    books.offer(5, 25)  # has no room beside the other
+    third = asyncio.create_task(made.round_of(0, 2))
+    made.offer(4, 10)
+    made.offer(5, 25)  # has no room beside the other
     assert await asyncio.wait_for(third, 1) == [4]
-    fourth = asyncio.create_task(books.round_of(0, 3))
+    fourth = asyncio.create_task(made.round_of(0, 3))
     assert not await settled(fourth)
-    fifth = asyncio.create_task(books.round_of(0, 4))  # it has trained the third round
+    fifth = asyncio.create_task(made.round_of(0, 4))  # it has trained the third round
     assert await asyncio.wait_for(fourth, 1) == [5]
-    books.offer(6, 40)  # a group that is more than a round has one for itself
+    made.offer(6, 40)  # a group that is more than a round has one for itself
     assert await asyncio.wait_for(fifth, 1) == [6]
-    last = asyncio.create_task(books.round_of(0, 5))
-    books.offer(7, 10)
+    last = asyncio.create_task(made.round_of(0, 5))
+    made.offer(7, 10)
     assert not await settled(last)
-    books.offer(8, 10)  # nothing is left
+    made.offer(8, 10)  # nothing is left
     assert await asyncio.wait_for(last, 1) == [7, 8]
-    assert await asyncio.wait_for(books.round_of(0, 6), 1) is None
+    assert await asyncio.wait_for(made.round_of(0, 6), 1) is None
 
 
 async def test_ranks_that_wait_for_a_round_each_get_what_they_have() -> None:
-    books = Service(num_ranks=2, tokens_per_round=30)
-    await books.service.open([meta(group) for group in range(8)])
+    made = Service(num_ranks=2, tokens_per_round=30)
+    await made.service.open([meta(group) for group in range(8)])
     for group in range(3):
-        books.offer(group, 10)  # of rank 0, 1 and 0
-    asked = [[asyncio.create_task(books.round_of(rank, number)) for number in range(2)] for rank in range(2)]
+        made.offer(group, 10)  # of rank 0, 1 and 0
+    asked = [[asyncio.create_task(made.round_of(rank, number)) for number in range(2)] for rank in range(2)]
     assert [await asyncio.wait_for(of_rank[0], 1) for of_rank in asked] == [[0, 2], [1]]
-    books.offer(3, 10)  # of rank 1, which has fewer
-    books.offer(4, 10)
-    third = asyncio.create_task(books.round_of(0, 2))
+    made.offer(3, 10)  # of rank 1, which has fewer
+    made.offer(4, 10)
+    third = asyncio.create_task(made.round_of(0, 2))
     assert not await settled(asked[0][1])  # rank 1 still trains
-    third_of_other = asyncio.create_task(books.round_of(1, 2))
+    third_of_other = asyncio.create_task(made.round_of(1, 2))
     assert [await asyncio.wait_for(of_rank[1], 1) for of_rank in asked] == [[4], [3]]
     for task in (third, third_of_other):
         task.cancel()
@@ -597,160 +597,160 @@ def test_a_step_is_under_way_from_its_first_round_until_it_is_trained_and_from_i
 
 
 async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
-    books = Service(num_ranks=2)
-    await books.service.open([meta(0)])
-    books.offer(0)
-    first = asyncio.create_task(books.round_of(0, 0))
+    made = Service(num_ranks=2)
+    await made.service.open([meta(0)])
+    made.offer(0)
+    first = asyncio.create_task(made.round_of(0, 0))
     assert not await settled(first)
-    assert await books.round_of(1, 0) == []
-    books.service.stop()
+    assert await made.round_of(1, 0) == []
+    made.service.stop()
     assert await first == [0]
-    assert await books.round_of(0, 1) is None
-    books.service.done("rollout", [0, 1])
-    await books.consume(0, consumed(0, 1))
-    assert await books.service.totals(0) is None and await books.service.totals(0) is None
+    assert await made.round_of(0, 1) is None
+    made.service.done("rollout", [0, 1])
+    await made.consume(0, consumed(0, 1))
+    assert await made.service.totals(0) is None and await made.service.totals(0) is None
 
-    books = Service(num_ranks=2)
-    await books.service.open([meta(0)])
-    books.service.done("rollout", [0, 1])
-    await books.consume(0, consumed(0, 1))
-    told = await books.service.totals(0)
-    books.service.stop()
-    assert told is not None and await books.service.totals(0) == told
+    made = Service(num_ranks=2)
+    await made.service.open([meta(0)])
+    made.service.done("rollout", [0, 1])
+    await made.consume(0, consumed(0, 1))
+    told = await made.service.totals(0)
+    made.service.stop()
+    assert told is not None and await made.service.totals(0) == told
 
 
 async def test_the_groups_of_a_round_are_of_about_one_length() -> None:
-    books = Service(num_ranks=2)
-    await books.service.open([meta(group) for group in range(6)])
+    made = Service(num_ranks=2)
+    await made.service.open([meta(group) for group in range(6)])
     for group, tokens in enumerate((100, 12, 10, 9, 11, 99)):  # of either rank in turn
-        books.offer(group, tokens)
+        made.offer(group, tokens)
     rounds = []
     for number in range(3):
-        rounds.append(await asyncio.gather(*(books.round_of(rank, number) for rank in range(2))))
+        rounds.append(await asyncio.gather(*(made.round_of(rank, number) for rank in range(2))))
     assert rounds == [[[0], [5]], [[4], [1]], [[2], [3]]]
 
 
 async def test_a_group_that_is_delivered_again_is_not_trained_again() -> None:
-    books = Service(num_ranks=2)
-    await books.service.open([meta(0), meta(1)])
-    state = books.ledger.step_state(0)
+    made = Service(num_ranks=2)
+    await made.service.open([meta(0), meta(1)])
+    state = made.ledger.step_state(0)
     assert state.offer(0, 9) is True and state.offer(0, 9) is False
     assert state.offer(7, 9) is False  # nobody knows it
-    await books.consume(0, consumed(4, 5))
+    await made.consume(0, consumed(4, 5))
     assert state.offer(1, 9) is False  # it is in the sum already
-    books.service.offer(3, "train", Handed(Lease(Token("train", "", 1), [meta(1)], [[4, 5]], [[1, 1]], [0]), None), 9)  # too late
-    assert books.service._handed == {}
+    made.service.offer(3, "train", Handed(Lease(Token("train", "", 1), [meta(1)], [[4, 5]], [[1, 1]], [0]), None), 9)  # too late
+    assert made.service._handed == {}
 
 
 async def test_whether_a_step_is_trained_is_told_to_all_ranks_alike() -> None:
-    books = Service(num_ranks=2)
-    books.service.allow(2, 2)
-    await books.service.open([meta(0)])
-    assert await books.service.may_start("train", 0) is True
-    late = asyncio.create_task(books.service.may_start("train", 1))
+    made = Service(num_ranks=2)
+    made.service.allow(2, 2)
+    await made.service.open([meta(0)])
+    assert await made.service.may_start("train", 0) is True
+    late = asyncio.create_task(made.service.may_start("train", 1))
     assert not await settled(late)
-    books.service.stop()
-    assert await books.service.may_start("train", 0) is True  # the other rank
+    made.service.stop()
+    assert await made.service.may_start("train", 0) is True  # the other rank
     assert await late is False
-    await books.service.open([meta(1, step=1)])
-    assert await books.service.may_start("train", 1) is False
+    await made.service.open([meta(1, step=1)])
+    assert await made.service.may_start("train", 1) is False
 
 
 async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:
-    books = Service()
-    await books.service.open([meta(9, topic="eval")])
-    await books.service.consume_evaluation(0, [36])
-    assert books.told == []
-    books.service.fail(dead(37))
-    assert books.told == [("end", "eval", 0)] and books.ledger._steps == {} and books.ledger._step_of_group == {}
+    made = Service()
+    await made.service.open([meta(9, topic="eval")])
+    await made.service.consume_evaluation(0, [36])
+    assert made.told == []
+    made.service.fail(dead(37))
+    assert made.told == [("end", "eval", 0)] and made.ledger._steps == {} and made.ledger._step_of_group == {}
 
 
 async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_schedule_lets() -> None:
-    books = Service()
-    waiting = asyncio.create_task(books.service.may_admit(0))
+    made = Service()
+    waiting = asyncio.create_task(made.service.may_admit(0))
     assert not await settled(waiting)
-    books.service.allow(3, 3)
+    made.service.allow(3, 3)
     assert await waiting is True
-    assert await books.service.may_admit(1) is True
-    ahead = asyncio.create_task(books.service.may_admit(2))
+    assert await made.service.may_admit(1) is True
+    ahead = asyncio.create_task(made.service.may_admit(2))
     assert not await settled(ahead)
-    await books.service.open([meta(0)])
-    await books.consume(0, consumed(0, 1))
+    await made.service.open([meta(0)])
+    await made.consume(0, consumed(0, 1))
     assert not await settled(ahead)
-    await books.service.commit(0, [UPDATE])
+    await made.service.commit(0, [UPDATE])
     assert await ahead is True
 
 
 async def test_a_run_that_is_driven_by_hand_generates_ahead_as_far_as_its_staleness_reaches() -> None:
     periodic, delayed = Service(), Service(build("schedule", "delayed", {}, SCHEDULES))
-    for books in (periodic, delayed):
-        assert not books.service.is_held  # nothing more is to come
-        books.service.allow(1, 3)
-        await books.service.open([meta(0)])
-        books.service.done("rollout", [0, 1])
-        ahead = asyncio.create_task(books.service.may_admit(1))
-        assert await settled(ahead) == (books is delayed)
-        await books.service.open([meta(1, step=1)])
-        assert await books.service.may_start("train", 0) is True
-        assert not books.service.is_held
-        await books.consume(0, consumed(0, 1))
-        await books.service.commit(0, [UPDATE])
-        assert books.service.is_held
-        held = asyncio.create_task(books.service.may_start("train", 1))
+    for made in (periodic, delayed):
+        assert not made.service.is_held  # nothing more is to come
+        made.service.allow(1, 3)
+        await made.service.open([meta(0)])
+        made.service.done("rollout", [0, 1])
+        ahead = asyncio.create_task(made.service.may_admit(1))
+        assert await settled(ahead) == (made is delayed)
+        await made.service.open([meta(1, step=1)])
+        assert await made.service.may_start("train", 0) is True
+        assert not made.service.is_held
+        await made.consume(0, consumed(0, 1))
+        await made.service.commit(0, [UPDATE])
+        assert made.service.is_held
+        held = asyncio.create_task(made.service.may_start("train", 1))
         assert not await settled(held)
-        books.service.allow(2, 3)
-        assert await settled(held) and not books.service.is_held
-        books.service.stop()
+        made.service.allow(2, 3)
+        assert await settled(held) and not made.service.is_held
+        made.service.stop()
 
 
 async def test_a_group_that_changes_its_step_is_made_by_no_version_too_old_for_it() -> None:
     told: list[tuple[int, int]] = []
-    books = Service(build("schedule", "bounded", {"max_staleness": 1, "membership": "first_come"}, SCHEDULES))
-    books.ledger._max_staleness = 1
-    books.service.on_displaced = lambda group, version: told.append((group, version))
-    await books.service.open([meta(0), meta(1)])
-    await books.service.open([meta(2, step=1), meta(3, step=1)])
-    books.ledger.begun([0], 0)
-    assert books.service.claim(0, 1) and told == []  # its own step's
-    assert books.service.claim(0, 2) and told == [(0, 0)]  # step 1 takes what version 0 has made
-    assert not books.service.claim(0, 3) and told == [(0, 0)]
+    made = Service(build("schedule", "bounded", {"max_staleness": 1, "membership": "first_come"}, SCHEDULES))
+    made.ledger._max_staleness = 1
+    made.service.on_displaced = lambda group, version: told.append((group, version))
+    await made.service.open([meta(0), meta(1)])
+    await made.service.open([meta(2, step=1), meta(3, step=1)])
+    made.ledger.begun([0], 0)
+    assert made.service.claim(0, 1) and told == []  # its own step's
+    assert made.service.claim(0, 2) and told == [(0, 0)]  # step 1 takes what version 0 has made
+    assert not made.service.claim(0, 3) and told == [(0, 0)]
 
 
 async def test_training_starts_when_the_schedule_lets_it() -> None:
     periodic, synchronous = Service(), Service(Synchronous())
-    for books in (periodic, synchronous):
-        books.service.allow(1, 1)
-        waiting = asyncio.create_task(books.service.may_start("train", 0))
+    for made in (periodic, synchronous):
+        made.service.allow(1, 1)
+        waiting = asyncio.create_task(made.service.may_start("train", 0))
         assert not await settled(waiting)
-        await books.service.open([meta(0)])
-        books.service.done("rollout", [0])
-        assert await settled(waiting) == (books is periodic)
-        books.service.done("rollout", [1])
+        await made.service.open([meta(0)])
+        made.service.done("rollout", [0])
+        assert await settled(waiting) == (made is periodic)
+        made.service.done("rollout", [1])
         assert await settled(waiting) and waiting.result() is True
 
 
 async def test_a_task_may_work_on_a_group_whose_step_is_over() -> None:
     """Where membership is first_come, a later step may have taken it."""
-    books = Service()
-    await books.service.open([meta(0)])
-    await books.consume(0, consumed(0, 1))
-    await books.service.commit(0, [UPDATE])
-    assert await asyncio.wait_for(books.service.may_start("reward", 0), 1) is True
-    ahead = asyncio.create_task(books.service.may_start("reward", 1))
+    made = Service()
+    await made.service.open([meta(0)])
+    await made.consume(0, consumed(0, 1))
+    await made.service.commit(0, [UPDATE])
+    assert await asyncio.wait_for(made.service.may_start("reward", 0), 1) is True
+    ahead = asyncio.create_task(made.service.may_start("reward", 1))
     assert not await settled(ahead)
-    await books.service.open([meta(1, step=1)])
+    await made.service.open([meta(1, step=1)])
     assert await ahead is True
 
 
 async def test_stopping_answers_everybody_who_waits_with_no() -> None:
-    books = Service()
-    asked = [books.service.may_admit(0), books.service.may_start("train", 0)]
+    made = Service()
+    asked = [made.service.may_admit(0), made.service.may_start("train", 0)]
     waiting = [asyncio.create_task(question) for question in asked]
     assert not await settled(waiting[0])
-    books.service.stop()
+    made.service.stop()
     assert await asyncio.gather(*waiting) == [False] * len(asked)
-    assert await books.service.may_start("train", 0) is False
-    assert await books.service.totals(0) is None
+    assert await made.service.may_start("train", 0) is False
+    assert await made.service.totals(0) is None
 
 
 def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() -> None:
@@ -846,184 +846,184 @@ def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
 
 
 async def test_an_update_takes_turns_of_its_own_mini_batch_and_later_epochs_take_them_again() -> None:
-    books = Service(epochs=2, mini_batches=2)
-    await books.service.open([meta(group) for group in range(2)])
-    books.service.done("rollout", rows_of(0, 1))
-    books.offer(1)
-    early = asyncio.create_task(books.round_of(0, 0))
+    made = Service(epochs=2, mini_batches=2)
+    await made.service.open([meta(group) for group in range(2)])
+    made.service.done("rollout", rows_of(0, 1))
+    made.offer(1)
+    early = asyncio.create_task(made.round_of(0, 0))
     assert not await settled(early)  # group 1 is of the second mini-batch
-    books.offer(0)
+    made.offer(0)
     assert await early == [0]
     for update, group in enumerate((0, 1, 0, 1)):
         if update:
-            assert await books.round_of(0, 0, "train", update) == [group]
-        await books.consume(0, consumed(*rows_of(group)), "train", update)
-        assert await books.round_of(0, 1, "train", update) is None
-        assert await books.service.totals(0, "train", update) is not None
-    assert books.ledger.is_consumed(0, "train", 3)
+            assert await made.round_of(0, 0, "train", update) == [group]
+        await made.consume(0, consumed(*rows_of(group)), "train", update)
+        assert await made.round_of(0, 1, "train", update) is None
+        assert await made.service.totals(0, "train", update) is not None
+    assert made.ledger.is_consumed(0, "train", 3)
 
 
 async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
     """So that a run which stops has made all of a step's updates, or none."""
     for is_stopped in (False, True):
-        books = Service(mini_batches=2)
-        await books.service.open([meta(0), meta(1)])
-        books.service.done("rollout", rows_of(0, 1))
-        books.offer(0)
-        await books.consume(0, consumed(*rows_of(0)))
-        first = asyncio.create_task(books.service.totals(0))
+        made = Service(mini_batches=2)
+        await made.service.open([meta(0), meta(1)])
+        made.service.done("rollout", rows_of(0, 1))
+        made.offer(0)
+        await made.consume(0, consumed(*rows_of(0)))
+        first = asyncio.create_task(made.service.totals(0))
         assert not await settled(first)
         if is_stopped:
-            books.service.stop()
+            made.service.stop()
             assert await first is None
-            assert await books.round_of(0, 0, "train", 1) is None
+            assert await made.round_of(0, 0, "train", 1) is None
             continue
-        books.offer(1)
-        assert not books.service.is_finishing
+        made.offer(1)
+        assert not made.service.is_finishing
         assert await first is not None
-        books.service.stop()  # too late: the step is made to its end
-        finished = asyncio.create_task(books.service.finished())
-        assert books.service.is_finishing and not await settled(finished)
-        assert await books.round_of(0, 0, "train", 1) == [1]
-        await books.consume(0, consumed(*rows_of(1)), "train", 1)
-        assert await books.service.totals(0, "train", 1) is not None
-        await books.service.commit(0, [UPDATE, UPDATE])
+        made.service.stop()  # too late: the step is made to its end
+        finished = asyncio.create_task(made.service.finished())
+        assert made.service.is_finishing and not await settled(finished)
+        assert await made.round_of(0, 0, "train", 1) == [1]
+        await made.consume(0, consumed(*rows_of(1)), "train", 1)
+        assert await made.service.totals(0, "train", 1) is not None
+        await made.service.commit(0, [UPDATE, UPDATE])
         await asyncio.wait_for(finished, 1)
-        assert await books.service.totals(1) is None and not books.service.is_finishing
+        assert await made.service.totals(1) is None and not made.service.is_finishing
 
 
 async def test_of_two_models_both_are_updated_or_none() -> None:
-    books = Service(tasks=TWO_MODELS)
-    await books.service.open([meta(0), meta(1, step=1)])
-    books.service.done("rollout", rows_of(0, 1))
-    books.offer(0)
-    await books.consume(0, consumed(*rows_of(0)))
-    policy = asyncio.create_task(books.service.totals(0))
+    made = Service(tasks=TWO_MODELS)
+    await made.service.open([meta(0), meta(1, step=1)])
+    made.service.done("rollout", rows_of(0, 1))
+    made.offer(0)
+    await made.consume(0, consumed(*rows_of(0)))
+    policy = asyncio.create_task(made.service.totals(0))
     assert not await settled(policy)  # the critic has not got it
-    books.offer(0, task="critic")
+    made.offer(0, task="critic")
     assert await policy is not None
-    await books.service.commit(0, [UPDATE])
-    released = asyncio.create_task(books.service.released(0))
+    await made.service.commit(0, [UPDATE])
+    released = asyncio.create_task(made.service.released(0))
     assert not await settled(released)
-    books.service.stop()
-    assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
-    assert await books.round_of(0, 0, "critic", 0) == [0]
-    await books.consume(0, consumed(*rows_of(0)), "critic", 0)
-    assert await books.service.totals(0, "critic", 0) is not None and books.service.is_finishing
-    await books.service.commit(0, [UPDATE], "critic")
+    made.service.stop()
+    assert await made.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
+    assert await made.round_of(0, 0, "critic", 0) == [0]
+    await made.consume(0, consumed(*rows_of(0)), "critic", 0)
+    assert await made.service.totals(0, "critic", 0) is not None and made.service.is_finishing
+    await made.service.commit(0, [UPDATE], "critic")
     await asyncio.wait_for(released, 1)
-    assert not books.service.is_finishing
-    assert await books.service.totals(1, "critic", 0) is None
-    assert not [told for told in books.told if told[0] == "end"], "who trains hears of it from the rounds"
+    assert not made.service.is_finishing
+    assert await made.service.totals(1, "critic", 0) is None
+    assert not [told for told in made.told if told[0] == "end"], "who trains hears of it from the rounds"
 
 
 async def test_a_checkpoint_that_is_due_by_the_clock_is_of_one_step_for_all_models_and_ranks() -> None:
     """It is decided when the step's updates may be made, before any model has committed it."""
-    books = Service(tasks=TWO_MODELS)
+    made = Service(tasks=TWO_MODELS)
     due: CheckpointPlace | None = None
-    books.service.checkpoint_due = lambda: due
+    made.service.checkpoint_due = lambda: due
     places: tuple[CheckpointPlace | None, ...] = (None, "disk", None, "memory", None)
     for step, due_at_first in enumerate(places):
-        await books.service.open([meta(step, step=step)])
-        books.service.done("rollout", rows_of(step))
+        await made.service.open([meta(step, step=step)])
+        made.service.done("rollout", rows_of(step))
         for task in ("train", "critic"):
-            assert books.ledger.step_state(step).offer(step, 1, task)
-            await books.consume(step, consumed(*rows_of(step)), task, 0)
+            assert made.ledger.step_state(step).offer(step, 1, task)
+            await made.consume(step, consumed(*rows_of(step)), task, 0)
         due = due_at_first
-        assert await books.service.totals(step, "critic") is not None
+        assert await made.service.totals(step, "critic") is not None
         due = None if due else "disk"  # what the clock says later is of the next step
-        assert await books.service.totals(step) is not None
-        assert await books.service.commit(step, [UPDATE], "critic") == due_at_first
-        assert await books.service.commit(step, [UPDATE]) == due_at_first
-        assert await books.service.released(step) == await books.service.released(step) == due_at_first
+        assert await made.service.totals(step) is not None
+        assert await made.service.commit(step, [UPDATE], "critic") == due_at_first
+        assert await made.service.commit(step, [UPDATE]) == due_at_first
+        assert await made.service.released(step) == await made.service.released(step) == due_at_first
         due = None
 
 
 async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order() -> None:
     numbers = [[0.1, 1e16], [0.2, 1.0], [0.3, -1e16]]
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        books = Service(num_ranks=3)
-        await books.service.open([meta(group) for group in range(4)])
+        made = Service(num_ranks=3)
+        await made.service.open([meta(group) for group in range(4)])
         asked = []
         for group in order:
-            asked.append(asyncio.create_task(books.service.statistics(0, "train", {group: numbers[group]})))
+            asked.append(asyncio.create_task(made.service.statistics(0, "train", {group: numbers[group]})))
             assert not await settled(asked[0])
-        books.service.fail(dead(*rows_of(3)))
+        made.service.fail(dead(*rows_of(3)))
         assert await asyncio.gather(*asked) == [[math.fsum([0.1, 0.2, 0.3]), 1.0]] * 3
-    books = Service()
-    await books.service.open([meta(0)])
-    waiting = asyncio.create_task(books.service.statistics(0, "train", {}))
-    books.service.stop()
+    made = Service()
+    await made.service.open([meta(0)])
+    waiting = asyncio.create_task(made.service.statistics(0, "train", {}))
+    made.service.stop()
     assert await waiting is None
 
 
 async def test_what_is_read_before_it_is_trained_is_dealt_out_to_the_ranks_as_it_comes() -> None:
-    books = Service(num_ranks=2)
-    await books.service.open([meta(group) for group in range(3)])
-    assert not books.ledger.step_state(0).may_take()
-    first = asyncio.create_task(books.service.next_read(0, 0, 0, "train"))
-    assert not await settled(first) and books.ledger.step_state(0).may_take()  # all of the step
+    made = Service(num_ranks=2)
+    await made.service.open([meta(group) for group in range(3)])
+    assert not made.ledger.step_state(0).may_take()
+    first = asyncio.create_task(made.service.next_read(0, 0, 0, "train"))
+    assert not await settled(first) and made.ledger.step_state(0).may_take()  # all of the step
     for group in (2, 0, 1):
-        books.offer(group)
-    assert not books.ledger.step_state(0).may_take()
-    read = [await first, *(await asyncio.gather(*(books.service.next_read(0, *which, "train") for which in ((0, 1), (1, 0)))))]
+        made.offer(group)
+    assert not made.ledger.step_state(0).may_take()
+    read = [await first, *(await asyncio.gather(*(made.service.next_read(0, *which, "train") for which in ((0, 1), (1, 0)))))]
     assert [handed.lease.groups[0].group for handed in read if handed is not None] == [2, 1, 0]
-    assert [await asyncio.wait_for(books.service.next_read(0, *which, "train"), 1) for which in ((0, 2), (1, 1))] == [None] * 2
-    assert await asyncio.gather(*(books.service.next_round(0, rank, 0, []) for rank in range(2))) == [
+    assert [await asyncio.wait_for(made.service.next_read(0, *which, "train"), 1) for which in ((0, 2), (1, 1))] == [None] * 2
+    assert await asyncio.gather(*(made.service.next_round(0, rank, 0, []) for rank in range(2))) == [
         [RoundGroup(2, None)], [RoundGroup(0, None)]
     ]  # fmt: skip
-    books.service.stop()
-    assert await books.service.next_read(5, 0, 0, "train") is None
+    made.service.stop()
+    assert await made.service.next_read(5, 0, 0, "train") is None
 
 
 async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_stops() -> None:
     async def begun(num_groups: int) -> Service:
-        books = Service(num_ranks=2)
-        await books.service.open([meta(group) for group in range(num_groups)])
+        made = Service(num_ranks=2)
+        await made.service.open([meta(group) for group in range(num_groups)])
         for group in range(2):
-            books.offer(group)
-        assert await asyncio.gather(*(books.round_of(rank, 0) for rank in range(2))) == [[0], [1]]
-        return books
+            made.offer(group)
+        assert await asyncio.gather(*(made.round_of(rank, 0) for rank in range(2))) == [[0], [1]]
+        return made
 
-    books = await begun(2)
-    first = asyncio.create_task(books.service.statistics(0, "train", {0: [1.0]}))
+    made = await begun(2)
+    first = asyncio.create_task(made.service.statistics(0, "train", {0: [1.0]}))
     assert not await settled(first)
-    assert await books.service.statistics(0, "train", {1: [1.0]}) == [2.0]
-    books.service.stop()
+    assert await made.service.statistics(0, "train", {1: [1.0]}) == [2.0]
+    made.service.stop()
     assert await first == [2.0]  # the other rank, which would be waited for for ever
 
-    books = await begun(3)
-    first = asyncio.create_task(books.service.statistics(0, "train", {0: [1.0], 2: [1.0]}))
+    made = await begun(3)
+    first = asyncio.create_task(made.service.statistics(0, "train", {0: [1.0], 2: [1.0]}))
     assert not await settled(first)
-    books.service.stop()
+    made.service.stop()
     assert await first is None
-    assert await books.service.statistics(0, "train", {1: [1.0]}) is None  # it was on its way
+    assert await made.service.statistics(0, "train", {1: [1.0]}) is None  # it was on its way
 
-    books = Service(tasks=TWO_MODELS)  # one model has begun its updates, so the other begins them, too
-    await books.service.open([meta(0)])
-    books.service.done("rollout", rows_of(0))
+    made = Service(tasks=TWO_MODELS)  # one model has begun its updates, so the other begins them, too
+    await made.service.open([meta(0)])
+    made.service.done("rollout", rows_of(0))
     for task in ("train", "critic"):
-        books.offer(0, task=task)
-    await books.consume(0, consumed(*rows_of(0)))
-    assert await books.service.totals(0) is not None
-    books.service.stop()
-    assert await books.service.statistics(0, "critic", {0: [3.0]}) == [3.0]
+        made.offer(0, task=task)
+    await made.consume(0, consumed(*rows_of(0)))
+    assert await made.service.totals(0) is not None
+    made.service.stop()
+    assert await made.service.statistics(0, "critic", {0: [3.0]}) == [3.0]
 
 
 async def test_no_more_is_taken_than_ranks_have_asked_for_but_where_a_step_has_several_updates() -> None:
     for num_ranks, epochs, expected in ((1, 1, [False, True, False]), (2, 1, [False, True, True]), (1, 2, [False, True, True])):
-        books = Service(num_ranks=num_ranks, epochs=epochs)
-        await books.service.open([meta(group) for group in range(9)])
-        state, seen = books.ledger.step_state(0), []
+        made = Service(num_ranks=num_ranks, epochs=epochs)
+        await made.service.open([meta(group) for group in range(9)])
+        state, seen = made.ledger.step_state(0), []
         seen.append(state.may_take())
         for rank in range(num_ranks):
             state.updates["train"][0].ask(rank, 0)
         seen.append(state.may_take())
-        books.offer(0)
+        made.offer(0)
         assert [*seen, state.may_take()] == expected
-        taking = asyncio.create_task(books.service.may_take(0, "train"))
+        taking = asyncio.create_task(made.service.may_take(0, "train"))
         assert await settled(taking) is expected[2]
         taking.cancel()
-    ahead = asyncio.create_task(books.service.may_take(5, "train"))
+    ahead = asyncio.create_task(made.service.may_take(5, "train"))
     assert not await settled(ahead)  # of a step that is not open nothing is taken
     ahead.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncflow.cluster.clock import VirtualLoop
-from asyncflow.engines.cores import Contention, Cores, TurnsOnDevices
+from asyncflow.engines.cores import Contention, Cores, SharedDevices
 
 TWO = Contention(cores=2, slowdown={"rollout": 0.5, "train": 0.25})
 
@@ -80,10 +80,10 @@ def test_what_was_cancelled_slows_nobody_down() -> None:
 
 
 def test_workers_take_turns_on_a_device_that_they_share_and_on_no_other() -> None:
-    turns = TurnsOnDevices({
+    devices = SharedDevices({
         "trainer/0": frozenset({"a", "b"}), "reference/0": frozenset({"a"}), "reference/1": frozenset({"b"}),
         "critic": frozenset({"c"}),
     })  # fmt: skip
     work = [("trainer/0", 0, 4.0), ("reference/0", 0, 1.0), ("reference/1", 0, 2.0), ("critic", 0, 3.0)]
     # The trainer has a half of its slower device until the second reference is done, and then all.
-    assert run(ends(Cores(turns), *work)) == pytest.approx([6.0, 2.0, 4.0, 3.0])
+    assert run(ends(Cores(devices), *work)) == pytest.approx([6.0, 2.0, 4.0, 3.0])

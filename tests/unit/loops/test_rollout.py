@@ -124,8 +124,8 @@ class World:
         self.signal, self.ledger = Signal(), Ledger(BITS, max_staleness=self.schedule.max_staleness)
         events = TaskEvents(on_done=self._done, on_change=self.signal.notify)
         self.queue = TransferQueue(schema(BITS, 30.0, 3), [MemoryStorage()], events={"rollout": events})
-        books = ProgressView(self.ledger, self.queue.controllers)
-        self.versions = PolicyVersions(self.schedule, books, self.signal, lambda: 0.0, WorkerPool(workers))
+        progress = ProgressView(self.ledger, self.queue.controllers)
+        self.versions = PolicyVersions(self.schedule, progress, self.signal, lambda: 0.0, WorkerPool(workers))
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards

@@ -1,4 +1,4 @@
-"""What a trainer works on, by a real queue and ledger: the groups of its step, or those that come first, in turns."""
+"""What a trainer works on, by a real queue and ledger: the groups of its step, or those that come first, in rounds."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class World:
         self.schedule, self.ledger = schedule, Ledger(BITS, updates=UpdatePlan(**ranks), max_staleness=schedule.max_staleness)
         events = {"rollout": TaskEvents(on_done=self._done)}
         self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], events=events)
-        books = ProgressView(self.ledger, self.queue.controllers)
-        self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
+        progress = ProgressView(self.ledger, self.queue.controllers)
+        self.service = LedgerService(self.ledger, schedule, progress, Signal(), self._end_step)
         self.client = self.queue.client()
         self.taking = Taking("train", self.queue.client(), self.service, schedule, lambda handed: len(handed.lease.indices))
         self.put_aside = self.taking._put_aside
@@ -229,7 +229,7 @@ SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1)
 
 
 class Ranks:
-    """Data-parallel ranks that train a step of two groups of one row; what each of them has trained, turn by turn."""
+    """Data-parallel ranks that train a step of two groups of one row; what each of them has trained, round by round."""
 
     def __init__(self, world: World, count: int, shape: Shape = SHAPE) -> None:
         self.world, self.shape, self.trained = world, shape, [list[list[int]]() for _ in range(count)]
@@ -264,7 +264,7 @@ async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with
         assert world.ledger.totals(0).sequences == 2 and (await world.commit())["leased"] == 0
 
 
-async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_turn() -> None:
+async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_round() -> None:
     async with a_world(Bounded(max_staleness=2), num_ranks=3) as world:
         await world.admit(1)
         ranks = Ranks(world, 3)
@@ -318,7 +318,7 @@ async def test_a_group_of_a_round_that_is_not_full_is_trained_once_under_its_las
         assert (table["ready"], table["leased"]) == (0, 0)
 
 
-async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
+async def test_a_pipeline_is_given_several_groups_in_a_round() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_round=2) as world:
         await world.admit(1)
         ranks = Ranks(world, 1)
@@ -557,7 +557,7 @@ async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> 
                     assert await world.service.totals(0, "train", number) is not None
 
         await asyncio.wait_for(asyncio.gather(*(train(rank) for rank in range(2))), 5)
-        assert [len(of_rank) for of_rank in trained] == [12, 12]  # 6 turns an epoch, each of a group of either rank
+        assert [len(of_rank) for of_rank in trained] == [12, 12]  # 6 rounds an epoch, each of a group of either rank
         assert all(len(current) == 1 for of_rank in trained for current in of_rank)
 
 

@@ -45,8 +45,8 @@ class World:
             task: TaskEvents(on_done=lambda rows, task=task: self.service.done(task, rows)) for task in self.ledger.tasks.before
         }
         self.queue = TransferQueue(schema(BITS, lease_seconds, 2, ("rollout", SELECT_TASK)), [MemoryStorage()], events=events)
-        books = ProgressView(self.ledger, self.queue.controllers)
-        self.service = LedgerService(self.ledger, Periodic(), books, signal, lambda task, step: None)
+        progress = ProgressView(self.ledger, self.queue.controllers)
+        self.service = LedgerService(self.ledger, Periodic(), progress, signal, lambda task, step: None)
         self.client = self.queue.client()
         self.background: list[asyncio.Task[None]] = []
         self.held_back: list[Coroutine[Any, Any, None]] | None = None

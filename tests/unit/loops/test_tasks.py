@@ -48,8 +48,8 @@ class World:
         events = {each: TaskEvents(on_done=partial(self._done, each)) for each in ("rollout", task)}
         events[task] = replace(events[task], on_dead=self._rows_failed)
         self.queue = TransferQueue(schema(BITS, 30.0, 2, ("rollout", task, *behind)), [MemoryStorage()], events=events)
-        signal, books = Signal(), ProgressView(self.ledger, self.queue.controllers)
-        self.service = LedgerService(self.ledger, schedule, books, signal, lambda task, step: None)
+        signal, progress = Signal(), ProgressView(self.ledger, self.queue.controllers)
+        self.service = LedgerService(self.ledger, schedule, progress, signal, lambda task, step: None)
         self.client = self.queue.client()
         self.recorder = Recorder(task, partial(next, itertools.count(0.0)), self.spans.append)
 

@@ -52,7 +52,7 @@ async def test_a_step_is_complete_when_the_engine_waits_for_weights_and_all_is_h
         await desk.publish(1, Published("w"))
     publishing = asyncio.create_task(desk.publish(0, Published("w", 0.5)))
     assert (await updating) == Published("w", 0.5)
-    await desk.judged("")
+    await desk.report_taken("")
     await publishing
 
 
@@ -63,12 +63,12 @@ async def test_weights_that_the_engine_does_not_take_may_be_published_anew() -> 
     desk.acknowledge("a", [(await desk.take("a", groups=0, tokens=0, timeout_seconds=1)).groups[0].number])
     publishing = asyncio.create_task(desk.publish(0, Published("bad")))
     await updating
-    await desk.judged("it is bad")
+    await desk.report_taken("it is bad")
     with pytest.raises(RunError, match="it is bad"):
         await publishing
     publishing = asyncio.create_task(desk.publish(0, Published("good")))  # before the engine asks again, even
     assert (await desk.update(4)).path == "good"
-    await desk.judged("")
+    await desk.report_taken("")
     await publishing
 
 

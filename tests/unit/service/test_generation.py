@@ -26,7 +26,7 @@ class Loop:
         sampling = Sampling(max_new_tokens=4)
         async for response in self.engine.generate(PROMPT, samples=samples, sampling=sampling, key=SampleKey(0, group)):
             self.got.append(response)
-            self.engine.told((group << 2) | response.sample, STORED)
+            self.engine.resolve((group << 2) | response.sample, STORED)
 
 
 def response(**changes: Any) -> Response:

@@ -39,7 +39,7 @@ async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_i
     now, config = asyncio.get_running_loop().time(), cast(Any, None)
 
     async def close() -> None:
-        hosted.is_told("outside-1")  # it waits for prompts just then
+        hosted.end_is_known("outside-1")  # it waits for prompts just then
 
     async def stop() -> None: ...
 

@@ -1,4 +1,4 @@
-"""A run's certificate says what the books saw, and is void for every reason that there is, and for no other."""
+"""A run's certificate says what its ledger saw, and is void for every reason that there is, and for no other."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ async def test_when_the_queue_itself_is_gone_nobody_waits(town: Town) -> None:
 
 async def test_who_asked_sooner_does_not_take_the_place_of_who_asked_later() -> None:
     directory = Directory(SCHEMA)
-    first, second = await directory.turn(), await directory.turn()
+    first, second = await directory.term(), await directory.term()
     await directory.register("unit/0", "unix:/second", second)
     with pytest.raises(Superseded, match="another process serves unit/0"):
         await directory.register("unit/0", "unix:/first", first)

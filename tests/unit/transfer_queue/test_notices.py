@@ -18,7 +18,7 @@ def notice(number: int, mask: int = A | B) -> Notice:
     return Notice(rows=bytes([number]), mask=mask)
 
 
-class Book(NoticeLog):
+class FollowedLog(NoticeLog):
     """A log, and what its controllers have been told. A controller is of interest in column A unless it says something else."""
 
     def __init__(self, keep: int = 100, timeout_seconds: float = 30.0) -> None:
@@ -43,7 +43,7 @@ def told(news: asyncio.Future[News]) -> tuple[int, list[bytes]]:
 
 
 async def test_a_writer_waits_until_every_controller_has_asked_for_more() -> None:
-    log = Book()
+    log = FollowedLog()
     log.join("t", "u")
     answer = log.post(notice(1))
     assert told(log.asked["t"]) == told(log.asked["u"]) == (1, [b"\1"])
@@ -55,11 +55,11 @@ async def test_a_writer_waits_until_every_controller_has_asked_for_more() -> Non
 
 
 async def test_without_controllers_nobody_waits() -> None:
-    assert Book().post(notice(1)).done()
+    assert FollowedLog().post(notice(1)).done()
 
 
 async def test_one_that_asks_for_the_same_again_gets_the_same_again_and_acknowledges_nothing() -> None:
-    log = Book()
+    log = FollowedLog()
     log.join("t")
     answer = log.post(notice(1))
     log.post(notice(2))
@@ -69,7 +69,7 @@ async def test_one_that_asks_for_the_same_again_gets_the_same_again_and_acknowle
 
 
 async def test_who_asks_over_a_new_connection_leaves_the_old_request() -> None:
-    log = Book()
+    log = FollowedLog()
     log.join("t")
     old = log.asked["t"]
     log.ask("t", 0)
@@ -79,7 +79,7 @@ async def test_who_asks_over_a_new_connection_leaves_the_old_request() -> None:
 
 
 async def test_what_does_not_concern_a_controller_is_not_told_and_not_waited_for() -> None:
-    log = Book(keep=4)
+    log = FollowedLog(keep=4)
     log.join("t")
     meta = GroupMeta(0, 1, 0, Interval(0, 0))
     for number in range(6):  # more than are kept
@@ -95,7 +95,7 @@ async def test_what_does_not_concern_a_controller_is_not_told_and_not_waited_for
 
 
 async def test_a_new_controller_is_told_everything_once() -> None:
-    log = Book()
+    log = FollowedLog()
     log.post(notice(1))
     first = log.ask("t", 0, epoch="").result()
     assert (first.epoch, first.last, first.is_full, first.notices) == ("e1", 1, True, EVERYTHING)
@@ -103,7 +103,7 @@ async def test_a_new_controller_is_told_everything_once() -> None:
 
 
 async def test_one_of_another_life_of_the_unit_is_told_everything_and_holds_up_nobody() -> None:
-    log = Book()
+    log = FollowedLog()
     log.join("t")
     answer = log.post(notice(1))
     assert log.ask("t", 1, epoch="e0").result().is_full
@@ -115,7 +115,7 @@ async def test_one_of_another_life_of_the_unit_is_told_everything_and_holds_up_n
 
 @pytest.mark.parametrize(("missed", "is_full"), [(4, False), (5, True)])
 async def test_one_that_has_missed_more_than_is_kept_is_told_everything(missed: int, is_full: bool) -> None:
-    log = Book(keep=4)
+    log = FollowedLog(keep=4)
     log.join("t")
     for number in range(1 + missed):
         log.post(notice(number))
@@ -126,7 +126,7 @@ async def test_one_that_has_missed_more_than_is_kept_is_told_everything(missed: 
 
 
 async def test_the_silent_one_is_away_and_back_when_it_asks() -> None:
-    log = Book(timeout_seconds=0.1)
+    log = FollowedLog(timeout_seconds=0.1)
     log.join("t", "u")
     first = log.post(notice(1))
     log.ask("u", 1)
@@ -149,7 +149,7 @@ async def test_the_silent_one_is_away_and_back_when_it_asks() -> None:
 
 
 async def test_one_that_answers_in_time_is_not_away_however_often_it_is_asked() -> None:
-    log = Book(timeout_seconds=0.1)
+    log = FollowedLog(timeout_seconds=0.1)
     log.join("t")
     for number in range(1, 8):
         log.post(notice(number))
@@ -159,7 +159,7 @@ async def test_one_that_answers_in_time_is_not_away_however_often_it_is_asked() 
 
 
 async def test_the_second_silence_is_noticed_too() -> None:
-    log = Book(timeout_seconds=0.05)
+    log = FollowedLog(timeout_seconds=0.05)
     log.join("t")
     for number in (1, 2):
         await asyncio.wait_for(log.post(notice(number)), 0.5)
@@ -169,7 +169,7 @@ async def test_the_second_silence_is_noticed_too() -> None:
 
 
 async def test_a_new_controller_supersedes_the_old_one_for_good() -> None:
-    log = Book()
+    log = FollowedLog()
     log.join("t")
     old, answer = log.asked["t"], log.post(notice(1, B))
     assert log.incarnation("t") == "i1" and log.incarnation("u") is None
@@ -187,7 +187,7 @@ async def test_a_new_controller_supersedes_the_old_one_for_good() -> None:
 
 
 async def test_the_writers_that_waited_for_a_superseded_controller_are_let_go() -> None:
-    log = Book()
+    log = FollowedLog()
     log.join("t", "u")
     answer = log.post(notice(1))
     log.ask("u", 1)
@@ -196,7 +196,7 @@ async def test_the_writers_that_waited_for_a_superseded_controller_are_let_go() 
 
 
 async def test_closing_lets_everybody_go() -> None:
-    log = Book(timeout_seconds=0.05)
+    log = FollowedLog(timeout_seconds=0.05)
     log.join("t")
     answer = log.post(notice(1))
     log.ask("t", 0)
@@ -207,7 +207,7 @@ async def test_closing_lets_everybody_go() -> None:
 
 
 async def test_of_two_controllers_that_start_at_once_the_later_turn_serves_in_whatever_order_they_come() -> None:
-    log = Book()
+    log = FollowedLog()
     log.join("t", incarnation="i2")
     with pytest.raises(Superseded, match="another controller has taken task 't' over"):
         log.ask("t", 0, incarnation="i1", epoch="")

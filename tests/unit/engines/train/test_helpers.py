@@ -192,7 +192,7 @@ async def test_helpers_take_rows_of_a_forward_pass_with_the_same_bits(
 ) -> None:
     """The first has biases. A part of rows is left to a helper."""
     monkeypatch.setattr(module_of_helpers, "LEAST_WORK", 1)
-    take, product = module_of_helpers._Shared.take, PassGradients.product
+    take, product = module_of_helpers._HelperCall.take, PassGradients.product
     found, done, shapes = [], [], set()
     for count in (0, 1, 2):
         engine = torch_engine(
@@ -219,7 +219,7 @@ async def test_helpers_take_rows_of_a_forward_pass_with_the_same_bits(
 
         with monkeypatch.context() as patched:
             patched.setattr(PassGradients, "product", noted)
-            patched.setattr(module_of_helpers._Shared, "take", patient)
+            patched.setattr(module_of_helpers._HelperCall, "take", patient)
             done.append(await engine.forward_backward([micro_batch(0, (19, 24, 47), 26)], Sum(with_entropy)))
         await engine.optim_step(8)
         found.append(await engine.fingerprint())

@@ -148,7 +148,7 @@ class Both:
     pipeline: Pipeline
 
     def errors(self, packed: Sequence[Packed]) -> tuple[float, float]:
-        """Relative: of a turn's losses, and of the stage's gradients."""
+        """Relative: of a round's losses, and of the stage's gradients."""
         stage, parameters = self.pipeline.stage, dict(self.part.named_parameters())
         for module in (self.whole, self.part):
             module.zero_grad()
@@ -257,7 +257,7 @@ FAULTY_TOKENS = 7
 
 
 def faulty(fault: str, faulty_stage: int) -> float:
-    """A turn in which a stage has a fault at its third micro-batch; the seconds that it took."""
+    """A round in which a stage has a fault at its third micro-batch; the seconds that it took."""
     faults: dict[str, Callable[[Tensor], Tensor]] = {"error": fail, "death": die, "silence": sleep, "shape": lambda t: t[1:]}
     begun = time.monotonic()
     with world() as group:

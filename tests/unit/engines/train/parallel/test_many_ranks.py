@@ -78,14 +78,14 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(
     """Clipped, 5 steps, with unequal and with no micro-batches; activations computed again, and frozen models, change nothing."""
     options = {**OPTIONS, "accumulate": "exact", **more}
     steps = on_ranks.make_steps(dp, is_shared=is_shared, staleness=int(options.get("old") == "previous"))
-    assert all(on_ranks.shared_ways(turns) == {is_shared} for turns in steps)
+    assert all(on_ranks.shared_ways(rounds) == {is_shared} for rounds in steps)
     alone = on_ranks.train_alone(model_path(family), steps, options | {"activation_checkpointing": False})
     first, *others = ranks.run(on_ranks.train, model_path(family), steps, Layout(dp=dp), options, size=dp)
     assert all(update.grad_norm > 2 * OPTIONS["max_grad_norm"] for update in alone.updates)
     assert all(other.updates == first.updates for other in others)
     assert [replace(update, fill_tokens=0) for update in first.updates] == alone.updates
-    turns = [[len(batches) for batches in turn] for step in steps for turn in step]
-    missing = sum(max(counts) - count for counts in turns for count in counts)
+    rounds = [[len(batches) for batches in round_] for step in steps for round_ in step]
+    missing = sum(max(counts) - count for counts in rounds for count in counts)
     assert missing > 3 * dp and sum(update.fill_tokens for update in first.updates) == missing * INERT_TOKENS
     assert first.fingerprint == alone.fingerprint and len(first.fingerprint) == 4 * len(first.weights)
     assert first.weights.keys() == alone.weights.keys()
@@ -116,12 +116,12 @@ def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
     family = family if is_shared else family_in_rows
     path = deep if family == "deep" else model_path(family)
     options = {**OPTIONS, "has_reference": True, "check_shared_prompt": is_shared}
-    (turns,) = on_ranks.make_steps(layout.dp, num_steps=1, is_shared=is_shared)
-    assert on_ranks.shared_ways(turns) == {is_shared}
-    alone = on_ranks.gradients_alone(path, turns, options)
-    for most_fill in (1.0, 0.0) if layout.pp > 1 else (0.0,):  # the micro-batches of a turn at one length, and at their own
+    (rounds,) = on_ranks.make_steps(layout.dp, num_steps=1, is_shared=is_shared)
+    assert on_ranks.shared_ways(rounds) == {is_shared}
+    alone = on_ranks.gradients_alone(path, rounds, options)
+    for most_fill in (1.0, 0.0) if layout.pp > 1 else (0.0,):  # the micro-batches of a round at one length, and at their own
         own = {**options, "pipeline_fill": most_fill}
-        answers = ranks.run(on_ranks.gradients, path, turns, layout, own, size=layout.size)
+        answers = ranks.run(on_ranks.gradients, path, rounds, layout, own, size=layout.size)
         assert difference(alone.sums, answers[0].sums) < 1e-5
         assert len({answer.norm for answer in answers}) == 1 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
         if layout.pp > 1 and family != "deep":  # both ends of the pipeline still have the same matrix, each rank its part
@@ -198,19 +198,19 @@ def test_a_pipeline_filled_to_one_length_computes_the_same_and_tells_the_fill(
     """Two micro-batches of unequal lengths for the first group; for the second, if there is one, then none."""
     num_prompt_tokens, lengths = (20, [(5, 3), (9, 14, 2), (4, 4), (3, 1)]) if is_shared else (1, [(7, 5), (9, 14, 2), (6, 6)])
     batches = [on_ranks.make_batch(seed, each, num_prompt_tokens) for seed, each in enumerate(lengths)]
-    turns = [[batches[:2], batches[2:]][: layout.dp], [batches[1:3], []][: layout.dp]]
-    assert on_ranks.shared_ways(turns) == {is_shared}
+    rounds = [[batches[:2], batches[2:]][: layout.dp], [batches[1:3], []][: layout.dp]]
+    assert on_ranks.shared_ways(rounds) == {is_shared}
     options = {**OPTIONS, "has_reference": True, "old": "step_start", "check_shared_prompt": is_shared, "pipeline_fill": 1.0}
-    alone = on_ranks.gradients_alone(model_path(family), turns, options)
-    answers = ranks.run(on_ranks.gradients, model_path(family), turns, layout, options, size=layout.size)
+    alone = on_ranks.gradients_alone(model_path(family), rounds, options)
+    answers = ranks.run(on_ranks.gradients, model_path(family), rounds, layout, options, size=layout.size)
     assert difference(alone.sums, answers[0].sums) < 1e-5 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
     seen = [result for leader in range(0, layout.size, layout.tp * layout.pp) for result in answers[leader].results]
     for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, alone.results)), strict=True):
         assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
         assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
-    tokens = [[[pack_thrifty(b.prompt_ids, b.response_ids).num_tokens for b in group] for group in turn] for turn in turns]
-    fill = sum(max(group) - one for turn in tokens for group in turn for one in group)
-    inert = INERT_TOKENS * sum(max(map(len, turn)) - len(group) for turn in tokens for group in turn)
+    tokens = [[[pack_thrifty(b.prompt_ids, b.response_ids).num_tokens for b in group] for group in round_] for round_ in rounds]
+    fill = sum(max(group) - one for round_ in tokens for group in round_ for one in group)
+    inert = INERT_TOKENS * sum(max(map(len, round_)) - len(group) for round_ in tokens for group in round_)
     assert fill and bool(inert) == (layout.dp > 1)
     assert [answer.fill_tokens for answer in answers] == [fill + inert] * layout.size
 
@@ -221,10 +221,10 @@ def test_a_pipeline_filled_to_one_length_computes_the_same_and_tells_the_fill(
 def test_passes_of_several_micro_batches_compute_the_same(ranks: Processes, model_path: ModelPath, layout: Layout) -> None:
     """The first group has a pass of three and one of a single micro-batch, the second one pass, then none."""
     batches = [on_ranks.make_batch(seed, lengths, 20) for seed, lengths in enumerate([(5, 3), (9, 14, 2), (4, 4), (3, 1), (6, 6)])]
-    turns = [[batches[:3], batches[3:]][: layout.dp], [batches[1:4], []][: layout.dp]]
+    rounds = [[batches[:3], batches[3:]][: layout.dp], [batches[1:4], []][: layout.dp]]
     path, options = model_path("qwen2-tiny"), {**OPTIONS, "has_reference": True, "old": "step_start"}
-    alone = on_ranks.gradients_alone(path, turns, options)
-    answers = ranks.run(on_ranks.gradients, path, turns, layout, {**options, "tokens_per_pass": 110}, size=layout.size)
+    alone = on_ranks.gradients_alone(path, rounds, options)
+    answers = ranks.run(on_ranks.gradients, path, rounds, layout, {**options, "tokens_per_pass": 110}, size=layout.size)
     assert difference(alone.sums, answers[0].sums) < 1e-5 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
     seen = [result for leader in range(0, layout.size, layout.tp * layout.pp) for result in answers[leader].results]
     for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, alone.results)), strict=True):
@@ -254,8 +254,8 @@ def test_with_exact_sums_no_bit_depends_on_who_is_in_the_pass(
     path = untied(model_path("qwen2-tiny"), tmp_path / "untied") if family == "untied" else model_path(family)
     options, objective = {**OPTIONS, "accumulate": "exact", **more}, on_ranks.Clipped(is_token_local=is_token_local)
     steps = on_ranks.make_steps(layout.dp, num_steps=3, staleness=int(more.get("old") == "previous"))
-    turned = [[[group[::-1] for group in turn] for turn in turns] for turns in steps]
-    together = [[[[batch for turn in turns for batch in turn[group]] for group in range(layout.dp)]] for turns in turned]
+    turned = [[[group[::-1] for group in round_] for round_ in rounds] for rounds in steps]
+    together = [[[[batch for round_ in rounds for batch in round_[group]] for group in range(layout.dp)]] for rounds in turned]
     found = []
     for number, (each, tokens, most_fill) in enumerate(
         [(steps, None, 0.0), (steps, None, 1.0), (steps, 110, 1.0), (turned, 1000, 0.0), (together, 1000, 0.0)]
@@ -278,8 +278,8 @@ def test_with_exact_sums_a_micro_batch_that_is_not_finite_adds_nothing_and_the_o
     good, bad = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2, 4)], on_ranks.make_batch(3, (6, 2), 20)
     objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
     options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000}
-    turns = [[[good[0], bad, good[1]], [good[2]]]] if layout.dp > 1 else [[[good[0], bad, good[1]]], [[good[2]]]]
-    one, other = ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), turns, layout, options, objective, size=2)
+    rounds = [[[good[0], bad, good[1]], [good[2]]]] if layout.dp > 1 else [[[good[0], bad, good[1]]], [[good[2]]]]
+    one, other = ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), rounds, layout, options, objective, size=2)
     assert [result.is_finite for result in one.results][:3] == [True, False, True] and other.results[-1].is_finite
     alone = on_ranks.gradients_alone(model_path("qwen2-tiny"), [[good]], {**OPTIONS, "accumulate": "exact"})
     if layout.dp > 1:
@@ -303,11 +303,11 @@ def test_of_a_pass_of_several_micro_batches_gradients_are_scattered_once(
     ranks: Processes, model_path: ModelPath, accumulate: str, layout: Layout, units: int
 ) -> None:
     """By a rank's layers, one or two, and the root."""
-    turn = [[on_ranks.make_batch(seed, (5, 3), 20) for seed in range(4)] for _ in range(2)]
+    round_ = [[on_ranks.make_batch(seed, (5, 3), 20) for seed in range(4)] for _ in range(2)]
     options = {**OPTIONS, "check_shared_prompt": False, "accumulate": accumulate}
     for most, times in ((None, 4), (1000, 1)):
         own, path = {**options, "tokens_per_pass": most}, model_path("qwen2-tiny")
-        counts = ranks.run(on_ranks.scattered, path, [turn], layout, own, size=layout.size)
+        counts = ranks.run(on_ranks.scattered, path, [round_], layout, own, size=layout.size)
         assert counts == [times * units] * layout.size
 
 
@@ -327,15 +327,15 @@ def test_a_loss_that_is_not_finite_adds_nothing_on_any_rank_and_is_told_by_its_o
     path, options = model_path("qwen2-tiny"), {**OPTIONS, "accumulate": "exact"}
     good = [[[on_ranks.make_batch(1, (5, 3), 20)], [on_ranks.make_batch(2, (4, 4), 20)]]]
     bad = on_ranks.make_batch(3, (6, 2), 20)
-    turns = [[[*good[0][0], bad], good[0][1]]]
+    rounds = [[[*good[0][0], bad], good[0][1]]]
     expected = on_ranks.gradients_alone(path, good, options).sums
     objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
-    one, other = ranks.run(on_ranks.gradients, path, turns, Layout(dp=2), options, objective, size=2)
+    one, other = ranks.run(on_ranks.gradients, path, rounds, Layout(dp=2), options, objective, size=2)
     assert [result.is_finite for result in one.results] == [True, False]
     assert [result.is_finite for result in other.results] == [True]
     assert all(np.array_equal(one.sums[name], expected[name]) for name in expected)
     for layout in (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, pp=2)):
-        steps = [[[[bad]] * layout.dp], [turn[: layout.dp] for turn in good]]  # nothing but that; then as if nothing had been
+        steps = [[[[bad]] * layout.dp], [round_[: layout.dp] for round_ in good]]  # nothing but that; then as if nothing had been
         made = ranks.run(on_ranks.train, path, steps, layout, options, objective, size=layout.size)[0]
         assert [update.skipped for update in made.updates] == [True, False]
         assert [result.is_finite for result in made.results] == [False, True]
@@ -343,10 +343,10 @@ def test_a_loss_that_is_not_finite_adds_nothing_on_any_rank_and_is_told_by_its_o
 
 def test_gradients_that_exact_sums_do_not_take_are_refused_on_all_ranks(ranks: Processes, model_path: ModelPath) -> None:
     batches = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2)]
-    turns = [[[batch] for batch in batches]]
+    rounds = [[[batch] for batch in batches]]
     objective = on_ranks.Broken("huge", float(batches[1].advantages[0]))
     options = {**OPTIONS, "accumulate": "exact"}
-    answers = ranks.answers(on_ranks.gradients, model_path("qwen2-tiny"), turns, Layout(dp=2), options, objective, size=2)
+    answers = ranks.answers(on_ranks.gradients, model_path("qwen2-tiny"), rounds, Layout(dp=2), options, objective, size=2)
     assert [(has_returned, answer[0]) for has_returned, answer in answers] == [(False, "RangeError")] * 2
     assert answers[0][1][1] == answers[1][1][1] and "set train.accumulate to fp32" in answers[0][1][1]
 
@@ -435,13 +435,13 @@ def test_a_fault_of_sharing_the_prompt_is_found_in_log_probs_and_gradients_and_e
 def test_comparing_gradients_leaves_a_step_as_it_is(
     ranks: Processes, model_path: ModelPath, layout: Layout, accumulate: str
 ) -> None:
-    """The first turn has nothing to compare; in the second one group has not, either."""
+    """The first round has nothing to compare; in the second one group has not, either."""
     alone, shared = [on_ranks.make_batch(i, (4,), 9) for i in range(2)], on_ranks.make_batch(2, (5, 3), 20)
-    turns = [[[batch] for batch in alone][: layout.dp], [[shared], []][: layout.dp]]
+    rounds = [[[batch] for batch in alone][: layout.dp], [[shared], []][: layout.dp]]
     sums = []
     for is_checked in (True, False):
         options = {**OPTIONS, "accumulate": accumulate, "check_shared_prompt": is_checked}
-        sums.append(ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), turns, layout, options, size=layout.size)[0])
+        sums.append(ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), rounds, layout, options, size=layout.size)[0])
     assert sums[0].norm == sums[1].norm and sums[0].results == sums[1].results
     assert all(np.array_equal(sums[0].sums[name], sums[1].sums[name]) for name in sums[1].sums)
     if accumulate == "exact" and layout.dp > 1:

@@ -33,7 +33,7 @@ from asyncflow.types import Array, Layout, LossSums, Objective, Ragged, TokenBat
 from tests.unit.engines.train.parallel.processes import end_itself
 from tests.unit.engines.train.training import torch_engine, train_options, weights_of
 
-Turn = list[list[MicroBatch]]  # of each data-parallel group its micro-batches
+Round = list[list[MicroBatch]]  # of each data-parallel group its micro-batches
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Made:
 
 
 def train(
-    path: Path, steps: list[list[Turn]], layout: Layout, options: dict[str, Any], objective: Objective = Clipped()
+    path: Path, steps: list[list[Round]], layout: Layout, options: dict[str, Any], objective: Objective = Clipped()
 ) -> Made | None:
-    """On each rank: the steps' turns, of which a leader takes its own micro-batches. None from those that follow."""
+    """On each rank: the steps' rounds, of which a leader takes its own micro-batches. None from those that follow."""
     return asyncio.run(_train(torch_engine(path, layout=layout, **options), steps, objective))
 
 
@@ -85,25 +85,27 @@ def train_as_a_worker(folder: Path, *arguments: Any) -> Made | None:
         os._exit(1)
 
 
-def train_alone(path: Path, steps: list[list[Turn]], options: dict[str, Any], objective: Objective = Clipped()) -> Made:
+def train_alone(path: Path, steps: list[list[Round]], options: dict[str, Any], objective: Objective = Clipped()) -> Made:
     """The same on one device: all groups' micro-batches, one after the other."""
-    joined = [[[[batch for batches in turn for batch in batches]] for turn in turns] for turns in steps]
+    joined = [[[[batch for batches in round_ for batch in batches]] for round_ in rounds] for rounds in steps]
     made = asyncio.run(_train(torch_engine(path, **options), joined, objective))
     assert made is not None
     return made
 
 
-async def _train(engine: TorchEngine, steps: list[list[Turn]], objective: Objective) -> Made | None:
+async def _train(engine: TorchEngine, steps: list[list[Round]], objective: Objective) -> Made | None:
     rank = engine.data_parallel_rank
     if rank is None:
         await engine.follow(objective, lambda what: contextlib.nullcontext())
         return None
     made = Made(remark=engine.remark)
-    for turns in steps:
+    for rounds in steps:
         await engine.begin_step()
-        for turn in turns:
-            made.results += await engine.forward_backward(turn[rank], objective)
-        made.updates.append(await engine.optim_step(sum(tokens_of(batch) for turn in turns for group in turn for batch in group)))
+        for round_ in rounds:
+            made.results += await engine.forward_backward(round_[rank], objective)
+        made.updates.append(
+            await engine.optim_step(sum(tokens_of(batch) for round_ in rounds for group in round_ for batch in group))
+        )
     made.weights = arrays(await weights_of(engine))
     made.fingerprint = dict(await engine.fingerprint())
     await engine.close()
@@ -138,19 +140,19 @@ def make_batch(seed: int, lengths: tuple[int, ...], num_prompt_tokens: int, stal
     )
 
 
-def make_steps(dp: int, *, num_steps: int = 5, is_shared: bool = True, staleness: int = 0) -> list[list[Turn]]:
-    """Two turns a step: the first with a micro-batch or two for each group, the second with none for the last group but one.
+def make_steps(dp: int, *, num_steps: int = 5, is_shared: bool = True, staleness: int = 0) -> list[list[Round]]:
+    """Two rounds a step: the first with a micro-batch or two for each group, the second with none for the last group but one.
 
     All micro-batches share their prompt, or, with a prompt that is short beside the responses, none does: see `shared_ways`.
     """
     number, steps = 0, []
     shortest, lengths = (23, (5, 1, 9, 5)) if is_shared else (1, (25, 2, 13))
     for step in range(num_steps):
-        turns: list[Turn] = []
-        for turn in range(2):
-            groups: Turn = []
+        rounds: list[Round] = []
+        for round_ in range(2):
+            groups: Round = []
             for group in range(dp):
-                count = 1 + (group + step) % 2 if turn == 0 else int(group == 0)
+                count = 1 + (group + step) % 2 if round_ == 0 else int(group == 0)
                 batches = []
                 for _ in range(count):
                     number += 1
@@ -158,14 +160,14 @@ def make_steps(dp: int, *, num_steps: int = 5, is_shared: bool = True, staleness
                     num_prompt_tokens = shortest + number % (5 if is_shared else 2)
                     batches.append(make_batch(number, ragged, num_prompt_tokens, staleness * (step > 0)))
                 groups.append(batches)
-            turns.append(groups)
-        steps.append(turns)
+            rounds.append(groups)
+        steps.append(rounds)
     return steps
 
 
-def shared_ways(turns: list[Turn]) -> set[bool]:
+def shared_ways(rounds: list[Round]) -> set[bool]:
     """Whether the engine shares the prompt of the micro-batches: both, where it does of some alone."""
-    batches = [batch for turn in turns for group in turn for batch in group]
+    batches = [batch for round_ in rounds for group in round_ for batch in group]
     return {pack_thrifty(batch.prompt_ids, batch.response_ids).layout.has_prompt for batch in batches}
 
 
@@ -182,12 +184,12 @@ class Gradients:
 
 
 def gradients(
-    path: Path, turns: list[Turn], layout: Layout, options: dict[str, Any], objective: Objective = Clipped()
+    path: Path, rounds: list[Round], layout: Layout, options: dict[str, Any], objective: Objective = Clipped()
 ) -> Gradients:
     """On each rank: what came of its group's micro-batches."""
     many = ManyRanks(path, train_options(layout=layout, **options))
     try:
-        results = [result for turn in turns for result in many.forward_backward(turn[many.ranks.dp_rank], objective)]
+        results = [result for round_ in rounds for result in many.forward_backward(round_[many.ranks.dp_rank], objective)]
         policy, whole_ones = many._policy, {}
         many._sums.gradients(1)
         if (tied := policy.stage.tied_name) is not None:
@@ -199,8 +201,8 @@ def gradients(
             placed = None if part is None or part.grad is None else placed_like(part.grad, policy.parameters[name])
             whole_ones[name] = many._to_first(name, placed, spec.shape, torch.float32)
         many.discard()
-        for turn in turns:
-            many.forward_backward(turn[many.ranks.dp_rank], objective)
+        for round_ in rounds:
+            many.forward_backward(round_[many.ranks.dp_rank], objective)
         update = many.optim_step(1)
         known = {name: tensor.numpy() for name, tensor in whole_ones.items() if tensor is not None}
         tied_bytes = None if tied is None else policy.parts[tied].detach().numpy().tobytes()
@@ -209,10 +211,10 @@ def gradients(
         many.close()
 
 
-def gradients_alone(path: Path, turns: list[Turn], options: dict[str, Any], objective: Objective = Clipped()) -> Gradients:
+def gradients_alone(path: Path, rounds: list[Round], options: dict[str, Any], objective: Objective = Clipped()) -> Gradients:
     """The same on one device."""
     one = OneRank(path, train_options(**options))
-    batches = [batch for turn in turns for group in turn for batch in group]
+    batches = [batch for round_ in rounds for group in round_ for batch in group]
     results = one.forward_backward(batches, objective)
     one._sums.gradients(1)
     sums = {name: p.grad.numpy() for name, p in one.policy.parameters.items() if p.grad is not None}
@@ -287,7 +289,7 @@ class Doubled(Packed):
 
 
 def check_with_fault(path: Path, layout: Layout, fault: str, faulty: int) -> list[MicroBatchResult]:
-    """On each rank: a turn whose check finds a fault in the shared layout of data-parallel group `faulty`, in -1 none."""
+    """On each rank: a round whose check finds a fault in the shared layout of data-parallel group `faulty`, in -1 none."""
     many = ManyRanks(path, train_options(layout=layout))
 
     def broken(micro_batch: MicroBatch, device: Any) -> tuple[Packed, Packed]:
@@ -298,10 +300,10 @@ def check_with_fault(path: Path, layout: Layout, fault: str, faulty: int) -> lis
             shared = Doubled(*(getattr(shared, field.name) for field in fields(Packed)))
         return shared, rows
 
-    turn = [[make_batch(group, (5, 3, 4), 20)] for group in range(layout.dp)]
+    round_ = [[make_batch(group, (5, 3, 4), 20)] for group in range(layout.dp)]
     try:
         with patch.object(check_sharing_of_ranks, "both_ways", broken):
-            return many.forward_backward(turn[many.ranks.dp_rank], Clipped())
+            return many.forward_backward(round_[many.ranks.dp_rank], Clipped())
     finally:
         many.close()
 
@@ -322,11 +324,11 @@ def sums_of_a_check(path: Path, layout: Layout) -> float:
 def state_bytes(path: Path, layout: Layout, options: dict[str, Any]) -> int:
     """On each rank: the bytes of parameters, gradient sums and optimiser state, after an update, while sums are there."""
     many = ManyRanks(path, train_options(layout=layout, **options))
-    turn = [[make_batch(group, (5, 3), 9)] for group in range(layout.dp)]
+    round_ = [[make_batch(group, (5, 3), 9)] for group in range(layout.dp)]
     try:
         for _ in range(2):
             many.begin_step()
-            many.forward_backward(turn[many.ranks.dp_rank], Clipped())
+            many.forward_backward(round_[many.ranks.dp_rank], Clipped())
             if not many._optimizer.num_updates:
                 many.optim_step(10)
         return held_bytes([*many._policy.parts.values()], many)
@@ -348,7 +350,7 @@ def layer_passes(path: Path, layout: Layout, options: dict[str, Any]) -> int:
         many.close()
 
 
-def scattered(path: Path, turns: list[Turn], layout: Layout, options: dict[str, Any]) -> int:
+def scattered(path: Path, rounds: list[Round], layout: Layout, options: dict[str, Any]) -> int:
     """How often gradients of a unit were added up over data-parallel ranks, on this one."""
     many = ManyRanks(path, train_options(layout=layout, **options))
     count, reduce_scatter = 0, fsdp._reduce_scatter
@@ -360,8 +362,8 @@ def scattered(path: Path, turns: list[Turn], layout: Layout, options: dict[str, 
 
     fsdp._reduce_scatter = counted
     try:
-        for turn in turns:
-            many.forward_backward(turn[many.ranks.dp_rank], Clipped())
+        for round_ in rounds:
+            many.forward_backward(round_[many.ranks.dp_rank], Clipped())
     finally:
         fsdp._reduce_scatter = reduce_scatter
         many.close()

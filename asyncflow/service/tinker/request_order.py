@@ -15,8 +15,8 @@ REMEMBERED: Final = 10_000
 """Requests of a model that are recognised when they come again."""
 
 
-class Turns(Generic[T]):
-    """Requests of one model that wait for their turn. `largest_number`, `largest_bytes`: of those that wait, besides the next."""
+class RequestOrder(Generic[T]):
+    """Requests of one model that wait for those before them. `largest_number`, `largest_bytes`: of all that wait but the next."""
 
     def __init__(self, largest_number: int, largest_bytes: int) -> None:
         self.next_number = 1
@@ -29,7 +29,7 @@ class Turns(Generic[T]):
 
         Returns its number, and whether it is new. Raises `ValueError` if the number belongs to a request with another content, or
         is that of a request so old that it is not known whether it is the same, and `Busy` if there is no room. There always is for
-        the request whose turn it is: all others wait for that one.
+        the next request: all others wait for that one.
         """
         if number is None:
             number = max([self.next_number - 1, *self._waiting]) + 1
@@ -50,7 +50,7 @@ class Turns(Generic[T]):
         return number, True
 
     def take(self) -> T | None:
-        """Request whose turn it is; None if it has not come yet."""
+        """Next request; None if it has not come yet."""
         found = self._waiting.pop(self.next_number, None)
         if found is None:
             return None

@@ -4,11 +4,11 @@ import pytest
 
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker import turns
-from asyncflow.service.tinker.turns import Turns
+from asyncflow.service.tinker.request_order import RequestOrder
 
 
 def test_requests_have_their_turn_by_their_numbers_whenever_they_come() -> None:
-    queue: Turns[str] = Turns(10, 100)
+    queue: RequestOrder[str] = RequestOrder(10, 100)
     for number in (3, 1):
         assert queue.offer(number, b"%d" % number, f"request {number}") == (number, True)
     assert (queue.take(), queue.take()) == ("request 1", None)
@@ -18,7 +18,7 @@ def test_requests_have_their_turn_by_their_numbers_whenever_they_come() -> None:
 
 
 def test_a_request_that_comes_again_is_the_same_one_before_its_turn_and_after() -> None:
-    queue: Turns[str] = Turns(10, 100)
+    queue: RequestOrder[str] = RequestOrder(10, 100)
     assert queue.offer(1, b"a", "first") == (1, True)
     assert queue.offer(1, b"a", "again") == (1, False)
     assert queue.take() == "first"
@@ -32,7 +32,7 @@ def test_a_request_that_comes_again_is_the_same_one_before_its_turn_and_after() 
 
 def test_what_waits_is_bounded_and_so_is_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "REMEMBERED", 2)
-    queue: Turns[int] = Turns(3, 100)
+    queue: RequestOrder[int] = RequestOrder(3, 100)
     for number in (2, 3, 4):
         queue.offer(number, b"", number)
     with pytest.raises(Busy, match="3 requests of this model wait"):
@@ -44,7 +44,7 @@ def test_what_waits_is_bounded_and_so_is_what_is_remembered(monkeypatch: pytest.
         queue.offer(7, b"", 7, 60)
     assert queue.offer(5, b"", 5, 60) == (5, True)
     assert [queue.take(), queue.take()] == [5, 6] and queue.offer(8, b"", 8, 100) == (8, True)
-    queue = Turns(3, 100)
+    queue = RequestOrder(3, 100)
     for number in range(1, 6):
         queue.offer(number, b"", number)
         assert queue.take() == number

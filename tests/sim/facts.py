@@ -14,7 +14,7 @@ class Violation(AssertionError):
     """A law was broken."""
 
 
-class Books:
+class Facts:
     """Rows are told apart by their index over the whole simulation: none is ever put again after its end."""
 
     def __init__(self, group_bits: int, max_failures: int) -> None:
