@@ -1,4 +1,4 @@
-"""Every mode in simulated runs of three lives: the power fails twice, and what is on the disk is gone on with.
+"""Every mode in simulated runs of three attempts: the power fails twice, and the run is resumed from what is on the disk.
 
 No law is broken in what is left of the run: no prompt is skipped, none is trained twice, no row is made by a version outside its
 interval, whatever else dies or stalls on the way.
@@ -29,8 +29,8 @@ SEEDS = few((1,), (0, 1, 4))
 COUNTED: dict[str, Counter[str]] = {}
 
 
-def lives(mode: str, seed: int) -> Simulated:
-    """A drawn run whose first two lives end at random moments; every second seed with faults besides."""
+def attempts(mode: str, seed: int) -> Simulated:
+    """A drawn run whose first two attempts end at random moments; every second seed with faults besides."""
     config, costs = drawn(mode, seed)
     faults = drawn_faults(config, costs, seed) if seed % 2 else NO_FAULTS
     whole, rng = simulate(config, costs=costs, faults=faults, seed=seed), random.Random(seed)
@@ -43,7 +43,7 @@ def lives(mode: str, seed: int) -> Simulated:
 
 @pytest.mark.parametrize("mode", in_gate("delayed", "bounded", of=MODES))
 def test_no_law_is_broken_by_a_run_that_is_gone_on_with(mode: str) -> None:
-    found = {seed: lives(mode, seed) for seed in SEEDS}
+    found = {seed: attempts(mode, seed) for seed in SEEDS}
     assert {seed: run.violations for seed, run in found.items() if run.violations} == {}
     COUNTED[mode] = sum((run.counts for run in found.values()), Counter())
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_is_left_out_is_found(mode: str) -> None:
     with mock.patch.object(Admissions, "step", forgetful):
         for seed in (0, 1, 4):
             forgotten.clear()
-            violations = lives(mode, seed).violations
+            violations = attempts(mode, seed).violations
             assert bool(violations) == bool(forgotten), (seed, violations)
             assert all("steps have gone through prompts" in violation for violation in violations), violations
             if violations:

@@ -173,7 +173,8 @@ class RayPlaces:
             place.begin_host()
 
     async def give_up(self, place: WorkerPlace, host: Any) -> None:
-        """A host that does not answer is ended, and with it its worker, whose control pipe it has. The worker's next start has another."""
+        """End a host that does not answer, and with it its worker, whose control pipe it has. The worker's next start has
+        another one."""
         if place.host is host and await self._connection.may_be_asked() and place.host is host:
             place.end_host()
 

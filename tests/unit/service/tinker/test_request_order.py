@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.service.limits import Busy
-from asyncflow.service.tinker import turns
+from asyncflow.service.tinker import request_order
 from asyncflow.service.tinker.request_order import RequestOrder
 
 
@@ -31,7 +31,7 @@ def test_a_request_that_comes_again_is_the_same_one_before_its_turn_and_after() 
 
 
 def test_what_waits_is_bounded_and_so_is_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "REMEMBERED", 2)
+    monkeypatch.setattr(request_order, "REMEMBERED", 2)
     queue: RequestOrder[int] = RequestOrder(3, 100)
     for number in (2, 3, 4):
         queue.offer(number, b"", number)
