@@ -218,7 +218,7 @@ ADAPTER_IN_USE: Final = _wait(
 HELPERS: Final = _wait(
     "helpers",
     "passes and pieces that others compute beside the trainer's own, or one for them",
-    "engines/train/helpers.py:Helpers.__init__ Helpers._take_pieces_until _Shared.take Helpers._serve"
+    "engines/train/helpers.py:Helpers.__init__ Helpers._take_pieces_until _HelperCall.take Helpers._serve"
     " engines/train/pass_gradients.py:PassGradients.__init__",
 )
 FETCH: Final = _wait(
