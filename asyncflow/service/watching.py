@@ -29,7 +29,7 @@ from plotly.offline import get_plotlyjs
 
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.service.app import Receive, Send
-from asyncflow.service.groups import groups_of, group_figures, token_figures
+from asyncflow.service.groups import group_figures, groups_of, token_figures
 from asyncflow.service.limits import Denied
 from asyncflow.service.reference import HEADERS
 from asyncflow.service.server import LOOPBACK

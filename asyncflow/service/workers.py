@@ -25,7 +25,7 @@ from asyncflow.run.driver import Driver
 from asyncflow.run.in_worker.connection import connected
 from asyncflow.run.in_worker.scoring import scoring
 from asyncflow.run.workers import roll_out
-from asyncflow.service.generation import OutsideEngine, PublishedFiles, NotifyingQueue
+from asyncflow.service.generation import NotifyingQueue, OutsideEngine, PublishedFiles
 from asyncflow.service.limits import Busy
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Array, Batch, RunError, UserError
