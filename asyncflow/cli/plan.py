@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +38,7 @@ def plan(
     measure: Annotated[bool, typer.Option(help="Make a short run of the configuration here first, and scale costs to it.")] = False,
     from_run: Annotated[Path | None, typer.Option("--from", help="What if? From the folder of a run, with overrides.")] = None,
     top: Annotated[int | None, typer.Option(min=1, help=f"How many plans are shown; {TOP} by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --from: print JSON.")] = False,
 ) -> None:
     """Plan a run: which devices train and which generate, and how each task is cut. Writes plan.yaml and a page."""
     given = list(overrides or [])
@@ -54,8 +56,9 @@ def plan(
         )
         if config is not None:
             given.insert(0, str(config))  # the first override stands where the file would
-        _what_if(from_run, given)
+        _what_if(from_run, given, as_json=as_json)
         return
+    refuse({"--json": as_json or None}, "is for --from: a new plan is in plan.yaml")
     if config is None:
         raise UserError("name the run's YAML file, or with --from the folder of a run: asyncflow plan CONFIG --devices 64")
     if nodes is not None:
@@ -146,10 +149,13 @@ def _print_files(config: Config) -> None:
     print(f"{_folder(config) / 'plan.yaml'}, {_folder(config) / 'plan.html'}")
 
 
-def _what_if(run: Path, overrides: Sequence[str]) -> None:
+def _what_if(run: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     from asyncflow.planner.measured import what_if
 
     found = what_if(run, overrides)
+    if as_json:
+        print(msgspec.json.encode({"measured": found.measured, "predicted": found.predicted}).decode())
+        return
     print("\n".join(found.measurement.lines()))
     table = Table(title=f"What if: from {run}")
     for name in ("", "step, s", "TPSPD"):

@@ -75,6 +75,7 @@ async def _serve(
     config: Config, listen: str, certificate: Path | None, *, self_signed: bool, weights_from: Path | None, resume: bool
 ) -> int:
     """Serve until a client stops the run, or a signal does. Returns the exit status."""
+    from asyncflow.cli.watch import predicted
     from asyncflow.run.job import Listener
     from asyncflow.service.app import AuditLog, GatePaths, make_app
     from asyncflow.service.hosted import HostedRun
@@ -99,7 +100,7 @@ async def _serve(
     paths = GatePaths(streamed=STREAMED, public=PUBLIC)
     app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, paths=paths)
     app.router.routes.extend(routes(hosted, keys).routes)  # included ones are matched twice: a seventh of a small request
-    app.include_router(watch_routes(Watched(config.run_dir)))
+    app.include_router(watch_routes(Watched(config.run_dir, predicted)))
     server = HttpServer(app, place, limits, certificate)
     address = await server.start()
     print(f"serving {config.run_dir} at {address}, with the keys in {keys.path}")

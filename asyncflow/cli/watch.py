@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
+import msgspec
 import typer
 
 from asyncflow.cli.arguments import need_service
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.types import UserError
 
+PREDICTION_SECONDS: Final = 300.0
+"""A simulation of some steps takes seconds; one that takes longer than this is left."""
 _KEY_NAME = "page"
 _REDIRECT = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={address}"><title>AsyncFlow</title>'
 
@@ -85,7 +90,7 @@ async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[s
             paths=GatePaths(public=PUBLIC),
         )
         app.add_middleware(LocalOnly)
-        app.include_router(watch_routes(Watched(folder)))
+        app.include_router(watch_routes(Watched(folder, predicted)))
         server = HttpServer(app, place, Limits())
         address = await server.start()
         fragment = "&".join([f"key={secret}", *(f"compare={name}" for name in compared)])
@@ -101,6 +106,23 @@ async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[s
             return 0
         finally:
             await server.stop()
+
+
+async def predicted(run: Path, change: str) -> str:
+    """Sentence about the seconds of a step with a changed configuration, by `asyncflow plan --from`; "" where it cannot say."""
+    command = [sys.executable, "-m", "asyncflow", "plan", "--from", str(run), change, "--json"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), PREDICTION_SECONDS)
+    except TimeoutError:
+        return ""
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        return ""
+    before, then = (msgspec.json.decode(output)[name]["step_seconds"] for name in ("measured", "predicted"))
+    return f"By the run's own costs the planner predicts {then:.3g} s a step with {change}, instead of {before:.3g} s."
 
 
 def _open(address: str, scratch: Path) -> None:

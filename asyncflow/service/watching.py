@@ -34,7 +34,7 @@ from asyncflow.service.limits import Denied
 from asyncflow.service.reference import HEADERS
 from asyncflow.service.server import LOOPBACK
 from asyncflow.telemetry import sections
-from asyncflow.telemetry.advice import advice
+from asyncflow.telemetry.advice import Advice, advice
 from asyncflow.telemetry.batches import kept_steps
 from asyncflow.telemetry.charts import metric_charts
 from asyncflow.telemetry.compare import RunsCompared
@@ -65,11 +65,19 @@ _HEADERS: Final = {
 }
 
 
-class WatchedRun:
-    """A run that somebody looks at. Its files are read in a thread, by one at a time."""
+Predict = Callable[[Path, str], Awaitable[str]]
+"""Sentence about what a run would take with a changed configuration (`key.path=value`), by what it has measured; "": not known."""
 
-    def __init__(self, path: Path) -> None:
+
+class WatchedRun:
+    """A run that somebody looks at. Its files are read in a thread, by one at a time.
+
+    `predict` is asked once about each change that advice names, when the run has ended: a live one keeps its cores.
+    """
+
+    def __init__(self, path: Path, predict: Predict | None = None) -> None:
         self.reader = RunReader(path)
+        self._predict, self._predictions = predict, dict[str, asyncio.Task[str]]()
         self._lock = asyncio.Lock()
         self._parts = page_template("parts.html.j2").module
         self._heavy: dict[str, Any] = {}
@@ -85,7 +93,9 @@ class WatchedRun:
         known: dict[str, Any] = {}
         told_at = 0.0
         while True:
-            parts = await self.of(self._look)
+            parts = dict(await self.of(self._look))
+            if "advice" in parts:
+                parts["advice"] = [self._with_prediction(each, is_live=parts["facts"]["is_live"]) for each in parts["advice"]]
             changed = {name: part for name, part in parts.items() if known.get(name) != part}
             if changed or time.monotonic() - told_at > _QUIET_SECONDS:
                 yield changed
@@ -93,6 +103,15 @@ class WatchedRun:
             is_behind = bool(known) and parts["facts"]["share"] < 1  # a page that has just been opened asks for more first
             known |= changed
             await asyncio.sleep(_BEHIND_SECONDS if is_behind else LOOK_SECONDS)
+
+    def _with_prediction(self, advice: Advice, *, is_live: bool) -> str:
+        """Words of a piece of advice, with what its change brings as soon as that is known."""
+        if self._predict is None or not advice.change or is_live:
+            return advice.words
+        if advice.change not in self._predictions:
+            self._predictions[advice.change] = asyncio.create_task(self._predict(self.reader.path, advice.change))  # type: ignore[arg-type]
+        asked = self._predictions[advice.change]
+        return f"{advice.words} {asked.result()}".rstrip() if asked.done() else advice.words
 
     def _look(self, run: RunReader) -> dict[str, Any]:
         run.refresh_rows()
@@ -135,8 +154,8 @@ class WatchedRun:
 class Watched:
     """Runs in a folder, or the folder of one run."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, predict: Predict | None = None) -> None:
+        self._folder, self._predict = folder, predict
         self._runs: dict[Path, WatchedRun] = {}
 
     def names(self) -> list[str]:
@@ -149,7 +168,7 @@ class Watched:
         if path is None:
             raise Denied(404, f"there is no run {name} here")
         if path not in self._runs:
-            self._runs[path] = WatchedRun(path)
+            self._runs[path] = WatchedRun(path, self._predict)
         return self._runs[path]
 
     def _paths(self) -> dict[str, Path]:

@@ -38,6 +38,7 @@ def said(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("plan recipe.yaml --per-node 3", "--per-node says how large a node is, and nothing says how many there are"),
         ("plan --from runs/a --devices 4", "--devices is for a new plan, and --from takes the devices that the run had"),
         ("plan --from runs/a --measure", "--measure is for a new plan"),
+        ("plan some.yaml --json", "--json is for --from"),
         ("serve r.yaml --weights-from nowhere", "--weights-from nowhere is no folder: make it"),
         ("serve r.yaml --model-name x", "--model-name is for models that --tinker serves, and this serves a run"),
         ("serve r.yaml --samplers 2", "--samplers is for models that --tinker serves"),

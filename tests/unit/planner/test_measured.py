@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncflow.cli import watch
 from asyncflow.config import Config, dump, load
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
@@ -166,6 +168,9 @@ def test_what_if_says_what_another_configuration_would_take(tmp_path: Path) -> N
     assert same.predicted.step_seconds == pytest.approx(same.measured.step_seconds, rel=1e-6)
     half = what_if(tmp_path, ["train.prompts_per_step=16"])
     assert half.predicted.step_seconds == pytest.approx(same.measured.step_seconds / 2, rel=0.2)
+    words = asyncio.run(watch.predicted(tmp_path, "train.prompts_per_step=16"))  # as the live page asks
+    assert f"predicts {half.predicted.step_seconds:.3g} s a step with train.prompts_per_step=16" in words
+    assert asyncio.run(watch.predicted(tmp_path, "model.path=other")) == ""
 
 
 def test_a_run_without_what_is_needed_is_refused(tmp_path: Path) -> None:

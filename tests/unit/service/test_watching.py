@@ -19,6 +19,7 @@ from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.service.watching import PUBLIC, LocalOnly, Watched, WatchedRun, watch_routes
+from asyncflow.telemetry.advice import Advice
 from asyncflow.telemetry.batches import BatchLog
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.types import Batch, Ragged
@@ -119,6 +120,25 @@ async def test_what_is_asked_for_is_told(page: Page) -> None:
         assert (await client.get("/watch/api/gantt?run=../one&start=0&end=1")).status_code == 404
         assert (await client.get("/watch/api/samples?run=one&least_reward=much")).status_code == 422
     assert (await page.get("samples", run="one", ended="failed"))["total"] == 0
+
+
+async def test_advice_about_a_run_that_has_ended_says_what_the_planner_predicts(page: Page) -> None:
+    asked = []
+
+    async def predict(run: Path, change: str) -> str:
+        asked.append((run.name, change))
+        return "It would take 1.5 s."
+
+    run = WatchedRun(page.folder / "one", predict)
+    changes = run.changes()
+    first = await anext(changes)
+    assert not any("It would take" in line for line in first["advice"])
+    then = await asyncio.wait_for(anext(changes), patience(20))
+    assert [line for line in then["advice"] if line.endswith("It would take 1.5 s.") and "schedule=delayed" in line]
+    assert asked.count(("one", "schedule=delayed")) == 1
+    live = WatchedRun(page.folder / "one", predict)
+    words = live._with_prediction(Advice("Wait less.", "schedule=bounded"), is_live=True)
+    assert words == "Wait less." and len(asked) == len({*asked})
 
 
 async def test_events_tell_what_is_new_of_a_run_that_goes_on(page: Page) -> None:
