@@ -1,7 +1,7 @@
 """Training passes of several micro-batches against one micro-batch a pass, and both against the machine's matrix products. CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/passes.py [--models tiny smollm2] [--sums fp32 exact] [--layouts dp2 pp2] [--repeats N]
-        [--json FILE]
+        [--parts passes update] [--json FILE]
 
 tiny       the quickstart's model (0.44M parameters), 32 groups of 8 responses
 smollm2    a model of SmolLM2-135M's shape with random weights (its time does not depend on them), 8 groups of 8 responses of some
@@ -9,13 +9,17 @@ smollm2    a model of SmolLM2-135M's shape with random weights (its time does no
 
 A step is the forward and backward passes of all groups, with the sums of gradients, by the train engine itself (`OneRank`), in
 float32. Both ways take turns within a repeat, with plain and with exact sums; so does a product of matrices of 512 x 512 by the
-same number of threads, whose rate is the machine's. A way's share of that rate counts six operations for each weight of a layer and
-packed token, six for each weight of the output layer and response token, and those of attention (3.5 times the forward's), by the
-rate right before and after. Medians over the repeats.
+same number of threads, whose rate is the machine's: torch.mm's, and the better of this one's and oneDNN's, which the trainer takes
+where torch.mm is MKL's and the processor is not Intel's (there the first share says more than there is). A way's share of a rate
+counts six operations for each weight of a layer and packed token, six for each weight of the output layer and response token, and
+those of attention (3.5 times the forward's), by the rate right before and after. Medians over the repeats.
 
 The process has the environment of a trainer's, by which the allocator keeps freed memory.
 
-After that the cost of exact sums alone: a step's time above that with plain sums, by parameters and micro-batches. With
+After that the cost of exact sums alone: a step's time above that with plain sums, by parameters and micro-batches. Then the update
+with SmolLM2-135M's shape and exact sums: their division, the norm, the clip and AdamW, over a plain pass over the bytes that it
+cannot do without, in turns: 40 for each parameter (a sum read, its gradient written; gradient, weight and moments read, weight and
+moments written), as copies. With
 `--layouts`, the tiny model's step over two processes, data-parallel ranks (half of the groups each) or stages of a pipeline: both
 ways in turns.
 """
@@ -28,9 +32,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -42,6 +48,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncflow.algorithms.grpo import GRPO
 from asyncflow.config import load
 from asyncflow.engines.base import RANKS_STORE, MicroBatch
+from asyncflow.engines.train.accumulate import order_free_norm
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 from asyncflow.model_folder import read_json
@@ -49,9 +56,11 @@ from asyncflow.run.factories import tokens_per_pass, train_engine_options
 from asyncflow.run.worker_start import training
 from asyncflow.types import Layout, Ragged
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2)}
 PRODUCT = 512
+MOST_NORM = 1e-6  # so that there is something to clip
 THREADS = int(os.environ["OMP_NUM_THREADS"])
 
 
@@ -124,14 +133,21 @@ def operations(engine: OneRank, batches: list[MicroBatch]) -> float:
     return total
 
 
-def product_rate(seconds: float = 0.3) -> float:
-    """Operations a second of products of matrices of 512 x 512."""
+def product_rates(seconds: float = 0.2) -> np.ndarray:
+    """Operations a second of products of matrices of 512 x 512: torch.mm's, and the better of these and of oneDNN's."""
     left, right = torch.randn(PRODUCT, PRODUCT), torch.randn(PRODUCT, PRODUCT)
-    out, count, began = torch.empty(PRODUCT, PRODUCT), 0, time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        torch.mm(left, right, out=out)
-        count += 1
-    return count * 2.0 * PRODUCT**3 / (time.perf_counter() - began)
+    out = torch.empty(PRODUCT, PRODUCT)
+    products: list[Callable[[], object]] = [lambda: torch.mm(left, right, out=out)]
+    if torch._C._has_mkldnn:
+        products.append(lambda: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], ""))
+    rates = []
+    for product in products:
+        count, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            product()
+            count += 1
+        rates.append(count * 2.0 * PRODUCT**3 / (time.perf_counter() - began))
+    return np.array([rates[0], max(rates)])
 
 
 def measure(name: str, folder: Path, kinds: list[Literal["exact", "fp32"]], repeats: int) -> list[Figure]:
@@ -153,31 +169,35 @@ def measure(name: str, folder: Path, kinds: list[Literal["exact", "fp32"]], repe
             print(f"{name}: {engine.remark}")
     batches = micro_batches(case, fields["vocab_size"])
     work = operations(next(iter(engines.values())), batches)
-    rates: list[float] = []
+    rates: list[np.ndarray] = []
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
-    shares: dict[tuple[str, str], list[float]] = {key: [] for key in engines}
+    shares: dict[tuple[str, str], list[np.ndarray]] = {key: [] for key in engines}
     for number in range(repeats + 1):
         for key, engine in engines.items():
-            before = product_rate()
+            before = product_rates()
             began = time.perf_counter()
             engine.forward_backward(batches, GRPO())
             took = time.perf_counter() - began
             engine.discard()
             if number:  # the first one warms up
-                rates.append((before + product_rate()) / 2)
+                rates.append((before + product_rates()) / 2)
                 seconds[key].append(took)
                 shares[key].append(work / took / rates[-1])
     packed = sum(len(batch.prompt_ids) + len(batch.response_ids.values) for batch in batches)
-    rate = statistics.median(rates) / 1e9
-    print(f"{name}: {packed} packed tokens, passes of up to {tokens}; products at {rate:.1f} G operations a second")
+    of_mm, of_better = (np.median(rates, 0) / 1e9).tolist()
+    told = f"products by torch.mm at {of_mm:.1f} G operations a second, by the better of this and oneDNN at {of_better:.1f}"
+    print(f"{name}: {packed} packed tokens, passes of up to {tokens}; {told}")
     figures = []
     for sums in kinds:
         alone, full = (sums, "one a pass"), (sums, "passes")
         ratios = [a / b for a, b in zip(seconds[alone], seconds[full], strict=True)]
-        target = f">= {case.share}"
+        for way, key, target in (("one micro-batch a pass", alone, None), ("passes", full, f">= {case.share}")):
+            of_mm, of_better = np.median(shares[key], 0).tolist()
+            figures += [
+                Figure(f"{name}, {sums}: {way}, share of torch.mm's rate", of_mm, "", target),
+                Figure(f"{name}, {sums}: {way}, share of the better rate", of_better, ""),
+            ]
         figures += [
-            Figure(f"{name}, {sums}: one micro-batch a pass, share of the product's rate", statistics.median(shares[alone]), ""),
-            Figure(f"{name}, {sums}: passes, share of the product's rate", statistics.median(shares[full]), "", target),
             Figure(f"{name}, {sums}: one micro-batch a pass / passes, time", statistics.median(ratios), "x"),
         ]
     parameters = sum(parameter.numel() for parameter in next(iter(engines.values())).policy.parameters.values())
@@ -187,6 +207,43 @@ def measure(name: str, folder: Path, kinds: list[Literal["exact", "fp32"]], repe
         limit = "<= 3" if (name, way) == ("smollm2", "passes") else None
         figures.append(Figure(f"{name}: exact sums above plain ones, {way}", cost, "ns a parameter and micro-batch", limit))
     return figures
+
+
+def update(folder: Path, repeats: int) -> list[Figure]:
+    """Figures of the update of SmolLM2-135M's shape, with exact sums."""
+    config = load(ROOT / f"recipes/{CASES['smollm2'].recipe}.yaml")
+    path = smollm2(folder)
+    options = train_engine_options(config)
+    engine = OneRank(
+        path, replace(options, accumulate="exact", num_threads=THREADS, check_shared_prompt=False, max_grad_norm=MOST_NORM)
+    )
+    batches = micro_batches(CASES["smollm2"], read_json(path / "config.json")["vocab_size"])[:1]
+    count = sum(parameter.numel() for parameter in engine.policy.parameters.values())
+    source, target = torch.randn(count), torch.zeros(count)
+    seconds: dict[str, list[float]] = {"division": [], "norm": [], "clip and AdamW": [], "update": [], "plain pass": []}
+
+    def timed(name: str, call: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        made = call()
+        seconds[name].append(time.perf_counter() - began)
+        return made
+
+    for _ in range(repeats + 1):
+        engine.forward_backward(batches, GRPO())
+        timed("plain pass", lambda: [target.copy_(source) for _ in range(5)])  # 4 bytes read and 4 written, each
+        gradients = timed("division", lambda: engine._sums.gradients(100))
+        norm = timed("norm", partial(order_free_norm, gradients))
+        result = timed("clip and AdamW", partial(engine._optimizer.update, gradients, norm))
+        assert not result.skipped and norm > MOST_NORM, "the clip is measured, too"
+        engine._sums.clear()
+        seconds["update"].append(sum(seconds[part][-1] for part in ("division", "norm", "clip and AdamW")))
+    ratios = {name: np.array(each[1:]) / seconds["plain pass"][1:] for name, each in seconds.items()}  # the first one warms up
+    rate = 40 * count / statistics.median(seconds["plain pass"]) / 1e9
+    print(f"update: {count:,} parameters, {statistics.median(seconds['update']):.2f} s; a plain pass at {rate:.1f} GB a second")
+    return [
+        *(Figure(f"update, {part} / plain pass", float(np.median(ratios[part])), "") for part in list(seconds)[:3]),
+        Figure("update / plain pass over its bytes", float(np.median(ratios["update"])), "", "<= 2"),
+    ]
 
 
 def on_two_ranks(name: str, kinds: list[Literal["exact", "fp32"]], repeats: int) -> list[Figure]:
@@ -242,14 +299,17 @@ def main() -> int:
     arguments.add_argument("--sums", nargs="+", choices=("fp32", "exact"), default=["fp32", "exact"])
     arguments.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[])
     arguments.add_argument("--repeats", type=int, default=5)
+    arguments.add_argument("--parts", nargs="+", choices=("passes", "update"), default=["passes", "update"])
     given = arguments.parse_args()
     begin_again_as(training(load(ROOT / "recipes/quickstart.yaml")))
     torch.set_num_threads(THREADS)
     print(f"threads: {THREADS}")
     figures = []
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
-        for name in given.models:
+        for name in given.models if "passes" in given.parts else ():
             figures += measure(name, Path(folder), given.sums, given.repeats)
+        if "update" in given.parts:
+            figures += update(Path(folder), given.repeats)
     for name in given.layouts:
         figures += on_two_ranks(name, given.sums, given.repeats)
     return finish(figures, given.json)
