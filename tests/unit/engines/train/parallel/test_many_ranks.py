@@ -297,18 +297,18 @@ def test_where_the_company_shows_in_the_bits_of_one_rank_none_makes_passes_of_se
     assert all(remark.startswith("micro-batches are computed one by one") for remark, _ in found)
 
 
-@pytest.mark.parametrize(("layout", "units"), [(Layout(dp=2), 3), (Layout(dp=2, pp=2), 2)], ids=["dp", "dp-pp"])
+@pytest.mark.parametrize(("layout", "layers"), [(Layout(dp=2), 2), (Layout(dp=2, pp=2), 1)], ids=["dp", "dp-pp"])
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])
-def test_of_a_pass_of_several_micro_batches_gradients_are_scattered_once(
-    ranks: Processes, model_path: ModelPath, accumulate: str, layout: Layout, units: int
+def test_of_a_pass_of_several_micro_batches_parameters_are_gathered_and_gradients_scattered_once(
+    ranks: Processes, model_path: ModelPath, accumulate: str, layout: Layout, layers: int
 ) -> None:
-    """By a rank's layers, one or two, and the root."""
+    """By a rank's layers, and the root. A layer is gathered forward and again backward; the root stays gathered between the two."""
     round_ = [[on_ranks.make_batch(seed, (5, 3), 20) for seed in range(4)] for _ in range(2)]
     options = {**OPTIONS, "check_shared_prompt": False, "accumulate": accumulate}
     for most, times in ((None, 4), (1000, 1)):
         own, path = {**options, "tokens_per_pass": most}, model_path("qwen2-tiny")
-        counts = ranks.run(on_ranks.scattered, path, [round_], layout, own, size=layout.size)
-        assert counts == [times * units] * layout.size
+        counts = ranks.run(on_ranks.collectives, path, [round_], layout, own, size=layout.size)
+        assert counts == [(times * (2 * layers + 1), times * (layers + 1))] * layout.size
 
 
 def test_of_a_pass_that_is_not_finite_no_micro_batch_is_added_and_all_are_told_of(ranks: Processes, model_path: ModelPath) -> None:

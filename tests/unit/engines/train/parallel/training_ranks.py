@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
@@ -350,24 +351,26 @@ def layer_passes(path: Path, layout: Layout, options: dict[str, Any]) -> int:
         many.close()
 
 
-def scattered(path: Path, rounds: list[Round], layout: Layout, options: dict[str, Any]) -> int:
-    """How often gradients of a unit were added up over data-parallel ranks, on this one."""
+def collectives(path: Path, rounds: list[Round], layout: Layout, options: dict[str, Any]) -> tuple[int, int]:
+    """How often a unit's parameters were gathered over data-parallel ranks, and how often its gradients added up, on this one."""
     many = ManyRanks(path, train_options(layout=layout, **options))
-    count, reduce_scatter = 0, fsdp._reduce_scatter
+    calls = list[str]()
 
-    def counted(*arguments: Any, **others: Any) -> Any:
-        nonlocal count
-        count += 1
-        return reduce_scatter(*arguments, **others)
+    def counted(name: str, call: Any) -> Any:
+        def called(*arguments: Any, **others: Any) -> Any:
+            calls.append(name)
+            return call(*arguments, **others)
 
-    fsdp._reduce_scatter = counted
+        return called
+
+    gathers = patch.object(DefaultAllGather, "__call__", counted("gather", DefaultAllGather.__call__))
     try:
-        for round_ in rounds:
-            many.forward_backward(round_[many.ranks.dp_rank], Clipped())
+        with gathers, patch.object(fsdp, "_reduce_scatter", counted("scatter", fsdp._reduce_scatter)):
+            for round_ in rounds:
+                many.forward_backward(round_[many.ranks.dp_rank], Clipped())
     finally:
-        fsdp._reduce_scatter = reduce_scatter
         many.close()
-    return count
+    return calls.count("gather"), calls.count("scatter")
 
 
 def remark_where_rows_differ(path: Path, layout: Layout, options: dict[str, Any], faulty: int) -> tuple[str, int | None]:
