@@ -26,6 +26,8 @@ class Signal:
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
+        self.watchers: list[Callable[[], None]] = []
+        """What is told of every change before those that wait, and does not wait itself."""
 
     async def until(self, condition: Callable[[], bool], wait: Wait, **facts: int | str) -> None:
         """`wait` and its facts: what is waited for, in the answer to why nothing moves."""
@@ -42,6 +44,8 @@ class Signal:
 
     def notify(self) -> None:
         """Wake all waits: the state has changed."""
+        for watcher in self.watchers:
+            watcher()
         for entry in [each for each in self._waiting if each.condition()]:
             self._waiting.remove(entry)
             if not entry.future.done():

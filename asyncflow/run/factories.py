@@ -387,10 +387,14 @@ def check_shares(config: Config) -> None:
             raise UserError(f"{said}: with cluster=inline all workers are one process, which sees all devices: take cluster=local")
 
 
+def is_on_cores(config: Config) -> bool:
+    """Whether all workers of the run compute on one machine's cores."""
+    return config.cluster.name in ON_ONE_MACHINE and kind_of(config.train.device) == CPU == kind_of(config.rollout.device)
+
+
 def shared_cores(config: Config) -> int | None:
     """Number of the machine's cores, if all workers of the run compute on them, each with as many threads at any time."""
-    is_shared = config.cluster.name in ON_ONE_MACHINE and kind_of(config.train.device) == CPU == kind_of(config.rollout.device)
-    return num_cores() if is_shared and config.rollout.num_threads != "auto" else None
+    return num_cores() if is_on_cores(config) and config.rollout.num_threads != "auto" else None
 
 
 def devices_each(config: Config) -> int:

@@ -106,8 +106,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "passes, by their numbers of threads) / the machine's cores: above 1 where more threads compute than there are cores. For runs "
     "whose workers share one machine's cores, without `rollout.num_threads: auto`.",
     "perf/threads": "Most threads that workers were given to compute with at one time since the step before / the machine's cores: "
-    "above 1 only where there are more workers than cores, since each has a first one. Of runs with helpers, or with "
-    "`num_threads: auto`.",
+    "above 1 only where there are more workers than cores, since each has a first one. For runs whose workers share one machine's "
+    "cores.",
     "perf/exposed_weights": "Share of the recorded time of rollout workers and trainers in the step, of all of them together, in "
     "which they do nothing but install weights or wait for weights (0 to 1). A rollout worker waits for weights from the update "
     "that makes them until it installs them. A trainer waits for them while its ranks gather them, while they are still copied and "

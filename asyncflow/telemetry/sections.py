@@ -69,8 +69,9 @@ def figures(run: RunReader) -> list[tuple[str, str, str]]:
     busy = [row["perf/cores_busy"] for row in rows[1:] or rows if row.get("perf/cores_busy") is not None]
     given = [row["perf/threads"] for row in rows if row.get("perf/threads") is not None]
     if busy:
-        remark = f"threads at one time: {max(given):.2g} x the cores at most" if given else ""
-        tiles.append(("mean cores busy", f"{sum(busy) / len(busy):.0%}", remark))
+        tiles.append(("mean cores busy", f"{sum(busy) / len(busy):.0%}", ""))
+    if given:
+        tiles.append(("most threads / cores", f"{max(given):.2f}", "more workers than cores" if max(given) > 1 else "at one time"))
     return tiles
 
 

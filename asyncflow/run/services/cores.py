@@ -29,7 +29,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import is_guest
 from asyncflow.devices import CPU, kind_of
 from asyncflow.loops.evaluation import EVALUATORS
-from asyncflow.run.factories import device_of, devices_each, workers_with_devices
+from asyncflow.run.factories import device_of, devices_each, is_on_cores, workers_with_devices
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device, helper_devices, num_on_cores
 from asyncflow.telemetry.idle import HELPER_TASK, computing_seconds
 from asyncflow.telemetry.spans import Recorder, Span
@@ -84,6 +84,9 @@ class FreeCores:
         self._pools, self._cores = pools_of(config), num_cores()
         self._threads = {name: pool.least for name, pool in self._pools.items()}  # of each worker, as dealt
         self._most_given = 0
+        self._counts = is_on_cores(config) or any(pool.is_dealt for pool in self._pools.values())
+        if self._counts:
+            signal.watchers.append(self._look)
 
     @property
     def helpers_now(self) -> tuple[int, ...]:
@@ -136,8 +139,8 @@ class FreeCores:
         self._signal.notify()
 
     def most_given(self) -> float | None:
-        """Most threads that workers were given at a time since the last call / cores; None if nobody asks for any."""
-        if not self._cores_helpers and not any(pool.is_dealt for pool in self._pools.values()):
+        """Most threads that workers had to compute with at a time since the last call / cores; None if they compute elsewhere."""
+        if not self._counts:
             return None
         self._look()
         most, self._most_given = self._most_given, 0
@@ -176,11 +179,11 @@ class FreeCores:
         return self._pools[pool].workers * self._threads[pool]
 
     def _is_news(self, is_other: bool) -> bool:
-        self._look()
         return is_other or self._is_stopping
 
     def _look(self) -> None:
-        given = self._of_others + self._of_training + self.threads_now * len(self._generating())
+        generating = sum(not is_guest(worker) for worker in self._generating())
+        given = self._of_others + self._of_training + self.threads_now * generating
         self._most_given = max(self._most_given, given)
 
 

@@ -97,6 +97,23 @@ def test_who_generates_has_the_cores_that_nobody_else_computes_on(
         assert used <= max(count, len(busy))
 
 
+def test_threads_are_counted_in_every_run_on_cores_as_the_workers_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy: set[str] = set()
+    cores, signal = cores_of(monkeypatch, 2, busy, train={"helpers": 0}, rollout={"num_workers": 2})
+    assert cores.most_given() == 0
+    for working in ({"rollout/0"}, {"rollout/0", "rollout/1", "rollout/outside-0"}, {"trainer"}):  # a client computes elsewhere
+        busy.clear()
+        busy.update(working)
+        signal.notify()
+    assert cores.most_given() == 1.0  # not those that compute when the step ends
+    assert cores.most_given() == 0.5
+    busy.update(("rollout/0", "rollout/1"))
+    signal.notify()
+    assert cores.most_given() == 1.5
+    elsewhere, _ = cores_of(monkeypatch, 2, busy, train={"device": "cuda"}, rollout={"device": "cuda"})
+    assert elsewhere.most_given() is None
+
+
 async def test_a_rollout_engine_uses_more_threads_while_the_trainer_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, used, changed = {"trainer", "rollout/0"}, list[int](), asyncio.Event()
 

@@ -199,4 +199,7 @@ def test_busy_cores_are_shown_and_how_many_threads_there_were_at_most(tmp_path):
         {"step": step, "perf/cores_busy": 0.5 + step / 4, "perf/threads": threads} for step, threads in enumerate((1.0, 0.5, 0.75))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "mean cores busy 88% threads at one time: 1 x the cores at most" in Page(write_report(tmp_path)).text
+    assert "mean cores busy 88% most threads / cores 1.00 at one time" in Page(write_report(tmp_path)).text
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "perf/threads": 1.5}) + "\n")  # of a run without the other
+    text = Page(write_report(tmp_path)).text
+    assert "most threads / cores 1.50 more workers than cores" in text and "cores busy" not in text
