@@ -219,7 +219,7 @@ HELPERS: Final = _wait(
     "helpers",
     "passes and pieces that others compute beside the trainer's own, or one for them",
     "engines/train/helpers.py:Helpers.__init__ Helpers._take_pieces_until _HelperCall.take Helpers._serve"
-    " engines/train/pass_gradients.py:PassGradients.__init__",
+    " engines/train/pass_gradients.py:PassGradients.__init__ engines/train/model/cast_weights.py:CastWeights.__init__",
 )
 FETCH: Final = _wait(
     "fetch",
@@ -468,7 +468,8 @@ SCALING: Final = _wait(
 TRIAL: Final = _wait(
     "trial",
     "a process that looks at the machine, at the user's own engines, or at a layer's costs",
-    "run/parts_there.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group",
+    "run/parts_there.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group"
+    " cli/watch.py:predicted",
     ends="its own deadline",
 )
 HTTP: Final = _wait(
