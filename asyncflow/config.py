@@ -598,7 +598,7 @@ class LayoutConfig(Section):
     """Layout of training over devices: dp x tp x pp of them."""
 
     dp: PositiveInt = 1
-    """Data-parallel groups, each with its own prompts; parameters, gradients and optimiser state are cut over them (FSDP)."""
+    """Data-parallel groups, each with its own prompts; parameters, gradients and optimiser state are sharded over them (FSDP)."""
     tp: PositiveInt = 1
     """Devices that share every matrix (tensor parallel)."""
     pp: PositiveInt = 1
@@ -609,7 +609,7 @@ class LengthsConfig(Section):
     """Lengths that `asyncflow plan` expects, in tokens: of all prompts, and of responses, which are lognormally distributed."""
 
     prompt: PositiveInt
-    """Of a prompt."""
+    """Tokens of each prompt."""
     response_median: PositiveFloat
     """Half of the responses are longer. Those above `rollout.max_new_tokens` are cut off there."""
     response_sigma: Annotated[float, Field(ge=0, lt=math.inf)] = 0.6
@@ -620,7 +620,7 @@ class PredictedConfig(Section):
     """Prediction of a plan. Settings that are given beside the plan are not considered in it."""
 
     step_seconds: PositiveFloat
-    """Of a step."""
+    """Seconds of a step."""
     tpspd: PositiveFloat
     """Trained tokens per second and device."""
     busy: dict[str, Annotated[float, Field(ge=0, le=1)]]
@@ -637,7 +637,7 @@ class PoolConfig(Section):
     @classmethod
     def _is_not_cut(cls, given: Any) -> Any:
         if isinstance(given, Mapping) and (cut := [axis for axis in ("dp", "tp", "pp") if axis in given]):
-            raise ValueError(f"{cut[0]} cuts a model over devices, and each worker of this task computes on one: take num_workers")
+            raise ValueError(f"{cut[0]} shards a model over devices, and a worker of this task computes on one: take num_workers")
         return given
 
 
@@ -659,11 +659,11 @@ class PlanConfig(Section):
 
     train: LayoutConfig = LayoutConfig()
     hardware: str | None = None
-    """What `asyncflow plan` takes devices for: one that it knows by name, or a YAML file. A run does not read it."""
+    """Hardware that `asyncflow plan` reckons with: a name that it knows, or a YAML file. A run does not read it."""
     devices: PositiveInt | None = None
     """How many devices `asyncflow plan` plans for. None: as many as the configuration takes. A run does not read it."""
     lengths: LengthsConfig | None = None
-    """What `asyncflow plan` expects of prompts and responses. None: it assumes, and says so. A run does not read it."""
+    """Prompts and responses that `asyncflow plan` expects. None: it assumes some, and says so. A run does not read it."""
     predicted: PredictedConfig | None = None
     """Prediction that comes with `plan=FILE`: the run's report shows it beside what the run measured."""
     reward: PoolConfig = PoolConfig()

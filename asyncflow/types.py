@@ -230,7 +230,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class WeightSource(Protocol):
     """Weights of a model, one tensor at a time, so that no process has to hold a second model to pass them on.
 
-    A model that is cut over several processes has a source in each that exports. All of them iterate, since each tensor is gathered
+    A model that is sharded over processes has a source in each that exports. All of them iterate, since each tensor is gathered
     from all; what is gathered comes out of one of them, that of data-parallel rank 0, and the others' iterations yield nothing.
     """
 

@@ -159,7 +159,7 @@ class ForkServer:
 
     @property
     def is_there(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the server runs and answers."""
         return not self._is_lost and self._process.poll() is None
 
     @staticmethod
@@ -172,7 +172,7 @@ class ForkServer:
                 server._end()
 
     def prepare(self, modules: Sequence[str]) -> None:
-        """Have it import these, and do not wait for it."""
+        """Let the server import modules. Does not wait for it."""
         with contextlib.suppress(OSError):  # then it imports them when a worker needs them
             self._send(Import(tuple(modules)))
 

@@ -27,12 +27,12 @@ class SeededOrder(Generic[T]):
         self._permutation = np.empty(0, np.int64)
 
     def push(self, items: Sequence[T]) -> None:
-        """Take these before going on with the order."""
+        """Add items that come before the rest of the order, after those pushed earlier."""
         self.pushed.extend(items)
         self.num_pushed += len(items)
 
     def put_back(self, items: Sequence[T]) -> None:
-        """Take these again, before anything else."""
+        """Put items back at the head: they come before all others."""
         self.pushed.extendleft(reversed(items))
 
     def has(self, count: int) -> bool:

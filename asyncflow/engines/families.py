@@ -114,9 +114,9 @@ def why_not_packed(fields: Mapping[str, Any]) -> str:
 
 
 def check_family(fields: Mapping[str, Any]) -> None:
-    """Check that a model can be cut over devices, by any train engine. `fields`: its `config.json`. Raises `UserError`."""
+    """Check that a model can be sharded, by any train engine. `fields`: its `config.json`. Raises `UserError`."""
     kind = fields.get("model_type")
-    why = why_not_packed(fields) if kind in FAMILIES else f"models of type {', '.join(FAMILIES)} alone are cut over devices"
+    why = why_not_packed(fields) if kind in FAMILIES else f"models of type {', '.join(FAMILIES)} alone are sharded"
     if why:
         raise UserError(
             f"The trainer cannot train a model of type {kind!r} so: {why}. Take train.engine=torch on one device (plan.train.dp, "

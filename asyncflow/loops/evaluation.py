@@ -29,12 +29,12 @@ from asyncflow.waits import EVALUATION_DUE
 from asyncflow.weight_sync.base import Manifest
 
 EVALUATORS: Final = "evaluator"
-"""Their pool: `evaluator/0` and on."""
+"""Pool of the evaluators, `evaluator/0` and on."""
 Row = dict[str, float | int]
 
 
 def is_evaluator(worker: str) -> bool:
-    """Whether it is one of them, by its name."""
+    """Whether a worker, by its name, is an evaluator."""
     return worker.startswith(f"{EVALUATORS}/")
 
 

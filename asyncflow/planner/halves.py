@@ -26,7 +26,7 @@ class Half:
     """Half of a plan: the configuration with what one pool decides, the devices and workers of the pool, GiB of each device, costs.
 
     `times`: numbers of which none may be larger in a better half of the same devices and workers. `side_gib`: of each device of a
-    task that is not cut over devices (`reference`, `critic`, `values`, `reward`), by its name; its passes are as long as the
+    task that is not sharded (`reference`, `critic`, `values`, `reward`), by its name; its passes are as long as the
     trainer's. `helper_gib`: of each device of rollout, if the trainer has helpers there.
     """
 

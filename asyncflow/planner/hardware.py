@@ -40,13 +40,13 @@ class Hardware(Section):
     peak_tflops: dict[Literal["float32", "bfloat16"], PositiveFloat] = Field(min_length=1)
     """Dense matrix products, 10^12 operations a second, by dtype."""
     memory_gb_per_second: PositiveFloat
-    """Of one device's memory."""
+    """Bandwidth of one device's memory."""
     link_gb_per_second: PositiveFloat
-    """Of one device to the others of its node."""
+    """Bandwidth from one device to the others of its node."""
     network_gb_per_second: PositiveFloat
-    """Of one device to other nodes."""
+    """Bandwidth from one device to other nodes."""
     host_gb_per_second: PositiveFloat
-    """Between a device and its host's memory."""
+    """Bandwidth between a device and its host's memory."""
     message_microseconds: PositiveFloat
     """Latency of one hop of a collective."""
     launch_microseconds: PositiveFloat

@@ -27,7 +27,7 @@ STEPS: Final = 3
 ROWS_OF_RUN: Final = 2_048
 """Rows of a simulated run that there are fewer steps for."""
 POOLS: Final = ("reference", "values", "reward")
-"""Tasks with pools of workers that are not cut over devices: sections of `plan`."""
+"""Tasks with pools of workers that are not sharded: sections of `plan`."""
 
 
 def sizes_of(config: Config, part: int) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Plans, with what none of them can be under: pairs of halves that share the devices, x pools, x schedules and weight syncs.
 
-    pools       workers of the tasks that are not cut over devices, by powers of two    `Space.least`: of all their plans
+    pools       workers of the tasks that are not sharded, by powers of two    `Space.least`: of all their plans
     pairs       a half that trains, one that generates, schedule, weight sync           `Pair.seconds`: cheap, and under the next
     candidates  a pair with reward processes and units, more as long as they bind       `Candidate.bound`: all of bounds.py
 
@@ -60,7 +60,7 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "values": "take a smaller critic (train.critic.path), or shorter responses",
     "reward": "take reward.model.dtype=bfloat16, or a smaller one",
 }
-"""What to do where a task that is not cut fits on no device."""
+"""Advice where a task that is not sharded fits on no device, by the task."""
 
 
 Groups = Sequence[tuple[str, ...]]
@@ -144,7 +144,7 @@ class Halves:
                     f"which {usable:.1f} GiB are usable: leave {guests[0]} out of plan.shares"
                 )
             raise UserError(
-                f"the {host} fits on no device: its task is not cut over devices, and needs at least {least:.1f} GiB of one, "
+                f"the {host} fits on no device: its task is not sharded, and needs at least {least:.1f} GiB of one, "
                 f"of which {usable:.1f} GiB are usable: {WAYS_OUT[host]}"
             )
         others = [group for group in groups if group[0] != "train"]

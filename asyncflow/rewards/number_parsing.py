@@ -54,8 +54,8 @@ def quantity(text: str, *, is_reference: bool = False) -> Quantity | None:
 
 
 def are_equal(found: Quantity, expected: Quantity, *, relative_tolerance: float = 0.0) -> bool:
-    """Whether they are the same. A unit counts where both have one, and where it may be the name of a variable that was expected,
-    a letter by itself; where one alone is a percentage, 50% is 50 and 0.5."""
+    """Whether two quantities are equal. A unit counts where both have one, and where it may be the name of a variable that was
+    expected, a letter by itself; where one alone is a percentage, 50% is 50 and 0.5."""
     may_be_variable = len(expected.written) == 1 and expected.written.isalpha()
     if found.unit != expected.unit and ((found.unit and expected.unit) or may_be_variable):
         return False

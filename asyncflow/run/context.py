@@ -24,16 +24,16 @@ from asyncflow.transfer_queue.queue import TransferQueue
 class RunContext:
     """Shared objects of one attempt of a run.
 
-    `client`: the driver's own client of the queue. `versions`: policy versions of the rollout workers, on which the trainer
-    publishes. `signal`: notified by the queue, the ledger and all versions. `clock()`: seconds of the event loop, virtual in a
-    simulation. `log(text)`: a message to the user. `progress()`: something has moved, so the run is not stalled.
+    `queue`: the driver's own client of the queue. `versions`: policy versions of the rollout workers, on which the trainer
+    publishes. `signal`: notified by the transfer queue, the ledger and all versions. `clock()`: seconds of the event loop, virtual
+    in a simulation. `log(text)`: a message to the user. `progress()`: something has moved, so the run is not stalled.
     """
 
     config: Config
     shape: Shape
     schedule: Schedule
-    queue: TransferQueue
-    client: TransferQueueClient
+    transfer_queue: TransferQueue
+    queue: TransferQueueClient
     ledger: LedgerService
     versions: PolicyVersions
     background: BackgroundTasks
@@ -44,7 +44,7 @@ class RunContext:
 
 
 class Listener:
-    """Observer of a run: it is called with what happens; the command line draws it. All methods may be left as they are."""
+    """Listener to a run: it is called with what happens; the command line draws it. All methods may be left as they are."""
 
     def log(self, text: str) -> None:
         """Take note of something worth a line."""

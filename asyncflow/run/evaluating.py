@@ -44,11 +44,11 @@ class Evaluating:
         self.evaluators: PolicyVersions | None = None
         self._by_evaluators: Evaluations | None = None
         if size := context.config.eval.num_workers:
-            progress = EvaluatorsProgress(context.ledger.ledger, context.queue.controllers, EVALUATE_TASK)
+            progress = EvaluatorsProgress(context.ledger.ledger, context.transfer_queue.controllers, EVALUATE_TASK)
             pool = WorkerPool(size, EVALUATORS)
             self.evaluators = PolicyVersions(Periodic(), progress, context.signal, context.clock, pool)
             self._by_evaluators = Evaluations(
-                context.client,
+                context.queue,
                 context.ledger,
                 self.held_out,
                 self.evaluators,
@@ -68,7 +68,7 @@ class Evaluating:
         if self._by_evaluators is not None:
             await self._by_evaluators.run()
             return
-        queue, ledger = self._context.client, self._context.ledger
+        queue, ledger = self._context.queue, self._context.ledger
         for version in self.held_out.versions():
             await evaluate(queue, ledger, self.held_out, version)
 
@@ -79,7 +79,7 @@ class Evaluating:
             if (newest := self._versions.newest) is not None:
                 self._by_evaluators.ask(newest)
             return
-        queue, ledger = self._context.client, self._context.ledger
+        queue, ledger = self._context.queue, self._context.ledger
         await admit_evaluation(queue, ledger, self.held_out, version, self._context.shape)
         await evaluate(queue, ledger, self.held_out, version)
 

@@ -62,12 +62,12 @@ PASS_ENGINES: Final = ("torch", "deepspeed", "megatron")
 CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")
-"""What an algorithm, or its critic, says in any case."""
+"""Members that every algorithm, and its critic, must have."""
 MAY_BE_LEFT_OUT = (
     "is_zero_without_advantages", "needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups",
     "needs_turns",
 )  # fmt: skip
-"""What need not be said by one of the user's own that has no need of it."""
+"""Members that an algorithm of the user's own may lack."""
 
 
 def shape_of(config: Config) -> Shape:

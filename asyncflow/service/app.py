@@ -347,7 +347,7 @@ def make_app(
 
 
 def misfits(error: RequestValidationError | ValidationError) -> str:
-    """What of a request does not fit: the first places, and why."""
+    """First places of a request that do not fit its schema, and why, as one sentence."""
     return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:8])
 
 

@@ -18,11 +18,11 @@ import numpy as np
 from asyncflow.types import Array
 
 WORTH: Final = 0.5
-"""Of the bytes themselves: a difference that is larger is not made."""
+"""Largest size of a difference, as a part of the bytes themselves: a larger one is not made."""
 GAP: Final = 0xFFFF
 """Words that a gap of 16 bits passes over without a change at its end: it is followed by another gap."""
 LEVEL: Final = 1
-"""Of zlib: the quickest, since what is left is small, and hardly smaller at higher levels."""
+"""Level of zlib: the quickest. Higher levels make the few bytes that are left hardly fewer."""
 
 
 class DamagedDifference(ValueError):

@@ -193,7 +193,7 @@ def test_a_model_that_is_not_causal(small: Small, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"model_type": "gpt2"}, "a model of type 'gpt2' so: models of type qwen2, qwen3, llama alone are cut over devices"),
+        ({"model_type": "gpt2"}, "a model of type 'gpt2' so: models of type qwen2, qwen3, llama alone are sharded"),
         ({"use_sliding_window": True, "sliding_window": 16}, "sliding windows"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
     ],

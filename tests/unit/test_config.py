@@ -632,7 +632,7 @@ def test_truncated_sampling_is_corrected_for_unless_the_ratio_does_it(cut: dict[
 
 @pytest.mark.parametrize("task", ["reward", "reference", "values"])
 def test_a_task_on_one_device_a_worker_is_not_cut(task: str) -> None:
-    with pytest.raises(UserError, match=rf"^plan.{task}: tp cuts a model over devices, .* take num_workers$"):
+    with pytest.raises(UserError, match=rf"^plan.{task}: tp shards a model over devices, .* take num_workers$"):
         parse({**NEEDED, "plan": {task: {"num_workers": 2, "tp": 2}}})
 
 

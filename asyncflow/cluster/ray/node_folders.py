@@ -39,7 +39,7 @@ class NodeFolders:
         self._locks: dict[Path, int] = {}
 
     def hold(self) -> None:
-        """Make them, or share them. Raises `UserError` where one of that name is not this user's alone."""
+        """Make the folders, or share those that exist. Raises `UserError` where one of that name is not this user's alone."""
         for folder in self._own:
             if folder not in self._locks:
                 self._locks[folder] = _hold(folder)

@@ -143,7 +143,7 @@ class Ledger:
         return self._step_of_group[group][1]
 
     def knows(self, group: int) -> bool:
-        """Whether it is of an open step or evaluation."""
+        """Whether a group belongs to an open step or evaluation."""
         return group in self._step_of_group
 
     def num_groups(self, step: int) -> int:
@@ -209,7 +209,7 @@ class Ledger:
             state.candidates.decide(group, is_varied=is_varied)
 
     def is_member(self, group: int) -> bool:
-        """Whether it has been chosen from the candidates of an open step."""
+        """Whether a group has been chosen from the candidates of an open step."""
         state = self._state_of_row(group << self._group_bits)
         return state is not None and state.candidates is not None and group in state.candidates.members
 

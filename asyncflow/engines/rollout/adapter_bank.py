@@ -76,12 +76,12 @@ class Adapter:
                 piece.copy_(tensors[name])
 
     def bind(self, number: int) -> None:
-        """Have the layers compute with it where rows have this number."""
+        """Let the layers compute with the adapter for rows that have this number."""
         for linear, made in self._layers:
             linear.lora[number] = made
 
     def unbind(self, number: int) -> None:
-        """Have them compute without it."""
+        """Let the layers compute without the adapter of this number."""
         for linear, _ in self._layers:
             linear.lora.pop(number, None)
 

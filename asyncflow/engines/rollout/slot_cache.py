@@ -38,7 +38,7 @@ class KeyPlaces:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepPlaces:
     """Places that one decode step writes and reads, the same for every layer. Rows are int32, half as many bytes as int64."""
 
     new: KeyPlaces
@@ -139,7 +139,7 @@ class SlotCache:
         k_PEKD, v_PEKD = k_PBKDL.permute(0, 1, 4, 2, 3).flatten(1, 2), v_PBKLD.transpose(2, 3).flatten(1, 2)
         return k_PEKD.transpose(1, 2), v_PEKD.transpose(1, 2)
 
-    def step(self, slots: Array, positions: Array) -> Step:
+    def step(self, slots: Array, positions: Array) -> StepPlaces:
         """The step in which `slots` (int64 [N]) get a key at `positions` (int64 [N]) and attend to all that they have up to there.
 
         A slot may be there several times, with positions one after another.
@@ -153,7 +153,7 @@ class SlotCache:
         held = self._table[slots[heads // self._heads], blocks - heads * most]
         blocks_M1 = (held * self._kv_heads + heads % self._heads // group).astype(np.int32)[:, None]
         mask_NL = np.where(np.arange(most * BLOCK) > positions[:, None], np.float32(-np.inf), np.float32(0))
-        return Step(
+        return StepPlaces(
             new=new,
             key_rows=self._on_device(blocks_M1 * self._head_dim + np.arange(self._head_dim, dtype=np.int32)),
             key_offsets=self._on_device((_begins(exists_NHB.ravel()) * self._head_dim).astype(np.int32)),
@@ -164,7 +164,7 @@ class SlotCache:
             mask_N1L=torch.from_numpy(mask_NL[:, None]).to(self.tensor),
         )
 
-    def attend(self, layer: int, step: Step, q_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, step: StepPlaces, q_NHD: Tensor) -> Tensor:
         """Attention [N, H * D] of one query for each slot to the slot's keys."""
         q_MD = q_NHD.reshape(-1, self._head_dim).index_select(0, step.heads)
         scores_NHL = _sums(self._keys[layer], step.key_rows, step.key_offsets, q_MD).view(*q_NHD.shape[:2], -1)

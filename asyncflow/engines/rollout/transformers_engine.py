@@ -155,7 +155,7 @@ class Batches:
 
     @property
     def has_room(self) -> bool:
-        """Whether nothing waits."""
+        """Whether a request that is added now is in the next batch: no other one waits."""
         return not self._waiting
 
     def submit(self, request: SlotRequest) -> None:

@@ -323,7 +323,7 @@ def parts_by_task(config: Config, shapes: Shapes, prompt_tokens: int, context: i
 def uncut_parts(
     config: Config, shapes: Shapes, of_critic: Shapes, of_reward: Shapes | None, prompt_tokens: int, context: int
 ) -> dict[str, list[MemoryUse]]:
-    """Parts of the memory of each device, by its task, where that is not cut over devices. `of_reward`: None: the reward model is
+    """Parts of the memory of each device, by its task, where that is not sharded. `of_reward`: None: the reward model is
     left out."""
     tasks, found = tasks_before_training(config), dict[str, list[MemoryUse]]()
     if "reference" in tasks:

@@ -90,7 +90,7 @@ class MetricRows:
         row |= means(own.pop(step, {}))
         for before in [each for each in own if each < step]:  # of rows that came too late for it
             del own[before]
-        row |= run_metrics(*await self._context.client.status())
+        row |= run_metrics(*await self._context.queue.status())
         row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self._hub.states.items()}
         if (newest := self._context.versions.newest) is not None:
             row["weights/version_bytes"] = newest.num_bytes

@@ -274,7 +274,7 @@ class RunRecord:
     def _rows_redelivered(self) -> int:
         """Rows that were delivered again, in all attempts, without those of tasks that only evaluations have: the figure is about
         training."""
-        tables = [controller.table for controller in self._context.queue.controllers.values()]
+        tables = [controller.table for controller in self._context.transfer_queue.controllers.values()]
         now = sum(table.num_redelivered for table in tables if table.spec.topic != "eval")
         return self._before.rows_redelivered + now
 

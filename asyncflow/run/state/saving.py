@@ -87,7 +87,7 @@ class CheckpointCoordinator:
     ) -> None:
         """`pace`: of the checkpoints in shared memory; None: there are none."""
         self._config, self._schedule = context.config, context.schedule
-        self._versions, self._queue = context.versions, context.queue
+        self._versions, self._transfer_queue = context.versions, context.transfer_queue
         self._ledger, self._log, self._group_size = context.ledger.ledger, context.log, context.shape.group_size
         self._evaluating, self._source, self._admissions, self._record = evaluating, source, admissions, record
         self._places = places_of(context.config, None if pace is None else pace.folder)
@@ -248,7 +248,7 @@ class CheckpointCoordinator:
 
     def _loses_rows(self) -> bool:
         """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier attempt."""
-        bits, size = self._queue.schema.group_bits, self._group_size
+        bits, size = self._transfer_queue.schema.group_bits, self._group_size
         begun = {row for group in self._ledger.groups_begun() for row in range(group << bits, (group << bits) + size)}
         return self._kept is None or not begun <= self._kept
 
@@ -284,12 +284,12 @@ class CheckpointCoordinator:
 
     async def _completed(self, steps: dict[int, dict[int, Prompt]]) -> list[Batch]:
         """The rows of these steps that have all that comes before training, wherever they are."""
-        schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._group_size
+        schema, lacking, size = self._transfer_queue.schema, self._ledger.not_generated(), self._group_size
         numbers = [group << schema.group_bits for groups in steps.values() for group in groups]
         rows = np.array([row for n in numbers for row in range(n, n + size) if row not in lacking], np.int64)
         made = {name for task in self._ledger.tasks.kept for name in schema.task(task).outputs}
         columns = [column.name for column in schema.declared if column.name in made]
-        units = [self._queue.places.get(StorageUnit, f"unit/{number}") for number in self._queue.places.units]
+        units = [self._transfer_queue.places.get(StorageUnit, f"unit/{number}") for number in self._transfer_queue.places.units]
         return [batch for unit in units for batch in await _read(unit, rows, columns)]
 
 

@@ -32,7 +32,7 @@ class Join(Body):
 
 class Joined(BaseModel):
     worker: str
-    """What the client calls itself in its requests."""
+    """Name of the client in its requests."""
     version: int
     group_size: int
     max_context: int

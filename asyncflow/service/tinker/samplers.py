@@ -77,12 +77,12 @@ class _Held:
         self._arriving.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait any more
 
     async def arrived(self) -> None:
-        """Return when they are there; raises what their way has raised."""
+        """Wait for the weights. Raises the error of their loading."""
         if self._arriving is not None:
             await asyncio.shield(self._arriving)  # which others wait for, too
 
     async def have_arrived(self) -> bool:
-        """Whether they are there, as soon as that is known."""
+        """Whether the weights have arrived. Waits until that is known."""
         if self._arriving is None:
             return True
         await asyncio.wait([self._arriving])

@@ -16,7 +16,7 @@ SOME = ("granite", "gemma2", "mamba")  # of those that are packed, that have win
 
 @pytest.fixture
 def ranks(name: str) -> Iterator[Processes | None]:
-    """Two, for models that are cut over devices."""
+    """Two, for models that are sharded."""
     made = Processes(2) if CONFIGS[name][0] in FAMILIES else None
     yield made
     if made is not None:

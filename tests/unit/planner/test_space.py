@@ -1,4 +1,4 @@
-"""Pools of rewards are as large as they need to be, and what is not cut over devices is checked against one."""
+"""Pools of rewards are as large as they need to be, and what is not sharded is checked against one."""
 
 from __future__ import annotations
 

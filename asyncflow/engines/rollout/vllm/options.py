@@ -230,7 +230,7 @@ def by_option(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_cpu(device: str) -> bool:
-    """Whether it is one, with a number or without."""
+    """Whether a device is a CPU, written with a number or without."""
     return kind_of(device) == CPU
 
 

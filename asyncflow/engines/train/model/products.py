@@ -129,7 +129,7 @@ def _is_onednns(left: Tensor, right: Tensor) -> bool:
         and left.dtype == right.dtype == torch.float32
         and left.is_cpu
         and right.is_cpu
-        and type(right) in (Tensor, nn.Parameter)  # none that is cut over ranks
+        and type(right) in (Tensor, nn.Parameter)  # none that is sharded over ranks
         and left.numel() > 0
         and right.numel() > 0
     )

@@ -1,4 +1,4 @@
-"""Data parallelism: parameters, gradients and optimiser state cut over ranks (FSDP2), and a step's gradients added up over them.
+"""Data parallelism: parameters, gradients and optimiser state sharded over ranks (FSDP2), and a step's gradients summed over them.
 
     forward, backward   a layer's parameters are gathered, used and let go
     backward            a layer's gradients --(muted: 0) --(exact: to the grid, float64)--> sum over ranks, cut --> this rank's sums
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 # R ranks of the group, E elements that each of them keeps of a unit's parameters.
 
 
-class Unit:
+class FsdpUnit:
     """A module whose parameters are gathered together, and the order in which FSDP2 lays them out."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """`parameters`: the module's by name, not yet cut over data-parallel ranks, those of units within it left out."""
+        """`parameters`: the module's by name, not yet sharded over data-parallel ranks, those of units within it left out."""
         self.module = module
         own = {name: local_part(parameter) for name, parameter in parameters.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -69,9 +69,9 @@ class Unit:
         return places
 
 
-def cut_over_data(
+def shard_over_data(
     root: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[FsdpUnit],
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype | None,
@@ -283,7 +283,7 @@ class _ExactUnit:
 
     of_pass: PassSums | None = None
 
-    def __init__(self, unit: Unit, num_ranks: int) -> None:
+    def __init__(self, unit: FsdpUnit, num_ranks: int) -> None:
         self.places = unit.parts(num_ranks)
         self._num_ranks = num_ranks
         self.is_muted = self.is_aside = False
@@ -365,6 +365,6 @@ class _Reduction:
         self._after(output_tensor)
 
 
-def _reduce_by(unit: Unit, reduction: _Reduction) -> None:
+def _reduce_by(unit: FsdpUnit, reduction: _Reduction) -> None:
     module: Any = unit.module
     module.set_custom_reduce_scatter(reduction)

@@ -1,4 +1,4 @@
-"""A causal language model that is cut over the ranks of a layout: what causal_model.py is on one device.
+"""A causal language model that is sharded over the ranks of a layout: what causal_model.py is on one device.
 
     transformers' model -> this rank's stage (stages.py) -> its part of each matrix (tensor.py) -> of each parameter (fsdp.py)
       (shapes alone, no memory)                                 the model's files (weight_files.py) -> its values --+
@@ -27,7 +27,7 @@ from asyncflow.engines.train.model.lora import LoraSwitch, SharedBase, add_lora,
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.products import adopt
 from asyncflow.engines.train.model.weight_files import WeightFiles, part_at
-from asyncflow.engines.train.parallel.fsdp import Unit, cut_over_data, local_part
+from asyncflow.engines.train.parallel.fsdp import FsdpUnit, local_part, shard_over_data
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.stages import cut_stage
 from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, place_lora, shard_model
@@ -79,7 +79,7 @@ class ShardedModel:
         """Transformers' model: what this rank has of it."""
         self._root: Any = _Passes(module)
         self.units = _units(self._root, layers)
-        cut_over_data(
+        shard_over_data(
             self._root,
             self.units,
             ranks.mesh["dp"],
@@ -199,10 +199,10 @@ def _begin(parameter: Tensor, ranks: Ranks) -> tuple[int, ...]:
     return first + begin_of(ranks.dp_rank, ranks.layout.dp, len(local_part(parameter))), *others
 
 
-def _units(root: _Passes, layers: list[Any]) -> list[Unit]:
+def _units(root: _Passes, layers: list[Any]) -> list[FsdpUnit]:
     """Each layer, and the root with what is left: what is trained of them, named as a checkpoint names it."""
     names = {id(parameter): name for name, parameter in root.module.named_parameters()}
-    units = [Unit(layer, {names[id(p)]: p for p in layer.parameters() if p.requires_grad}) for layer in layers]
+    units = [FsdpUnit(layer, {names[id(p)]: p for p in layer.parameters() if p.requires_grad}) for layer in layers]
     known = {name for unit in units for name in unit.shapes}
     left = {name: p for name, p in root.module.named_parameters() if name not in known and p.requires_grad}
-    return [*units, Unit(root, left)]
+    return [*units, FsdpUnit(root, left)]

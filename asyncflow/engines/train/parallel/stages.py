@@ -39,12 +39,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether this is the first stage, which has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the head."""
+        """Whether this is the last stage, which has the output layer."""
         return self.index == self.num_stages - 1
 
     @property

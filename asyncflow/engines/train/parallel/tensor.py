@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model's matrices cut over the ranks of a mesh, as transformers' own plan for the model says.
+"""Tensor parallelism: a model's matrices sharded over the ranks of a mesh, as transformers' own plan for the model says.
 
     token ids -> embedding (rows of the vocabulary) -> residual stream -> final norm -> hidden states, the same on all ranks
                                                         |          ^
@@ -6,12 +6,12 @@
                      norm -> gate, up (columns) --------> down ----+ a sum over ranks
 
 Between a matrix that is cut by its outputs and the next, which is cut by its inputs, everything is a plain tensor of this rank's
-heads or columns: attention knows nothing of it. The residual stream is a DTensor, cut over tokens (sequence parallelism), in
+heads or columns: attention knows nothing of it. The residual stream is a DTensor, sharded over tokens (sequence parallelism), in
 pieces of any size, so that norms and residuals are computed and kept once. What enters a pair of matrices is gathered then, and its
 gradient is summed once.
 
 Parameters are DTensors afterwards, those too that are not cut. Each one's gradient has the parameter's own placement: nothing is
-left to be summed over the mesh. The output layer is cut over the vocabulary: `head_shard` is what log_probs.py asks for.
+left to be summed over the mesh. The output layer is sharded over the vocabulary: `head_shard` is what log_probs.py asks for.
 
 Left out: key and value heads that several ranks share, and `module(...)` itself, as its output layer is never called.
 """
@@ -36,7 +36,7 @@ from asyncflow.types import UserError
 # P packed tokens, H hidden elements, V tokens of the vocabulary.
 
 RESIDUAL: Final = Shard(1)
-"""Placement of the residual stream [1, P, H]: cut over tokens."""
+"""Placement of the residual stream [1, P, H]: sharded over tokens."""
 
 
 def shard_model(module: Any, mesh: DeviceMesh) -> None:

@@ -182,7 +182,7 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
 
 
 class LikeLinear(nn.Module):
-    """As vLLM's linear layers, cut over `tp` workers. `packed`: a CPU's, which keep their weights in a copy alone."""
+    """As vLLM's linear layers, sharded over `tp` workers. `packed`: a CPU's, which keep their weights in a copy alone."""
 
     def __init__(self, parts: Sequence[Tensor], *, cut: str, rank: int, tp: int, packed: bool, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ def fault_in(workers: Sequence[WorkerSums], tensors: Mapping[str, Tensor], dtype
 def test_what_lies_in_workers_as_it_should_has_the_sums_of_the_file(
     sums: Any, packed: bool, tp: int, dtype: torch.dtype, is_tied: bool
 ) -> None:
-    """Fused, cut over workers, whole on several, filled up, packed, or the output layer that is the embedding."""
+    """Fused, sharded over workers, whole on several, filled up, packed, or the output layer that is the embedding."""
     tensors = checkpoint(dtype, is_tied=is_tied, vocabulary=140 if tp > 1 else 2050)
     for seed in (0, 3):
         workers = told(sums, *(model_of(tensors, rank=rank, tp=tp, packed=packed) for rank in range(tp)), dtype=dtype, seed=seed)
@@ -526,7 +526,7 @@ def fault_in_lora(workers: Sequence[WorkerSums], lora: Mapping[str, Tensor]) -> 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_adapter_is_what_its_layers_have(sums: Any, tp: int) -> None:
-    """With its scaling in B, cut over workers, and beside the base, whose names stay."""
+    """With its scaling in B, sharded over workers, and beside the base, whose names stay."""
     tensors = checkpoint()
     lora = lora_of(tensors)
     models = [with_lora(model_of(tensors, rank=rank, tp=tp), lora, rank=rank, tp=tp) for rank in range(tp)]

@@ -1,4 +1,4 @@
-"""Models cut over ranks compute what one process does, and no rank has more than its share."""
+"""Models sharded over ranks compute what one process does, and no rank has more than its share."""
 
 from collections.abc import Iterator
 from typing import Any
