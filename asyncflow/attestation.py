@@ -5,28 +5,72 @@
 
 A tensor's sum is that of its elements' bits as integers, modulo 2^64. It does not know their order, so an engine takes it from its
 own buffers, wherever its kernels want an element to lie, and unpacks nothing. What is stale, was not written, was written in part,
-or was rounded otherwise has another sum. Elements that have changed places within one tensor have the same: only log-probs tell
-(`mismatch/kl`). This file imports no torch: manifests pass through the driver.
+or was rounded otherwise has another sum. Elements that have changed places within one tensor have the same: log-probs tell, those
+of one short sequence, the probe.
+
+    trainer: the probe's log-probs under a version   --> manifest, of the versions that `PolicyVersions` asks it for
+    engine:  its own, after an install of one        --> compared with the manifest's
+
+This file imports no torch: manifests pass through the driver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
 MODULUS: Final = 1 << 64
+PROBE_TOKENS: Final = 16
+FIRST_PROBES: Final = 2
+"""Installs of an engine, from its first one on, that are probed: an adapter's first version may change next to nothing."""
+PROBE_EVERY: Final = 16
+"""Every so many versions all engines are probed."""
+TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.2}
+"""Nats a token by which log-probs of the same weights may differ on average, where an end computes in this dtype."""
+UNSUMMED_TOLERANCE: Final = 1.0
+"""The same of an engine that cannot sum up its weights: they may be quantised."""
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Short sequence, and the trainer's log-probs of its tokens after the first under a version, at a temperature."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    temperature: float = 1.0
+
+
+class Probing(NamedTuple):
+    """Probe of a run: its tokens (none: nothing is probed), and the nats a token by which right log-probs may differ on average."""
+
+    token_ids: list[int]
+    tolerance: float
+
+
+NO_PROBING: Final = Probing([], 0.0)
 
 
 class Attestation(msgspec.Struct, frozen=True):
     """Weights that an engine generates with: for tensors that lie in one buffer their names, and the sum of their bits.
 
-    `base`: sum over the model's own weights, where a version is an adapter over them; else None.
+    `parts` None: the engine cannot tell. `base`: sum over the model's own weights, where a version is an adapter over them; else
+    None. `log_probs`: of a probe's tokens after the first, if the engine was asked for them and can tell; those of several servers
+    stand one after another.
     """
 
-    parts: list[tuple[list[str], int]]
+    parts: list[tuple[list[str], int]] | None
     base: int | None = None
+    log_probs: list[float] | None = None
+
+
+def new_probing(vocabulary: int, max_context: int, dtypes: Sequence[str]) -> Probing:
+    """Probe of a run whose trainer and engines compute in these dtypes. Its tokens are spread over the first half of the
+    vocabulary: behind it are tokens that some servers refuse."""
+    count = min(PROBE_TOKENS, max_context)
+    token_ids = [number * vocabulary // (2 * PROBE_TOKENS) % vocabulary for number in range(1, count + 1)]
+    return Probing(token_ids if count > 1 else [], max(TOLERANCES[dtype] for dtype in dtypes))
 
 
 def sum_of_all(sums: Iterable[int]) -> int:
@@ -35,7 +79,10 @@ def sum_of_all(sums: Iterable[int]) -> int:
 
 
 def fault_of(attested: Attestation, version: int, sums: Mapping[str, int], base: int | None = None) -> str:
-    """Description of what an engine generates with, if that is not the version whose sums these are; "" if it is."""
+    """Description of what an engine generates with, if that is not the version whose sums these are; "" if it is, or if the engine
+    cannot tell."""
+    if attested.parts is None:
+        return ""
     names = {name for part, _ in attested.parts for name in part}
     if lacking := sorted(sums.keys() - names):
         return (
@@ -48,4 +95,26 @@ def fault_of(attested: Attestation, version: int, sums: Mapping[str, int], base:
         return f"the engine generates with other weights than those of version {version} {where}"
     if base is not None and attested.base != base:
         return f"version {version} is an adapter for another base than the engine's: give every machine the same model"
+    return ""
+
+
+def fault_of_probe(attested: Attestation, version: int, probe: Probe, tolerance: float) -> str:
+    """The same by the engine's log-probs of a probe; "" also if the engine has not told any. `tolerance`: see `Probing`."""
+    if attested.log_probs is None:
+        return ""
+    told, trainers, count = attested.log_probs, probe.log_probs, len(probe.log_probs)
+    if not told or len(told) % count:
+        return f"the engine gives {len(told)} log-probs of the probe sequence's {count}"
+    allowed = tolerance if attested.parts is not None else max(tolerance, UNSUMMED_TOLERANCE)
+    for begin in range(0, len(told), count):
+        found = told[begin : begin + count]
+        differences = [abs(own - right) for own, right in zip(found, trainers, strict=True)]
+        mean = sum(differences) / count
+        if not mean <= allowed:  # or it is no number
+            at = max(range(count), key=lambda i: math.inf if math.isnan(differences[i]) else differences[i])
+            return (
+                f"the engine gives token {at + 2} of the probe sequence the log-prob {found[at]:.4f}, and the trainer "
+                f"{trainers[at]:.4f} under version {version}: all of its tokens' differ by {mean:.2g} nats on average, and may by "
+                f"{allowed:g}"
+            )
     return ""

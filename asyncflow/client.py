@@ -87,14 +87,23 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeData:
+    """Sequence of which the trainer has computed log-probs at a temperature."""
+
+    token_ids: list[int]
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsData:
     """Work of a generator: prompts to answer under `version`; or `install`, a version to load first; or, with `is_over`, none any
-    more."""
+    more. `probe`: of whose tokens `installed` may be given the log-probs of the loaded version."""
 
     version: int
     prompts: list[PromptToAnswer]
     install: int | None
     is_over: bool
+    probe: ProbeData | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,11 +406,12 @@ class AsyncGeneratorWorker:
 
     async def installed(self, version: int, attested: Attestation | None = None) -> None:
         """Say that this process generates under the version from now on. `attested`: the sums of what it generates with, in the
-        run's dtype (`RunFacts.dtype`): a run that finds others than its trainer's asks for the version again."""
+        run's dtype (`RunFacts.dtype`), and its log-probs of `PromptsData.probe`: a run that finds others than its trainer's asks
+        for the version again."""
         body: dict[str, Any] = {"version": version}
         if attested is not None:
-            parts = [{"names": names, "found": found} for names, found in attested.parts]
-            body["attested"] = {"parts": parts, "base": attested.base}
+            parts = None if attested.parts is None else [{"names": names, "found": found} for names, found in attested.parts]
+            body["attested"] = {"parts": parts, "base": attested.base, "log_probs": attested.log_probs}
         await self._client._post(f"{self._path}/installed", body)
         self.version = version
 

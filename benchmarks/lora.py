@@ -32,6 +32,7 @@ import numpy as np
 from figures import Figure, finish, parser
 
 from asyncflow.algorithms.grpo import GRPO
+from asyncflow.attestation import PROBE_EVERY, new_probing
 from asyncflow.config import parse
 from asyncflow.engines.base import MicroBatch, SampleKey, Sampling
 from asyncflow.types import HeldWeights, LoraSpec, Ragged
@@ -151,6 +152,16 @@ async def sync(model: Path, folder: Path, step_seconds: Mapping[str, float]) -> 
         attesting[kind] = median["publish float32"] - median["publish None"] + median["sums float32"]
         target = "<= 0.01"
         figures.append(Figure("  attesting it, sender and engine / its step", attesting[kind] / step_seconds[kind], "", target))
+        probe = await probing(model, engine, SPEC if kind == "adapter" else None)
+        figures.append(Figure("  a probe, trainer and engine", 1e3 * probe, "ms"))
+        figures.append(
+            Figure(
+                "  attesting it, and a probe now and then / its step",
+                (attesting[kind] + probe / PROBE_EVERY) / step_seconds[kind],
+                "",
+                target,
+            )
+        )
     figures.append(Figure("bytes a version, adapter / whole", num_bytes["adapter"] / num_bytes["whole"], "", "<= 0.03"))
     of_attention = sum(4 * tensor.numel() for name, tensor in adapter.items() if ".self_attn." in name)
     figures.append(Figure("  with targets on attention alone", of_attention / num_bytes["whole"], "", "<= 0.03"))
@@ -162,6 +173,18 @@ async def sync(model: Path, folder: Path, step_seconds: Mapping[str, float]) -> 
     figures.append(await decoding(engine, adapter))
     await engine.close()
     return figures
+
+
+async def probing(model: Path, engine: Any, lora: LoraSpec | None) -> float:
+    """Seconds of a probe at both ends: the trainer's log-probs, and the engine's."""
+    ids, seconds, train_engine = np.array(new_probing(VOCABULARY, 64, ["float32"]).token_ids), [], trainer(model, lora)
+    for _ in range(6):
+        start = time.perf_counter()
+        await train_engine.log_probs(ids[:1], Ragged.from_arrays([ids[1:]], "int64"))
+        await engine.log_probs(ids)
+        seconds.append(time.perf_counter() - start)
+    await train_engine.close()
+    return statistics.median(seconds[1:])
 
 
 async def alike(model: Path, folder: Path, engine: Any, adapter: Mapping[str, Any]) -> list[Figure]:

@@ -24,7 +24,8 @@ from asyncflow.types import RunError, UserError, first_error
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncflow.client import AsyncClient, AsyncGeneratorWorker, PromptToAnswer
+    from asyncflow.attestation import Attestation
+    from asyncflow.client import AsyncClient, AsyncGeneratorWorker, ProbeData, PromptToAnswer
     from asyncflow.engines.base import RolloutEngine
 
 POLL_SECONDS = 2.0
@@ -206,12 +207,12 @@ class JoinedGenerator:
                 self._place.is_over = True
                 raise RunError("the run is over")  # nobody wants the responses under way
             if work.install is not None:
-                await self._change(work.install, worker)
+                await self._change(work.install, worker, work.probe)
             for prompt in work.prompts:
                 self._free -= len(prompt.rows)
                 answering.create_task(self._answer(prompt))
 
-    async def _change(self, version: int, told: AsyncGeneratorWorker | None = None) -> None:
+    async def _change(self, version: int, told: AsyncGeneratorWorker | None = None, probe: ProbeData | None = None) -> None:
         """Change to a version, and say so where it was asked for: the service does when the responses under way may go through it.
         It may be cut off at any point."""
         tensors = await self._tensors(version)
@@ -220,11 +221,26 @@ class JoinedGenerator:
             await self._engine.pause()
             await self._engine.install(version, tensors)
             attested = await self._engine.attest() if self._attests else None
+            if self._attests and probe is not None:
+                attested = await self._probed(attested, probe)
             if told is not None:
                 await told.installed(version, attested)
             self._version = version
         finally:
             await self._engine.resume()
+
+    async def _probed(self, attested: Attestation | None, probe: ProbeData) -> Attestation | None:
+        """The attestation with the engine's log-probs of a probe, if it can tell them."""
+        import numpy as np
+
+        from asyncflow.attestation import Attestation
+
+        score: Any = getattr(self._engine, "log_probs", None)
+        found = None if score is None else await score(np.array(probe.token_ids, np.int64), temperature=probe.temperature)
+        if found is None:
+            return attested
+        parts, base = (None, None) if attested is None else (attested.parts, attested.base)
+        return Attestation(parts, base, found.tolist())
 
     async def _tensors(self, version: int) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file

@@ -16,7 +16,7 @@ from itertools import chain
 import msgspec
 
 from asyncflow import waits
-from asyncflow.attestation import Attestation, fault_of
+from asyncflow.attestation import FIRST_PROBES, NO_PROBING, PROBE_EVERY, Attestation, Probing, fault_of, fault_of_probe
 from asyncflow.control.schedule import Progress, Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
@@ -47,6 +47,7 @@ class PolicyVersions:
         workers: WorkerPool,
         *,
         first: int = 0,
+        probing: Probing = NO_PROBING,
     ) -> None:
         self.workers = workers
         self.published = -1 if first else 0
@@ -69,8 +70,25 @@ class PolicyVersions:
         self._told: dict[str, Manifest] = {}  # of a worker's last target: it may not be kept any more when that is installed
         self._published_at: float | None = None
         self._granted_at: dict[str, float] = {}
+        self.probing = probing
+        self._probes_left: dict[str, int] = {}  # installs of a worker that are to be probed yet; not there: `FIRST_PROBES`
+        self._probed: tuple[int, list[int]] = (0, [])  # what was answered last, by `probe_ids`
 
     # -- the trainer's ------------------------------------------------------------------------------------------------------
+
+    @remote
+    async def probe_ids(self, version: int) -> list[int]:
+        """Token ids of the probe that the trainer is to compute with a version that it will publish; none: nobody compares it.
+
+        Compared are the first versions that a worker's process installs, and all where its engine cannot sum up its weights. Each
+        of the trainer's ranks that asks is answered the same.
+        """
+        if version != self._probed[0]:
+            is_wanted = version % PROBE_EVERY == 0 or any(
+                self._probes_left.get(worker, FIRST_PROBES) for worker in self.workers.working
+            )
+            self._probed = version, self.probing.token_ids if is_wanted else []
+        return self._probed[1]
 
     @remote
     async def publish(self, manifest: Manifest) -> list[int]:
@@ -153,9 +171,8 @@ class PolicyVersions:
         worker = client_name.get()
         told = self._told.get(worker)
         promised = told if told is not None and told.version == version else self._kept.get(version)
-        is_compared, fault = False, ""
-        if promised is not None and promised.sums and attested is not None:
-            is_compared, fault = True, fault_of(attested, version, promised.sums, promised.base)
+        fault = self._fault(worker, promised, attested) if promised is not None else ""
+        is_compared = promised is not None and bool(promised.sums) and attested is not None and attested.parts is not None
         if version:
             self.attested[worker] = is_compared and not fault
         else:
@@ -172,6 +189,17 @@ class PolicyVersions:
         self.on_installed(version)
         self._signal.notify()
         return ""
+
+    def _fault(self, worker: str, promised: Manifest, attested: Attestation | None) -> str:
+        """Description of what a worker generates with, if that is not what was promised, as far as its engine can tell."""
+        told = attested or Attestation(None)
+        if promised.probe is not None:
+            left = self._probes_left.get(worker, FIRST_PROBES) - 1
+            self._probes_left[worker] = 0 if told.log_probs is None else max(left, told.parts is None)
+        fault = fault_of(told, promised.version, promised.sums, promised.base) if promised.sums else ""
+        if not fault and promised.probe is not None:
+            fault = fault_of_probe(told, promised.version, promised.probe, self.probing.tolerance)
+        return fault
 
     @remote
     async def failed(self, why: str) -> None:
@@ -226,7 +254,8 @@ class PolicyVersions:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        for state in (self._serving, self._installing, self._told, self.stale, self.stale_since, self._granted_at, self.attested):
+        states = (self._serving, self._installing, self._told, self.stale, self.stale_since, self._granted_at, self.attested)
+        for state in (*states, self._probes_left):
             state.pop(worker, None)
         self._signal.notify()
 

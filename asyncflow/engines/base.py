@@ -152,6 +152,11 @@ class RolloutEngine(Protocol):
         """
         return None
 
+    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array | None:
+        """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under what tokens are now generated
+        with; an engine of several servers gives those of each, one after another. Optional; None: it cannot tell."""
+        return None
+
     async def export_weights(self) -> WeightSource | None:
         """Installed weights by Hugging Face names, in the engine's own dtype; None if the engine cannot export them.
 

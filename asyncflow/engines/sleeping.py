@@ -160,6 +160,9 @@ class SleepingRolloutEngine:
     async def attest(self) -> None:
         """See `RolloutEngine.attest`: there are no weights."""
 
+    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> None:
+        """See `RolloutEngine.log_probs`: there are no weights."""
+
     async def export_weights(self) -> None:
         """See `RolloutEngine`: there are no weights to export."""
 

@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import msgspec
+import numpy as np
+
 from asyncflow.algorithms.base import Algorithm, ModelObjective
+from asyncflow.attestation import Probe
 from asyncflow.control.ledger import LedgerService, StepTotals, Update
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.schedule import Schedule
@@ -55,7 +59,7 @@ from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import CheckpointPlace, WeightSource, row_index
+from asyncflow.types import CheckpointPlace, Ragged, WeightSource, row_index
 from asyncflow.waits import PROMPTS, PUBLISHING, waiting
 from asyncflow.weight_sync.base import WeightSender
 
@@ -252,7 +256,8 @@ async def train(
             await fingerprints.step(step, engine)
             if sender is not None:
                 await ledger.commit(step, updates, "train")
-            await publishing.begin(step, await engine.export_weights())  # 3: the weights of the next step
+            probe = await probed(engine, context, step + 1)
+            await publishing.begin(step, await engine.export_weights(), probe)  # 3: the weights of the next step
             await keeper.committed(step + 1, await ledger.released(step), publishing.ended)
     raise AssertionError("steps do not end")
 
@@ -306,10 +311,10 @@ class Publishing:
         self._sender, self._versions, self._spans, self._background = sender, versions, spans, background
         self._under_way: asyncio.Task[None] | None = None
 
-    async def begin(self, step: int, weights: WeightSource) -> None:
+    async def begin(self, step: int, weights: WeightSource, probe: Probe | None) -> None:
         """Publish what a step has made. Returns when the engine may be called again. The publication before has ended."""
         with self._spans.held("publish"):
-            self._under_way = self._background.create_task(self._publish(step, weights))
+            self._under_way = self._background.create_task(self._publish(step, weights, probe))
             await weights.gathered()
 
     async def ended(self) -> None:
@@ -318,20 +323,33 @@ class Publishing:
             with self._spans.held("publish"):
                 await self._under_way
 
-    async def _publish(self, step: int, weights: WeightSource) -> None:
+    async def _publish(self, step: int, weights: WeightSource, probe: Probe | None) -> None:
         began = self._spans.clock()
         with waiting(PUBLISHING, version=step + 1):
-            await publish(step + 1, weights, self._sender, self._versions)
+            await publish(step + 1, weights, self._sender, self._versions, probe)
         self._spans.off_lane("publish", began, step=step, version=step + 1)
 
 
-async def publish(version: int, weights: WeightSource, sender: WeightSender | None, versions: PolicyVersions) -> None:
+async def probed(engine: TrainEngine, context: LoopContext, version: int) -> Probe | None:
+    """The engine's log-probs of the probe under its present weights, which will be this version; None: nobody compares them. All
+    leaders call alike."""
+    token_ids = np.array(await context.versions.probe_ids(version), np.int64)
+    if not len(token_ids):
+        return None
+    with context.spans.busy("probe", version=version):
+        found = (await engine.log_probs(token_ids[:1], Ragged.from_arrays([token_ids[1:]], "int64"))).values
+    return Probe(token_ids.tolist(), found.tolist(), context.shape.temperature) if np.isfinite(found).all() else None
+
+
+async def publish(
+    version: int, weights: WeightSource, sender: WeightSender | None, versions: PolicyVersions, probe: Probe | None = None
+) -> None:
     """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather."""
     if sender is None:
         async for _ in weights.tensors():
             pass
         return
-    manifest = await sender.publish(version, weights)
+    manifest = msgspec.structs.replace(await sender.publish(version, weights), probe=probe)
     sender.retain(await versions.publish(manifest))
 
 

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.attestation import Attestation
+import msgspec
+import numpy as np
+
+from asyncflow.attestation import Attestation, Probe
 from asyncflow.control.policy_versions import Target
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import RolloutEngine, Timing
@@ -31,8 +34,9 @@ from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.samples import EVALUATE_TASK, GroupRequest, requests
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import Want
+from asyncflow.types import Array
 from asyncflow.waits import FETCH, OWN_RESPONSES, waiting
-from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
+from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -284,7 +288,7 @@ class Rollout:
 
     async def _is_confirmed(self, target: Target) -> bool:
         """Say that the engine has a version. False, after a pause, if it generates with anything else: the worker is stale then."""
-        attested = None if target.manifest is None else await self._attested(target)
+        attested = None if target.manifest is None else await self._attested(target.manifest)
         if fault := await self._versions.installed(target.version, attested):
             log.warning("version %d is not what the engine generates with: %s", target.version, fault)
             self._weights.has, self._is_stale = None, True
@@ -294,15 +298,25 @@ class Rollout:
         self._attestation = attested
         return True
 
-    async def _attested(self, target: Target) -> Attestation | None:
-        """Attestation of the engine, if it can give one: what it generates with."""
-        if (attest := getattr(self._engine, "attest", None)) is None:
-            return None
+    async def _attested(self, manifest: Manifest) -> Attestation | None:
+        """Attestation of the engine, if it can give one: what it generates with, and what it makes of a version's probe."""
         start = self._spans.clock()
-        attested: Attestation | None = await attest()
+        attested: Attestation | None = None
+        if (attest := getattr(self._engine, "attest", None)) is not None:
+            attested = await attest()
+        told = attested or Attestation(None)
+        if manifest.probe is not None and told.log_probs is None and (log_probs := await self._probed(manifest.probe)) is not None:
+            attested = msgspec.structs.replace(told, log_probs=log_probs)
         if attested is not None:
-            self._spans.off_lane("attest", start, version=target.version)
+            self._spans.off_lane("attest", start, version=manifest.version)
         return attested
+
+    async def _probed(self, probe: Probe) -> list[float] | None:
+        score: Callable[..., Awaitable[Array | None]] | None = getattr(self._engine, "log_probs", None)
+        if score is None:
+            return None
+        found = await score(np.array(probe.token_ids, np.int64), temperature=probe.temperature)
+        return None if found is None else found.tolist()
 
     def _serve(self, target: Target) -> None:
         self._installed, self._is_installing, self._is_stale, self._has_served = target.version, False, False, False

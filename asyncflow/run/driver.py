@@ -113,7 +113,13 @@ class Driver:
         self.ledger = LedgerService(ledger, self.schedule, progress, signal, self._end_step)
         self._selection = Selection(self.queue, self.ledger, self.background.start)
         self.versions = PolicyVersions(
-            self.schedule, progress, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first
+            self.schedule,
+            progress,
+            signal,
+            self._clock,
+            WorkerPool(config.rollout.num_workers),
+            first=first,
+            probing=prepared.probing,
         )
         self.critic_versions = CriticVersions(signal, first)
         self.devices = Devices(num_devices(config), self._clock)

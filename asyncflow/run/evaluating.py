@@ -46,7 +46,9 @@ class Evaluating:
         if size := context.config.eval.num_workers:
             progress = EvaluatorsProgress(context.ledger.ledger, context.transfer_queue.controllers, EVALUATE_TASK)
             pool = WorkerPool(size, EVALUATORS)
-            self.evaluators = PolicyVersions(Periodic(), progress, context.signal, context.clock, pool)
+            self.evaluators = PolicyVersions(
+                Periodic(), progress, context.signal, context.clock, pool, probing=context.versions.probing
+            )
             self._by_evaluators = Evaluations(
                 context.queue,
                 context.ledger,

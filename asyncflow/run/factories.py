@@ -15,6 +15,7 @@ import msgspec
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
+from asyncflow.attestation import NO_PROBING, Probing, new_probing
 from asyncflow.config import Config, TrainConfig
 from asyncflow.control import SCHEDULES
 from asyncflow.control.ledger import TaskPlan, UpdatePlan
@@ -211,6 +212,14 @@ def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
     where = "threads on idle cores (train.helpers)" if kind_of(config.train.device) == CPU else "helpers on idle devices of rollout"
     helped = f", some of them by {num_helpers(config)} more {where}" if num_helpers(config) else ""
     return f"training passes take up to {tokens:,} packed tokens (train.tokens_per_micro_batch=auto, {width}){helped}"
+
+
+def probing_of(config: Config, fields: Mapping[str, Any], max_context: int) -> Probing:
+    """Probe of a run. `fields`: the model's `config.json`."""
+    vocabulary = fields.get("vocab_size")
+    if config.train.engine.name == OUTSIDE or not vocabulary:
+        return NO_PROBING
+    return new_probing(vocabulary, max_context, [config.train.dtype, config.rollout.dtype])
 
 
 def train_engine_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> TrainEngineOptions:

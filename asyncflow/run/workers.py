@@ -18,7 +18,7 @@ from asyncflow.control.modes import Periodic
 from asyncflow.control.signal import Signal
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
-from asyncflow.loops.algorithm1 import publish, train
+from asyncflow.loops.algorithm1 import probed, publish, train
 from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.critic import add_values, publish_critic, train_critic
 from asyncflow.loops.episode import EpisodePlayer
@@ -246,10 +246,11 @@ async def _go_on(run: RunConnection, engine: TrainEngine, sender: WeightSender |
         for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
             weights = HeldWeights(tensors_of(path) if (path / "model.safetensors").stat().st_size else {})
             await publish(version_of(path), weights, sender, run.versions)
+        probe = await probed(engine, loop_context(run), run.job.first)
         if run.job.first == run.job.began:  # a fork generates its first step with the weights that it begins with
             for version in range(make_schedule(run.config).interval(run.job.first).high, run.job.first):
-                await publish(version, await engine.export_weights(), sender, run.versions)
-        await publish(run.job.first, await engine.export_weights(), sender, run.versions)
+                await publish(version, await engine.export_weights(), sender, run.versions, probe)
+        await publish(run.job.first, await engine.export_weights(), sender, run.versions, probe)
 
 
 async def reference_worker(name: str, run_dir: Path) -> None:

@@ -103,6 +103,10 @@ class OutsideEngine:
         """See `RolloutEngine`: what the client has said of its weights, if anything. It checks the hash of the file in any case."""
         return self._attested
 
+    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array | None:
+        """See `RolloutEngine.log_probs`: those of a probe are in what the client has said of its weights."""
+        return None
+
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. There is nothing to be prepared here."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from asyncflow.attestation import Probe
 from asyncflow.types import RunError, TensorSpec, UserError, WeightSource, crosses
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Manifest(msgspec.Struct, frozen=True):
     the bytes (see `transport`); empty where the file itself is read.
 
     `sums`: of the tensors as engines generate with them (asyncflow/attestation.py); empty where nothing is promised. `base`: None
-    where the version is a whole model; where it is an adapter, the sum over the weights that it is for.
+    where the version is a whole model; where it is an adapter, the sum over the weights that it is for. `probe`: what the trainer
+    makes of a short sequence with these weights; None: nobody is to compare that.
     """
 
     incarnation: str
@@ -44,6 +46,7 @@ class Manifest(msgspec.Struct, frozen=True):
     served_at: str = ""
     sums: dict[str, int] = {}
     base: int | None = None
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,18 @@ class Deaf(SlotEngine):
 """
 
 
+SWAPPED = """
+from asyncflow.engines.rollout.engine import SlotEngine
+
+class Swapped(SlotEngine):
+    async def prepare(self, version, tensors):
+        pass
+
+    async def install(self, version, tensors):
+        await super().install(version, {name: tensor.roll(len(tensor) // 2, 0) for name, tensor in tensors.items()})
+"""
+
+
 @pytest.mark.parametrize("lora", [pytest.param(None, id="whole", marks=deep), pytest.param({"rank": 4, "alpha": 8}, id="adapter")])
 def test_an_engine_that_installs_nothing_gets_no_prompts_and_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
     """It says that it has the version, as its responses do; what it attests does not."""
@@ -104,4 +116,21 @@ def test_an_engine_that_installs_nothing_gets_no_prompts_and_ends_the_run_by_nam
     done = run_command("train", write_config(tmp_path, config))
     what = "without 28 of the 28 tensors" if lora else "with other weights than those"
     assert done.returncode == 1 and f"the engine generates {what} of version 1" in done.stderr, done.stderr
+    assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 1, "a step was made by weights that are not its version's"
+
+
+@pytest.mark.parametrize("lora", [pytest.param(None, id="whole", marks=deep), pytest.param({"rank": 4, "alpha": 8}, id="adapter")])
+def test_an_engine_that_puts_elements_in_other_places_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
+    """Its sums of bits are right."""
+    (tmp_path / "swapped.py").write_text(SWAPPED)
+    changes: dict[str, Any] = {
+        "rollout": {"engine": {"path": f"{tmp_path / 'swapped.py'}:Swapped"}},
+        "weight_sync": {"deadline_seconds": 2},
+        "algorithm": {"name": "grpo", "kl_coefficient": 0.0},
+    }
+    config = tree(tmp_path, "run", **changes)
+    config["model"]["lora"] = lora
+    done = run_command("train", write_config(tmp_path, config))
+    assert done.returncode == 1 and "of the probe sequence the log-prob" in done.stderr, done.stderr
+    assert "under version 1: all of its tokens' differ by" in done.stderr
     assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 1, "a step was made by weights that are not its version's"

@@ -119,8 +119,10 @@ def test_a_client_generates_under_the_laws_of_any_worker(
                 each.installed(0)
             path = each.fetch_weights(1, tmp_path / "weights.safetensors")
             assert path.stat().st_size > 1_000_000
-            if each is other:  # it says that it generates with anything else, and is to load the version again
-                each.installed(1, Attestation([(["model.norm.weight"], 7)]))
+            assert work.probe is not None and len(work.probe.token_ids) == 16 and work.probe.temperature == 1.0
+            wrongs = Attestation([(["model.norm.weight"], 7)]), Attestation(None, None, [-99.0] * 15)
+            for wrong in wrongs if each is other else ():
+                each.installed(1, wrong)  # it generates with anything else, and is to load the version again
                 work = wait_for(lambda each=each: (found := each.get_prompts_data(4, 5.0)).install is not None and found)
                 assert work.install == 1 and not work.prompts
             each.installed(1)

@@ -137,7 +137,7 @@ class FakeVllm:
         if not sequence.spans or sequence.spans[-1]["version"] != self.version:
             sequence.spans.append({"version": self.version, "start": position, "end": position})
         sequence.spans[-1]["end"] = position + 1
-        if token in sequence.sampling["stop_token_ids"]:
+        if token in sequence.sampling.get("stop_token_ids", ()):
             self.end(sequence, "stop")
         elif position + 1 == sequence.sampling["max_tokens"]:
             self.end(sequence, "length")
@@ -166,7 +166,12 @@ class FakeVllm:
         pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
         content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in pairs]
         choice = {"index": 0, "finish_reason": reason, "token_ids": sequence.token_ids, "logprobs": {"content": content}}
-        return {"request_id": "x", "choices": [{**choice, "weight_versions": sequence.spans}]}
+        answer = {"request_id": "x", "choices": [{**choice, "weight_versions": sequence.spans}]}
+        if "prompt_logprobs" in sequence.sampling and (Path(self.arguments.model) / "scores").exists():  # a test's
+            weights = self.weights + sequence.lora
+            scores = [{str(t): {"logprob": log_prob(weights, weights, n)}} for n, t in enumerate(sequence.prompt[1:])]
+            answer["prompt_logprobs"] = [None, *scores]
+        return answer
 
     # -- everything else ----------------------------------------------------------------------------------------------------
 

@@ -310,6 +310,8 @@ async def test_an_adapter_is_what_the_merged_model_is(planted: Path) -> None:
             assert theirs.token_ids.tolist() == ours.token_ids.tolist()
             assert np.abs(theirs.logprobs - ours.logprobs).max() < 1e-4
             assert await fault(engine, version, tensors, base) == ""
+            scored = [await each.log_probs(prompt) for each in (embedded, engine)]
+            assert scored[0] is not None and scored[1] is not None and np.abs(scored[0] - scored[1]).max() < 1e-4
             assert "for another base" in await fault(engine, version, tensors, base + 1)
         planted.write_text("unbound")
         await engine.install(4, tensors)

@@ -200,11 +200,11 @@ class SlotEngine(ThreadedEngine):
         self._adapters.forget(adapter)  # whatever has its number next is handed in behind this
         await asyncio.wrap_future(gone)
 
-    async def log_probs(self, token_ids: Array, adapter: str | None = None) -> Array:
+    async def log_probs(self, token_ids: Array, adapter: str | None = None, *, temperature: float = 1.0) -> Array:
         """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under the installed weights, or
         with an adapter of this name.
 
-        Computed between two decode steps, at temperature 1. Raises `ValueError` for an unknown token, more tokens than the context
+        Computed between two decode steps. Raises `ValueError` for an unknown token, more tokens than the context
         has, or an adapter that is not there.
         """
         token_ids = np.asarray(token_ids, np.int64)
@@ -213,7 +213,7 @@ class SlotEngine(ThreadedEngine):
             raise ValueError(f"{len(token_ids)} tokens exceed the engine's context of {self.max_context}")
         self._check_open()
         with self._adapters.named(adapter).request() as number:
-            return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids, number)))
+            return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids, number, temperature)))
 
     async def attest(self, adapter: str | None = None) -> Attestation:
         """Happens between two decode steps, see `RolloutEngine.attest`; of an adapter of this name, if one is given. The sum of a

@@ -16,6 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ class TransformersEngine(ThreadedEngine):
             raise ValueError(f"max_context {max_context} exceeds the model's {limit} positions")
         model.requires_grad_(False).eval().to(device)
         model.generation_config = GenerationConfig()  # the checkpoint's own penalties and filters are not the run's
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._model, self._parameters = model, dict(model.named_parameters())
         super().__init__(
             model_path,
             num_slots=num_slots,
@@ -102,6 +103,19 @@ class TransformersEngine(ThreadedEngine):
 
     def _attest(self) -> Attestation:
         return Attestation([([name], sum_of_bits(parameter)) for name, parameter in self._parameters.items()])
+
+    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array:
+        """Happens between two tokens, see `RolloutEngine.log_probs`."""
+        self._check_open()
+        return await asyncio.wrap_future(self._hand_in(partial(self._log_probs, token_ids, temperature)))
+
+    @torch.no_grad()
+    def _log_probs(self, token_ids: Array, temperature: float) -> Array:
+        ids_1L = torch.from_numpy(token_ids)[None].to(self._model.device)
+        logits_LV = self._model(input_ids=ids_1L, use_cache=False).logits[0, :-1].float() / temperature
+        chosen_L1 = logits_LV.log_softmax(-1).gather(1, ids_1L[0, 1:, None])
+        found: Array = chosen_L1.squeeze(1).cpu().numpy()
+        return found
 
     def _between_tokens(self) -> None:
         """Hand over what has ended, and make the calls that wait; while paused, all that come. Raises `RuntimeError` at the end."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.algorithms import ALGORITHMS
+from asyncflow.attestation import NO_PROBING, Probing
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.remote_node import host_of, is_any
 from asyncflow.config import Config
@@ -35,6 +36,7 @@ from asyncflow.run.factories import (
     make_algorithm,
     make_schedule,
     pass_note,
+    probing_of,
     reward_pool,
     shape_of,
     shape_of_evaluation,
@@ -77,6 +79,7 @@ class Prepared:
     num_left_out: tuple[int, int] = (0, 0)
     tools: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
+    probing: Probing = NO_PROBING
 
 
 def check_choices(config: Config, *, is_here: bool = True) -> None:
@@ -408,7 +411,8 @@ async def prepare(
     check_capacity(config, len(held_out_prompts), longest)
     num_rows = [len(each.rows) if each is not None else 0 for each in (source, held_out)]
     left_out = num_rows[0] - len(prompts), num_rows[1] - len(held_out_prompts)
-    return Prepared(model, prompts, held_out_prompts, context, left_out, tools, notes)
+    probing = probing_of(config, read_json(model / "config.json"), context)
+    return Prepared(model, prompts, held_out_prompts, context, left_out, tools, notes, probing)
 
 
 def check_turns(config: Config, tokenizer: CheckpointTokenizer, environments: EnvironmentPool) -> list[str]:

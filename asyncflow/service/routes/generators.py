@@ -48,6 +48,10 @@ class Joined(BaseModel):
     """Hash of the run's model (model_folder.py): a client that joins again has the same one."""
 
 
+MAX_PROBED: Final = 4096
+"""Log-probs of a probe, at most."""
+
+
 class WantPrompts(Body):
     prompts: Annotated[int, Field(ge=1, le=4096)] = 1
     """Prompts at most; each comes with the rows that are wanted of it."""
@@ -74,6 +78,11 @@ class PromptAnswer(BaseModel):
     """As the run samples: `rollout` of its configuration says what each means."""
 
 
+class ProbeAnswer(BaseModel):
+    token_ids: list[int]
+    temperature: float
+
+
 class PromptsAnswer(BaseModel):
     version: int
     """The version under which the prompts are to be answered."""
@@ -82,6 +91,8 @@ class PromptsAnswer(BaseModel):
     """A version that the client is to load first, and say so; there are no prompts then."""
     is_over: bool
     """The run is stopping, or the worker is to leave."""
+    probe: ProbeAnswer | None
+    """Sequence of which the client may give its log-probs when it has loaded that version: the trainer's are compared with them."""
 
 
 class PutResponse(Body):
@@ -110,10 +121,12 @@ class AttestedPart(Body):
 
 
 class AttestedWeights(Body):
-    parts: list[AttestedPart]
+    parts: list[AttestedPart] | None = None
     """Tensors that lie in one buffer, and the sum of the bits of its elements as integers, modulo 2^64."""
     base: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     """The sum over the model's own weights, where a version is an adapter over them."""
+    log_probs: Annotated[list[float], Field(max_length=MAX_PROBED)] | None = None
+    """Log-probs of the probe's tokens after its first, with the weights that the client now generates with."""
 
 
 class Installed(Body):
@@ -151,7 +164,10 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
             hosted.end_is_known(session.id)
         bits = hosted.run.driver.shape.group_bits
         prompts = [_as_answer(prompt, session.decode(prompt.prompt_ids), bits) for prompt in work.prompts]
-        return PromptsAnswer(version=work.version, prompts=prompts, install=work.install, is_over=work.is_over)
+        manifest = session.files.manifest
+        probe = manifest.probe if manifest is not None and manifest.version == work.install else None
+        asked = None if probe is None else ProbeAnswer(token_ids=probe.token_ids, temperature=probe.temperature)
+        return PromptsAnswer(version=work.version, prompts=prompts, install=work.install, is_over=work.is_over, probe=asked)
 
     @router.post("/generators/{worker}/experience", tags=["generators"])
     async def put_experience_data(worker: Name, body: PutExperience) -> Outcomes:
@@ -173,7 +189,10 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
     async def installed(worker: Name, body: Installed) -> PolicyVersion:
         """The worker generates under this version from now on."""
         told = body.attested
-        attested = None if told is None else Attestation([(part.names, part.found) for part in told.parts], told.base)
+        attested = None
+        if told is not None:
+            parts = None if told.parts is None else [(part.names, part.found) for part in told.parts]
+            attested = Attestation(parts, told.base, told.log_probs)
         _session(hosted, worker).engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.attestation import Attestation
+from asyncflow.attestation import PROBE_EVERY, Attestation, Probe, Probing
 from asyncflow.control import SCHEDULES
 from asyncflow.control.policy_versions import PolicyVersions, Target
 from asyncflow.control.signal import Signal
@@ -663,3 +663,69 @@ async def test_a_worker_that_still_serves_its_own_files_counts_for_nothing() -> 
     assert books.versions.share_attested == 1.0
     assert await books.asks(B, books.versions.installed(1, None)) == ""
     assert books.versions.share_attested == 0.5
+
+
+# -- the probe ------------------------------------------------------------------------------------------------------------------
+
+TOKENS = [3, 5, 7]
+SUMS = [(["a"], 7)]
+
+
+def probing() -> Books:
+    books = Books()
+    books.versions = PolicyVersions(
+        books.schedule, books.rows, books.signal, lambda: books.now, WorkerPool(2), probing=Probing(TOKENS, 0.2)
+    )
+    return books
+
+
+async def next_version(books: Books, told: dict[str, Attestation | None]) -> bool:
+    """The next version, published and installed by these workers. Returns whether it was probed."""
+    version = books.versions.published + 1
+    ids = await books.versions.probe_ids(version)
+    probe = Probe(ids, [-1.0, -2.0]) if ids else None
+    await books.versions.publish(Manifest("i", version, "", "", 0, {}, sums={"a": 7}, probe=probe))
+    for worker, attested in told.items():
+        assert await books.asks(worker, books.versions.installed(version, attested)) == ""
+    return bool(ids)
+
+
+async def test_the_first_installs_of_each_worker_are_probed_and_then_one_now_and_then() -> None:
+    books, told = probing(), Attestation(SUMS, None, [-1.0, -2.0])
+    both: dict[str, Attestation | None] = {A: told, B: told}
+    assert [await next_version(books, both) for _ in range(4)] == [True, True, False, False]
+    books.versions.died(B, is_final=False)
+    assert [await next_version(books, both) for _ in range(3)] == [True, True, False], "one that is started again is new"
+    while books.versions.published < PROBE_EVERY - 1:
+        assert not await next_version(books, both)
+    assert await next_version(books, both) and not await next_version(books, both)
+
+
+async def test_an_engine_without_sums_is_probed_at_each_install_and_one_that_tells_nothing_is_not_asked_for_again() -> None:
+    books = probing()
+    workers: dict[str, Attestation | None] = {A: Attestation(None, None, [-1.5, -2.0]), B: None}
+    assert [await next_version(books, workers) for _ in range(5)] == [True] * 5
+    assert books.versions.attested == {A: False, B: False}, "neither has shown it"
+    workers[A] = Attestation(SUMS)
+    assert [await next_version(books, workers) for _ in range(3)] == [True, False, False]
+
+
+async def test_a_worker_with_other_log_probs_is_refused_though_its_sums_are_right() -> None:
+    books = probing()
+    probe = Probe(await books.versions.probe_ids(1), [-1.0, -2.0])
+    assert probe.token_ids == TOKENS
+    await books.versions.publish(Manifest("i", 1, "", "", 0, {}, sums={"a": 7}, probe=probe))
+    fault = await books.asks(A, books.versions.installed(1, Attestation(SUMS, None, [-1.0, -2.5])))
+    assert fault.startswith("the engine gives token 3 of the probe sequence the log-prob -2.5000, and the trainer -2.0000 under v")
+    assert books.versions.stale == {A: fault} and books.versions.share_attested == 0.0
+    assert await books.asks(A, books.versions.installed(1, Attestation(SUMS, None, [-1.0, -2.3]))) == ""
+    assert books.versions.share_attested == 1.0
+
+
+async def test_all_ranks_of_a_trainer_are_answered_alike_whatever_happens_between_them() -> None:
+    books, told = probing(), Attestation(SUMS, None, [-1.0, -2.0])
+    for _ in range(2):
+        await next_version(books, {A: told, B: told})
+    assert await books.versions.probe_ids(3) == []
+    books.versions.died(A, is_final=False)
+    assert await books.versions.probe_ids(3) == [] and await books.versions.probe_ids(4) == TOKENS

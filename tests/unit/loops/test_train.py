@@ -107,6 +107,9 @@ class Noted:
     def __init__(self, run: Run) -> None:
         self._run = run
 
+    async def probe_ids(self, version: int) -> list[int]:
+        return []
+
     async def publish(self, manifest: Manifest) -> list[int]:
         self._run.calls.append(f"published {manifest.version}")
         return []

@@ -219,7 +219,7 @@ def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
 def merged(told: Sequence[Attestation], base: int | None) -> Attestation:
     """Attestation of several servers. `base`: what that of each should be; the first that is another counts."""
     others = [each.base for each in told if each.base != base]
-    return Attestation([part for each in told for part in each.parts], others[0] if others else base)
+    return Attestation([part for each in told for part in each.parts or []], others[0] if others else base)
 
 
 def _by_tensor(workers: Sequence[Sequence[FoundSum]]) -> list[tuple[FoundSum, ...]]:

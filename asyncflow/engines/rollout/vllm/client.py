@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import Response
-from asyncflow.types import UserError
+from asyncflow.types import Array, UserError
 
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 20.0  # a front end says at once whether its engine lives, however much that has to do; so one that does not hangs
@@ -76,6 +76,14 @@ class _Generated(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Scored(msgspec.Struct):
+    logprob: float
+
+
+class _Prompt(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Scored] | None] | None = None
+
+
 class ServerSettings(msgspec.Struct):
     """Settings of a server, out of vLLM's `VllmConfig`."""
 
@@ -114,6 +122,7 @@ class _Sums(msgspec.Struct):
 
 
 _generated = msgspec.json.Decoder(_Generated)
+_prompt = msgspec.json.Decoder(_Prompt)
 _settings = msgspec.json.Decoder(ServerSettings)
 _sums = msgspec.json.Decoder(_Sums)
 
@@ -155,6 +164,24 @@ class VllmClient:
         if choice.finish_reason == "abort":
             raise Aborted
         return self._checked(sample, choice)
+
+    async def prompt_log_probs(self, token_ids: Sequence[int], cache_salt: str, model: str | None = None) -> Array | None:
+        """Log-probs (float32 [L - 1]) of a sequence's tokens after its first, with the adapter `model` if it is given; None if the
+        server tells none. Raises `RequestRefused` and `ServerLost`."""
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": cache_salt}
+        if model is not None:
+            body["model"] = model
+        content = await self._ask("POST", "/inference/v1/generate", body)
+        try:
+            told = _prompt.decode(content).prompt_logprobs
+            if told is None:
+                return None
+            found = [each[str(token)].logprob for token, each in zip(token_ids[1:], told[1:], strict=True) if each is not None]
+        except (msgspec.DecodeError, KeyError, ValueError) as error:
+            raise ServerLost(f"{self.address} answers what are no log-probs of a prompt: {error}") from error
+        values = np.array(found, np.float32)
+        return np.where(values <= NO_NUMBER, np.float32(np.nan), values)
 
     def _checked(self, sample: int, choice: _Choice) -> Response:
         count, reason = len(choice.token_ids), choice.finish_reason

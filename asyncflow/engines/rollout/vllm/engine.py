@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -138,6 +139,7 @@ class VllmEngine(RolloutEngine):
             hosts = own_hosts(options, instances, devices)
         self._weights = ServerWeights(model_path, dtype, version)
         self._lora = None if lora is None else LoraVersions(model_path, lora, version, self._unload_in_background)
+        self._probes = itertools.count(1)
         self._attestations = ServerAttestations(self._weights, self._lora)
         self._unloading: set[asyncio.Task[None]] = set()
         if addresses:  # nobody knows what weights they have
@@ -229,6 +231,26 @@ class VllmEngine(RolloutEngine):
         async with self._one_by_one:
             self._check_open()
             return await self._attestations.of_all(self._servers)
+
+    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array | None:
+        """See `RolloutEngine`. Of all servers that are up. None while the engine is paused, since servers answer nothing then, and
+        at another temperature than 1, by which vLLM does not divide the logits of prompts."""
+        await self._begin()
+        found: list[Array | None] = []
+        async with self._one_by_one:
+            self._check_open()
+            if self._is_paused or temperature != 1:
+                return None
+            name = None if self._lora is None else self._lora.current.name
+            salt = f"probe {next(self._probes)}"  # by the keys of other weights it would answer what these make of it
+
+            async def ask(_: ServerHandle, client: VllmClient) -> None:
+                with contextlib.suppress(RequestRefused):
+                    found.append(await client.prompt_log_probs(token_ids.tolist(), salt, name))
+
+            await self._servers.everywhere(ask)
+        told = [each for each in found if each is not None]
+        return np.concatenate(told) if told else None
 
     async def export_weights(self) -> WeightSource | None:
         """See `RolloutEngine`: what servers are given that come back; None for the version of the model's own files."""

@@ -160,6 +160,28 @@ async def test_a_server_that_cannot_tell_is_not_attested_and_one_line_says_why(
         assert [instance.num_restarts for instance in engine.instances] == [0, 0]
 
 
+async def test_each_server_is_asked_for_its_log_probs_of_a_probe_by_the_weights_that_requests_get(model: Path, python: str) -> None:
+    ids = np.array([3, 8, 5, 9])
+    for lora, tensors in ((None, changed), (LORA, lambda scale: adapter(round(10 * scale)))):
+        async with opened(model, python, instances=2, **({} if lora is None else {"lora": lora})) as engine:
+            assert await engine.log_probs(ids) is None, "these servers tell none"
+            (model / "scores").touch()
+            seen = []
+            for version in (1, 2):
+                await engine.install(version, tensors(0.1 * version))
+                found = await engine.log_probs(ids)
+                assert found is not None and found.dtype == np.float32 and found.shape == (6,)
+                assert found[:3].tolist() == found[3:].tolist(), "both servers have the same"
+                seen.append(found)
+            assert (seen[0] != seen[1]).all()
+            assert await engine.log_probs(ids, temperature=0.5) is None, "vLLM does not divide a prompt's logits"
+            await engine.pause()
+            assert await engine.log_probs(ids) is None, "it would wait for the engine to be resumed"
+            await engine.resume()
+            assert await engine.log_probs(ids) is not None
+            (model / "scores").unlink()
+
+
 # -- what a worker sums up --------------------------------------------------------------------------------------------------
 
 
