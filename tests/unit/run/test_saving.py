@@ -198,7 +198,7 @@ def test_prompts_that_were_pushed_after_a_checkpoint_was_begun_are_kept_beside_i
         saves = made(
             source=source,
             ledger=SimpleNamespace(tasks=TaskPlan(trained=("train",)), committed=1, groups=dict, groups_begun=list),
-            queue=SimpleNamespace(schema=SimpleNamespace(group_bits=2)),
+            transfer_queue=SimpleNamespace(schema=SimpleNamespace(group_bits=2)),
         )
         await saves.begin(1)
         await saves.written(1)
