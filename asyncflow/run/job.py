@@ -1,12 +1,11 @@
 """A run: prepare, start, wait until it is done, stop, finish.
 
-    prepared --start--> driver's services, workers, loops --done | interrupted | failed--> stop --> model, trace, report
+    prepared --start--> Attempt: driver, workers, loops --done | interrupted | failed--> stop --> model, trace, report
         ^                          |
         +---- newest checkpoint ---+ a trainer has died
 
 consumes: the ends of loops and workers, the watchdog's verdict, the user's interrupt
-waits for: the first of these; for the commit of a step whose updates have begun; workers then have `run.stop_grace_seconds` to end
-    by themselves
+waits for: the first of these; the attempt's end; a pause before the next one
 is unblocked by: whatever comes first
 """
 
@@ -18,11 +17,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
-
-import msgspec
 
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerDied, WorkerSpec, restart_pause
@@ -35,6 +32,7 @@ from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
 from asyncflow.rows import ANSWER
+from asyncflow.run.attempt import Attempt
 from asyncflow.run.context import Listener as Listener
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import advice, queue_schema, shape_of
@@ -44,22 +42,19 @@ from asyncflow.run.models.model_card import push_model
 from asyncflow.run.preparation.prepare import Prepared, prepare
 from asyncflow.run.preparation.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.records.step_rows import StepRows
-from asyncflow.run.running import Running
-from asyncflow.run.services.scaling import Scaling
-from asyncflow.run.services.status import Watch
 from asyncflow.run.standstill import Standstill
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.state.journal import Journal, Kept
 from asyncflow.run.state.resume import evaluated_versions
 from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.worker_start import import_ahead
-from asyncflow.run_dir import JOB_FILE, KEY_FILE, control_socket, make_shared_dir
+from asyncflow.run_dir import JOB_FILE, make_shared_dir
 from asyncflow.telemetry.accuracy import Responses
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import Server
-from asyncflow.types import RunError, UserError, first_error
+from asyncflow.types import RunError, UserError
 from asyncflow.waits import OUTCOME, OpenWaits
 
 
@@ -89,9 +84,8 @@ class Job(Listener):
         self.responses: Mapping[str, Sequence[Responses]] = {}  # of the last evaluation, by kind
         self.certificate: Certificate | None = None  # at the end
         self.ended_by: int | None = None  # the signal that has interrupted it
-        self.driver: Driver | None = None
-        self._cluster: Cluster | None = None
-        self._have_stayed = False  # workers of the attempt before
+        self.attempt: Attempt | None = None
+        self._staying: Cluster | None = None  # its workers stay for the next attempt
         self._evaluate_only, self._resume, self._is_served = evaluate_only, resume, is_served
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._folder = RunFolder(config, self.listener.log, resume=resume)
@@ -112,7 +106,6 @@ class Job(Listener):
         self.rows, self.certificate = folder.rows, folder.certificate
         if begun is None:
             return
-        assert folder.weights_dir is not None
         self.prepared, resumed = begun
         prepared = self.prepared
         self._has_trained, there = False, evaluated_versions(config.run_dir)
@@ -122,31 +115,10 @@ class Job(Listener):
             listener.log(line)
         if self.journal is not None and not self._resume:
             self.journal.clear()
-        kept = self._kept if self.journal is not None else None
-        driver = Driver(config, prepared, self, resumed, kept, folder.memory)
-        driver.saves.on_settled = self._changed.notify
-        server, cluster = self._place(driver, folder.weights_dir)
-        self._server, self._cluster = server, cluster
-        fleet = self._fleet(folder.weights_dir)
-        self._may_stay = {spec.name for spec in fleet if spec.may_stay}
-        names = [spec.name for spec in fleet]
-        self.standstill = Standstill(driver, waits, names, cluster.pids, writes=self._writes_situations)
-        self.watch = watch = Watch(driver, self.standstill)
-        driver.serve("status", watch)
-        self._running = Running(driver, cluster, self._interrupted, listener.log)
-        start = driver.background.start
-        self.scaling = Scaling(config, driver.versions, cluster, driver.devices, start=start, log=listener.log)
-        driver.serve("scaling", self.scaling)
-        self.driver = driver
-        await driver.transfer_queue.open()
-        await self._open_doors()
-        driver.ledger.allow(steps, steps)
-        self._running.begin([*driver.loops(), self.standstill.run()])
-        if not await self._running.start(fleet):
-            return
-        driver.progress()  # it has not stood still, however long there was no room for them
-        self.scaling.begin()
-        self._running.begin([watch.run(), self._begun(driver)])
+        attempt = self._make_attempt(resumed, waits)
+        self.attempt, self._staying = attempt, None
+        if await attempt.start(steps):
+            attempt.running.begin([self._begun(attempt.driver)])
 
     async def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until the condition holds, looking again after every step and evaluation. False: interrupted.
@@ -155,12 +127,13 @@ class Job(Listener):
         """
         if self._interrupted.is_set():  # perhaps before there were any workers
             return condition()
-        assert self.driver is not None
-        return await self._running.until(self._changed.until(condition, OUTCOME))
+        assert self.attempt is not None
+        return await self.attempt.running.until(self._changed.until(condition, OUTCOME))
 
     async def until_done(self, work: Coroutine[Any, Any, None]) -> bool:
         """Wait for a coroutine, as `until` does for a condition. False: interrupted."""
-        return await self._running.until(work)
+        assert self.attempt is not None
+        return await self.attempt.running.until(work)
 
     async def run(self) -> bool:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`.
@@ -198,15 +171,15 @@ class Job(Listener):
     async def stop(self) -> None:
         """Stop the loops and the workers, and write what is left: the model, the trace, the report."""
         try:
-            if self.driver is not None:
+            if self.attempt is not None:
                 try:
-                    await self._say_why()
+                    await self.attempt.say_why()
                 finally:
-                    await self._stop(self.driver)
-            elif self._cluster is not None and self._have_stayed:  # for an attempt that could not be made
-                await self._cluster.stop(0.0)
+                    await self._stop(self.attempt)
+            elif self._staying is not None:  # for an attempt that could not be made
+                await self._staying.stop(0.0)
         finally:
-            self.driver = None
+            self.attempt = None
             self._folder.remove_weights()
 
     def _may_restart_after(self, death: WorkerDied) -> bool:
@@ -223,9 +196,11 @@ class Job(Listener):
         clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_restarts)
         over = clock() + pause
         self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
-        assert self.driver is not None, "a worker has died"
-        await self._stop(self.driver, goes_on=True)
-        self.driver = None
+        attempt = self.attempt
+        assert attempt is not None, "a worker has died"
+        self._staying = attempt.cluster if await attempt.abandon() else None
+        await attempt.close()
+        self.attempt = None
         self._folder.remove_weights()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._interrupted.wait(), max(0.0, over - clock()))
@@ -239,26 +214,13 @@ class Job(Listener):
         has_trainers = config.cluster.name == "local" and not launch_of(os.environ) and not self._evaluate_only
         return make_shared_dir() if config.checkpoint.in_memory and config.train.max_restarts and has_trainers else None
 
-    async def _stop(self, driver: Driver, *, goes_on: bool = False) -> None:
-        """`goes_on`: another attempt follows, so workers are ended at once, but for those that stay for it, and what a run leaves
-        at its end is not written."""
-        if goes_on:
-            await driver.saves.settle()
-            self._have_stayed = await self._running.abandon(partial(self._settle, driver, 0.0), self._may_stay)
-        await driver.stop()
-        await self._running.finish_step(self.config.run.stop_grace_seconds)
-        await self.scaling.stop()
-        if not goes_on:
-            grace = self._grace_seconds(driver)
-            await self._running.stop(grace, partial(self._settle, driver, grace))
-        await self._server.close()
-        control_socket(self.config.run_dir).unlink(missing_ok=True)
-        if not self._evaluate_only and not goes_on:
+    async def _stop(self, attempt: Attempt) -> None:
+        """Stop the last attempt, and write what a run leaves at its end."""
+        await attempt.stop(lambda: self.ended_by == signal.SIGINT)
+        driver = attempt.driver
+        if not self._evaluate_only:
             self._save_published_model(driver)
-        await driver.saves.close()
-        await driver.close()
-        if goes_on:
-            return
+        await attempt.close()
         if not self._evaluate_only:
             self.certificate = driver.record.certificate()
             self.certificate.write(self.config.run_dir)
@@ -266,6 +228,11 @@ class Job(Listener):
         self._folder.note_end()
 
     # -- from outside, while it runs ----------------------------------------------------------------------------------------
+
+    @property
+    def driver(self) -> Driver | None:
+        """Driver of this attempt; None before the run has begun, and when it is over."""
+        return self.attempt.driver if self.attempt is not None else None
 
     @cached_property
     def _tokenizer(self) -> CheckpointTokenizer:
@@ -319,7 +286,8 @@ class Job(Listener):
 
     def kill(self, worker: str) -> None:
         """End a worker's process by SIGKILL, to see what becomes of the run. Raises `RunError` for one that has none."""
-        pids = self._cluster.pids() if self._cluster is not None else {}
+        cluster = self.attempt.cluster if self.attempt is not None else self._staying
+        pids = cluster.pids() if cluster is not None else {}
         if worker not in pids:
             raise RunError(f"worker {worker} has no process of its own that could be killed")
         os.kill(pids[worker], signal.SIGKILL)
@@ -355,29 +323,11 @@ class Job(Listener):
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         """Server of the workers, and the cluster that runs them."""
-        chosen, cluster = self.config.cluster, self._cluster
-        if cluster is None or not self._have_stayed:
-            cluster = build("cluster", chosen.name, chosen.options, CLUSTERS, {"run_dir": self.config.run_dir})
-        return driver.server(weights_dir / "queue"), cast(Cluster, cluster)
-
-    async def _say_why(self) -> None:
-        """The last situation on the disk says why the run ends. So does the log, with who waited for whom, where that is not in
-        order: it has failed, or somebody has interrupted it while nothing moved."""
-        failure = self._running.failure
-        error = first_error(failure) if isinstance(failure, BaseExceptionGroup) else failure
-        why = (
-            str(error) or repr(error) if error is not None else "it was interrupted" if self._interrupted.is_set() else "it is done"
-        )
-        words = await self.standstill.ended(why)
-        is_stuck = self._interrupted.is_set() and self.standstill.has_stood
-        if words and words not in why and (is_stuck or (error is not None and not isinstance(error, UserError))):
-            self.listener.log(f"at the end: {words}")
-
-    async def _settle(self, driver: Driver, grace: float) -> None:
-        """The cluster's workers have ended: others that need storage units are waited for."""
-        if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
-            self.listener.log(f"the trainers that torchrun has started did not end within {grace:g} s")
-        await driver.settle()
+        chosen, cluster = self.config.cluster, self._staying
+        if cluster is None:
+            made = build("cluster", chosen.name, chosen.options, CLUSTERS, {"run_dir": self.config.run_dir})
+            cluster = cast(Cluster, made)
+        return driver.server(weights_dir / "queue"), cluster
 
     def _save_published_model(self, driver: Driver) -> None:
         self._folder.save_published_model(driver.versions.newest, self.prepared.model, driver.ledger.ledger.committed)
@@ -388,16 +338,20 @@ class Job(Listener):
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    async def _open_doors(self) -> None:
-        """The private socket; for other machines another one, which is written into the job's file."""
-        run_dir, listen = self.config.run_dir, self.config.queue.listen
-        await self._server.start(control_socket(run_dir))
-        if listen is not None:
-            door = await self._server.start(listen)
-            self.listener.log(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
-            self._folder.tell_workers(msgspec.structs.replace(self._folder.job, door=door))
+    def _make_attempt(self, resumed: Resumed | None, waits: OpenWaits) -> Attempt:
+        """The driver, and the workers with what watches them. `waits`: the driver's."""
+        weights_dir = self._folder.weights_dir
+        assert weights_dir is not None
+        kept = self._read_journal if self.journal is not None else None
+        driver = Driver(self.config, self.prepared, self, resumed, kept, self._folder.memory)
+        driver.saves.on_settled = self._changed.notify
+        server, cluster = self._place(driver, weights_dir)
+        fleet = self._fleet(weights_dir)
+        names = [spec.name for spec in fleet]
+        standstill = Standstill(driver, waits, names, cluster.pids, writes=self._writes_situations)
+        return Attempt(driver, server, cluster, fleet, self._folder, standstill, self._interrupted)
 
-    def _kept(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
+    def _read_journal(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
         """Rows that the journal has beside a checkpoint, and its prompts as tokens."""
         assert self.journal is not None
         done, shape, config = (0, 0), shape_of(self.config), self.config
@@ -418,15 +372,6 @@ class Job(Listener):
         has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
         is_trained = not steps or steps - 1 in self.rows
         return is_trained and evaluated and saved and has_begun
-
-    def _grace_seconds(self, driver: Driver) -> float:
-        """Seconds that workers may take to end. Without haste they may write a checkpoint, if some steps are in none, or read the
-        one that they resume from, so that they can save its model."""
-        grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
-        is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
-        is_to_be_read = not driver.has_begun
-        is_hasty = self._running.failure is not None or self.ended_by == signal.SIGINT
-        return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
 
     # -- from its driver ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import Config
+from asyncflow.run.attempt import Attempt
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.state.resume import evaluation_of
@@ -122,8 +123,7 @@ class StepwiseRun:
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float) -> str:
         """Let rollout workers join or leave. Returns the changes that are begun, in words. See `Trainer.scale_rollout`."""
-        assert self.driver is not None  # a run that has stopped says so
-        return await self.job.scaling.scale("rollout", num_workers, grace_seconds)
+        return await self._attempt.scaling.scale("rollout", num_workers, grace_seconds)
 
     async def weight_sync_notify(self, timeout_seconds: float) -> int:
         """Have every rollout worker serve the weights of the last committed step. See `Trainer.weight_sync_notify`."""
@@ -161,6 +161,10 @@ class StepwiseRun:
     @property
     def driver(self) -> Driver:
         """The driver of a run that goes on. Raises `RunError`."""
-        if self.job.driver is None:
+        return self._attempt.driver
+
+    @property
+    def _attempt(self) -> Attempt:
+        if self.job.attempt is None:
             raise RunError("this run has stopped")
-        return self.job.driver
+        return self.job.attempt

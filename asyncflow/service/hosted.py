@@ -119,9 +119,9 @@ class HostedRun:
     async def status(self) -> Status | None:
         """State of the run; None before it has begun, and when it is over."""
         run = self._run
-        if run is None or run.job.driver is None or self._is_stopping:
+        if run is None or run.job.attempt is None or self._is_stopping:
             return None
-        return await run.job.watch.status()
+        return await run.job.attempt.watch.status()
 
     async def metrics(self) -> str:
         """The queue's metrics in Prometheus' text form; none where there is no run."""

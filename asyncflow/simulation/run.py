@@ -306,18 +306,19 @@ class SimulatedJob(Job):
             super()._write_report()
 
     def _change_size(self, resize: Resize) -> None:
-        if self.driver is None:
+        attempt = self.attempt
+        if attempt is None:
             return  # over already
 
         async def change(driver: Driver) -> None:
             before = set(driver.versions.workers.members)
             with contextlib.suppress(RunError):  # it is ending
-                await self.scaling.scale("rollout", resize.size, resize.grace_seconds)
+                await attempt.scaling.scale("rollout", resize.size, resize.grace_seconds)
             after = set(driver.versions.workers.members)
             self.audit.counts["joined"] += len(after - before)
             self.audit.counts["left"] += len(before - after)
 
-        self.driver.background.start(change(self.driver))
+        attempt.driver.background.start(change(attempt.driver))
 
     def _call_for_weights(self) -> None:
         if self.driver is not None:

@@ -56,7 +56,7 @@ class Killer(Listener):
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
         self.steps.append(step)
-        self.rollouts.append(self.job._cluster.pids().get("rollout/0", 0) if self.job._cluster is not None else 0)
+        self.rollouts.append(self.job.attempt.cluster.pids().get("rollout/0", 0) if self.job.attempt is not None else 0)
         if (worker := self._kills.pop(step, None)) is not None:
             self._killed: set[str] = set()
             self._killing = asyncio.ensure_future(self._kill(worker))
@@ -84,8 +84,8 @@ class Killer(Listener):
 
     @contextmanager
     def _nothing_generated(self) -> Iterator[None]:
-        assert self.job._cluster is not None
-        processes = [psutil.Process(pid) for name, pid in self.job._cluster.pids().items() if name.startswith("rollout/")]
+        assert self.job.attempt is not None
+        processes = [psutil.Process(pid) for name, pid in self.job.attempt.cluster.pids().items() if name.startswith("rollout/")]
         for process in processes:
             process.suspend()
         try:
@@ -162,8 +162,8 @@ class Waiting(Killer):
     """Observer that kills the rollout worker, too, while it waits for the next attempt."""
 
     async def _kill(self, worker: str) -> None:
-        assert self.job._cluster is not None
-        rollout, over = self.job._cluster.pids()["rollout/0"], self.job.driver
+        assert self.job.attempt is not None
+        rollout, over = self.job.attempt.cluster.pids()["rollout/0"], self.job.driver
         await super()._kill(worker)
         while self.job.driver is over:  # where the attempt's end took longer than the pause, the next one's driver may be there
             await asyncio.sleep(0.002)

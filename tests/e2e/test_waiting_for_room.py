@@ -78,18 +78,18 @@ async def test_a_run_that_waits_for_room_ends_when_it_is_told_to(small: Small) -
 async def test_waiting_for_room_is_no_stall_and_nobody_joins_meanwhile(small: Small) -> None:
     limit = 60.0
     job, running = await waiting(small, stall_timeout_seconds=limit)
+    assert job.attempt is not None and job.driver is not None
     with pytest.raises(RunError, match="this run is still starting its workers"):
-        await asyncio.wait_for(job.scaling.scale("rollout", 2, 1.0), patience(10.0))
-    assert job.driver is not None
+        await asyncio.wait_for(job.attempt.scaling.scale("rollout", 2, 1.0), patience(10.0))
     last = job.driver.last_progress = asyncio.get_running_loop().time() - 10 * limit  # so long there was no room
-    seen, begin = list[float](), job.scaling.begin
+    seen, begin = list[float](), job.attempt.scaling.begin
 
     def begun() -> None:
         assert job.driver is not None
         seen.append(job.driver.last_progress)  # the watchdog begins next
         begin()
 
-    job.scaling.begin = begun  # type: ignore[method-assign]
+    job.attempt.scaling.begin = begun  # type: ignore[method-assign]
     job.full.has_room.set()
     assert await asyncio.wait_for(running, patience(60.0))
     assert seen[0] > last + limit
@@ -97,7 +97,8 @@ async def test_waiting_for_room_is_no_stall_and_nobody_joins_meanwhile(small: Sm
 
 async def test_a_run_that_waits_for_room_says_so(small: Small) -> None:
     job, running = await waiting(small)
-    assert sentence(job.standstill.situation()).startswith("the driver waits for the cluster to start 2 workers, since ")
+    assert job.attempt is not None
+    assert sentence(job.attempt.standstill.situation()).startswith("the driver waits for the cluster to start 2 workers, since ")
     job.interrupt()
     await asyncio.wait_for(running, patience(20.0))
     assert read_situation(job.config.run_dir).ended == "it was interrupted"
@@ -122,7 +123,8 @@ async def test_a_run_that_ends_while_one_waits_to_join_does_not_wait_for_room(sm
             await asyncio.sleep(0.01)
     job.full.has_room.clear()
     job.full.is_asked.clear()
-    joining = asyncio.create_task(job.scaling.scale("rollout", 2, 1.0))
+    assert job.attempt is not None
+    joining = asyncio.create_task(job.attempt.scaling.scale("rollout", 2, 1.0))
     await asyncio.wait_for(job.full.is_asked.wait(), patience(20.0))
     job.interrupt()
     with pytest.raises(RunError, match="this run is ending"):
