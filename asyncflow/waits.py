@@ -1,6 +1,6 @@
-"""Waits of the code: every place where it waits for somebody else, by the name of the wait, with the deadline that ends it.
+"""Waits of the code: every place where it waits for another process or thread, by the wait's name, with the deadline that ends it.
 
-    a wait that is registered here --Signal.until, waiting()--> OpenWait: who, since when, what has moved --> telemetry/why.py
+    a wait that is registered here --Signal.until, waiting()--> OpenWait: worker, since when, what has moved --> telemetry/why.py
 
 A test goes through the source: a place that waits, names no wait of these in its call, and is not in `places`, fails it, as does
 a place here that is gone. Not counted as waits: a pause of a given length (`asyncio.sleep`), work of the process's own threads
@@ -42,13 +42,13 @@ class _Facts(dict[str, int | str]):
 class OpenWait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A wait that has not ended. Ages are in seconds, since the clocks of two machines differ.
 
-    `who`: the worker, where the wait is another process's. `left`: until its deadline, None where it has none of its own. `still`:
+    `worker`: its name, where the wait is another process's. `left`: until its deadline, None where it has none of its own. `still`:
     since something has last moved, of what moves in pieces; `moved`: how much has, in bytes.
     """
 
     name: str
     seconds: float
-    who: str = ""
+    worker: str = msgspec.field(default="", name="who")  # the name in the files of earlier runs
     left: float | None = None
     still: float | None = None
     moved: int = 0
@@ -129,7 +129,7 @@ def _wait(name: str, what: str, places: str = "", *, ends: str = "run.stall_time
 # -- at the driver: parked requests, which the watchdog ends -------------------------------------------------------------------
 
 MAY_ADMIT: Final = _wait("admission", "the schedule's leave to admit step {step}")
-PROMPTS: Final = _wait("prompts", "prompts for step {step}, which somebody has to put")
+PROMPTS: Final = _wait("prompts", "prompts for step {step}, which a client has to put")
 CANDIDATES: Final = _wait("candidates", "the rewards of the candidates of step {step}")
 STEP_START: Final = _wait("start", "the start of step {step} for task {task}")
 TAKING: Final = _wait("taking", "a rank that can use one more group of step {step}", "loops/taking.py:Taking.run")
@@ -402,7 +402,7 @@ MODEL_FILES: Final = _wait(
 )
 LOADER: Final = _wait(
     "loader",
-    "the next batch of a data loader of somebody else's trainer",
+    "the next batch of a data loader in another product's trainer",
     "transfer_queue/loader/broadcast.py:GroupBroadcast._broadcast"
     " transfer_queue/loader/dataloader.py:StreamDataLoader._from_queue StreamDataLoader._next"
     " transfer_queue/loader/prefetch.py:Ahead.__init__ Ahead.run Ahead.take StreamFeed._main StreamFeed.call StreamFeed.close"

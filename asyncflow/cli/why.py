@@ -1,4 +1,4 @@
-"""`asyncflow why`: why nothing moves in a run, live, killed or finished: who waits for whom, and what ends each wait."""
+"""`asyncflow why`: why nothing moves in a run, live, killed or finished: which process waits for which, and what ends each wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def why(
     run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/quickstart.")],
     json: Annotated[bool, typer.Option("--json", help="Print the situation and the links as JSON.")] = False,
 ) -> None:
-    """Say who waits for whom in a run, from the trainer back to the cause."""
+    """Say which process waits for which in a run, from the trainer back to the cause."""
     import msgspec
 
     from asyncflow.run.standstill import state_of_driver

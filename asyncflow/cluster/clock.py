@@ -131,7 +131,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heapq.heappop(scheduled)
         if not ready:
             if not scheduled:
-                raise Deadlock("nobody has anything to do any more:\n" + self.waiting())
+                raise Deadlock("no task has anything to do any more:\n" + self.waiting())
             if scheduled[0]._when > self.now:
                 self.now, self._steps = scheduled[0]._when, 0
         self._steps += 1

@@ -107,7 +107,9 @@ class SubStep(Periodic):
         lie ready for training before another worker changes beside one that does. `newest_share`: of a step's prompts, kept for
         the newest version where rollout waits for training. Raises `UserError`."""
         if max_installing is not None and max_installing < 1:
-            raise UserError(f"schedule.max_installing must be 1 or more, or nobody ever gets new weights, but is {max_installing}.")
+            raise UserError(
+                f"schedule.max_installing is {max_installing}, and no worker would ever get new weights: set it to 1 or more."
+            )
         if watermark_rows < 0:
             raise UserError(f"schedule.watermark_rows must be 0 or more, but is {watermark_rows}.")
         if not 0 <= newest_share < 1:

@@ -12,12 +12,12 @@ from asyncflow.waits import OpenWait, Wait
 class _Waiting:
     """A wait that has not ended."""
 
-    __slots__ = ("condition", "facts", "future", "since", "wait", "who")
+    __slots__ = ("condition", "facts", "future", "since", "wait", "worker")
     future: asyncio.Future[None]
 
     def __init__(self, condition: Callable[[], bool], wait: Wait, facts: dict[str, int | str]) -> None:
         self.condition, self.wait, self.facts = condition, wait, facts
-        self.who, self.since = client_name.get(), asyncio.get_running_loop().time()
+        self.worker, self.since = client_name.get(), asyncio.get_running_loop().time()
 
 
 class Signal:
@@ -54,4 +54,4 @@ class Signal:
     def open_waits(self, now: float) -> list[OpenWait]:
         """Waits that have not ended, each with the client that waits, the oldest first. `now`: the event loop's time."""
         waiting = sorted(self._waiting, key=lambda each: each.since)
-        return [OpenWait(name=each.wait.name, seconds=now - each.since, who=each.who, facts=each.facts) for each in waiting]
+        return [OpenWait(name=each.wait.name, seconds=now - each.since, worker=each.worker, facts=each.facts) for each in waiting]

@@ -228,7 +228,7 @@ class Standstill:
     def _asked(self, now: float) -> list[OpenWait]:
         """Requests for rows that are parked at the tasks' controllers."""
         return [
-            OpenWait(name=LEASE.name, seconds=now - since, who=worker, facts={"task": task})
+            OpenWait(name=LEASE.name, seconds=now - since, worker=worker, facts={"task": task})
             for task, controller in self._driver.transfer_queue.controllers.items()
             for worker, since in controller.askers()
         ]

@@ -69,10 +69,10 @@ _OF_A_STEP: Final = frozenset(
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A link of the chain: `text` is a whole sentence. `on`: the worker that is waited for; empty at the cause. `ends`: what ends
-    the wait at the latest."""
+    """A link of the chain: `subject` waits, or is what a wait is for; `text` is a whole sentence. `on`: the worker that is waited
+    for; empty at the cause. `ends`: what ends the wait at the latest."""
 
-    who: str
+    subject: str = msgspec.field(name="who")  # its name in `asyncflow why --json`
     text: str
     on: str = ""
     ends: str = ""
@@ -236,7 +236,7 @@ class _Chain:
         """A worker in an open wait, and the storage unit that it waits for if that is off."""
         link, unit = self._open(worker.name, wait), self._workers.get(f"storage/{wait.facts.get('unit')}")
         off = self._off(unit) if unit is not None and wait.name == UNIT.name else None
-        yield link if off is None else msgspec.structs.replace(link, on=off.who)
+        yield link if off is None else msgspec.structs.replace(link, on=off.subject)
         if off is not None:
             yield off
 
@@ -304,7 +304,7 @@ class _Chain:
             text = f"group {group.group} is done by task {group.task}, and the ledger has not been told: a notice is lost"
             yield self._link(f"group {group.group}", text)
         elif group.state == LEASED:
-            text = f"{group.holder or 'nobody known'} has it for task {group.task}, since {_s(group.seconds)}"
+            text = f"{group.holder or 'a worker that has gone'} has it for task {group.task}, since {_s(group.seconds)}"
             ends = f"{_LEASES}, in {_s(max(0.0, group.left))}, unless it renews"
             holder = group.holder if group.holder in self._workers else ""
             yield self._link(f"group {group.group}", text, holder, ends)
@@ -342,7 +342,7 @@ class _Chain:
         elif workers:
             late = min(workers, key=self._lateness)
             served = ", ".join(f"{w.name} serves {'none' if w.serving is None else w.serving}" for w in workers[:4])
-            yield self._link(who, f"{lies}, which nobody serves ({served})", late.name)
+            yield self._link(who, f"{lies}, which no worker serves ({served})", late.name)
             yield from self.of_worker(late.name)
         else:
             yield self._link(who, f"{lies}, and there is no {pool} worker")
@@ -350,9 +350,8 @@ class _Chain:
     def _taker(self, who: str, lies: str, workers: list[SeenWorker], task: str) -> Iterator[Link]:
         """Links of a group that one of these workers is to take."""
         names = {worker.name for worker in workers}
-        asking = [
-            wait.who for wait in self._at.waits if wait.name == LEASE.name and wait.who in names and wait.facts.get("task") == task
-        ]
+        leases = [wait for wait in self._at.waits if wait.name == LEASE.name and wait.facts.get("task") == task]
+        asking = [wait.worker for wait in leases if wait.worker in names]
         if asking and all(self._off(worker) is None for worker in workers):
             yield self._link(who, f"{lies}, and {asking[0]} asks for such rows: the queue has not handed it out")
             return
@@ -360,7 +359,7 @@ class _Chain:
             yield self._link(who, f"{lies}, and there is no worker for that")
             return
         first = min(workers, key=self._lateness)
-        yield self._link(who, f"{lies}, and nobody has taken it", first.name)
+        yield self._link(who, f"{lies}, and no worker has taken it", first.name)
         yield from self.of_worker(first.name)
 
     def _lateness(self, worker: SeenWorker) -> tuple[int, float]:
@@ -372,14 +371,14 @@ class _Chain:
 
     def _starting(self) -> Link | None:
         """The cluster that has not started the workers yet."""
-        waits = {wait.name: wait for wait in self._at.waits if not wait.who}
+        waits = {wait.name: wait for wait in self._at.waits if not wait.worker}
         wait = waits.get(RAY_ROOM.name) or waits.get(WORKERS_START.name) or waits.get(UNITS.name)
         return None if wait is None else self._open("the driver", wait)
 
     def _admission(self, step: int) -> Iterator[Link]:
         """Reason why prompts of a step are not in the queue."""
         names = (CAPACITY.name, PROMPTS.name, MAY_ADMIT.name, CANDIDATES.name)
-        of_driver = [wait for wait in self._at.waits if wait.name in names and wait.who in ("", "driver")]
+        of_driver = [wait for wait in self._at.waits if wait.name in names and wait.worker in ("", "driver")]
         wait = min(of_driver, key=lambda each: names.index(each.name), default=None)
         if wait is None:
             yield self._link("driver", f"the driver has not admitted step {step}")
@@ -387,7 +386,7 @@ class _Chain:
             yield self._open("the driver", wait)
 
     def _parked(self, name: str) -> list[OpenWait]:
-        return [wait for wait in self._at.waits if wait.who == name and wait.name not in (ALL_SERVE.name, FREE_CORES.name)]
+        return [wait for wait in self._at.waits if wait.worker == name and wait.name not in (ALL_SERVE.name, FREE_CORES.name)]
 
     def _link(self, who: str, text: str, on: str = "", ends: str = STALL) -> Link:
         """A link, with the seconds behind each configuration key of what ends it."""

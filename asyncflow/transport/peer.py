@@ -66,7 +66,7 @@ class Peer:
 
         Raises:
             UserError: it is no address, or one that needs credentials, and there are none.
-            ConnectionLost: nobody answers there in time, or does not let this client in. Names the address.
+            ConnectionLost: nothing answers there in time, or does not let this client in. Names the address.
         """
         place = parse_address(address)
         peer = cls(str(address), limits or FrameLimits())
@@ -78,7 +78,7 @@ class Peer:
         except (OSError, TimeoutError, ConnectionLost) as error:  # ssl.SSLError is an OSError
             await peer.close()
             why = "no welcome in time" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or error
-            raise ConnectionLost(f"nobody answers at {address}: {why}") from error
+            raise ConnectionLost(f"nothing answers at {address}: {why}") from error
         except BaseException:
             await peer.close()
             raise

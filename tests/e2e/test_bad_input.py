@@ -293,7 +293,7 @@ def refused(*arguments: object) -> str:
         ),
         (
             ["queue", "metrics", "unix:nowhere"],
-            "no queue is served there, or it does not let you in: nobody answers at unix:nowhere",
+            "no queue is served there, or it does not let you in: nothing answers at unix:nowhere",
         ),
         (
             ["queue", "serve", "nowhere", "--address", "unix:q"],

@@ -161,7 +161,7 @@ HANGS: dict[str, Hang] = {
     "a fetch at 0 bytes": Hang(
         (
             GROUP,
-            r"group \d+ lies ready for task rollout, for version 1, which nobody serves \(rollout/0 serves 0\)",
+            r"group \d+ lies ready for task rollout, for version 1, which no worker serves \(rollout/0 serves 0\)",
             r"rollout/0 waits for the weights of version 1, since [\d.]+ s: 0 bytes have come, none for [\d.]+ s; "
             r"the trainer published them [\d.]+ s ago$",
         ),
@@ -170,7 +170,7 @@ HANGS: dict[str, Hang] = {
     "weights that do not arrive whole": Hang(
         (
             GROUP,
-            r"group \d+ lies ready for task rollout, for version 1, which nobody serves \(rollout/0 serves 0\)",
+            r"group \d+ lies ready for task rollout, for version 1, which no worker serves \(rollout/0 serves 0\)",
             r"rollout/0 has no weights to serve, and tries again: version 1 did not arrive whole$",
         ),
         config={"weight_sync": {"deadline_seconds": 1000}},
@@ -197,7 +197,11 @@ HANGS: dict[str, Hang] = {
         faults=frozen("critic", 4.0),
     ),
     "a worker that never loads": Hang(
-        (GROUP, r"group \d+ lies ready .* which nobody serves \(rollout/0 serves none\)", r"rollout/0 is in load, since [\d.]+ s$"),
+        (
+            GROUP,
+            r"group \d+ lies ready .* which no worker serves \(rollout/0 serves none\)",
+            r"rollout/0 is in load, since [\d.]+ s$",
+        ),
         faults=Faults(slow={"rollout/0": NEVER}),
     ),
     "a lost notice to the ledger": Hang(
@@ -233,7 +237,11 @@ HANGS: dict[str, Hang] = {
         plant=never(Periodic, "may_admit", False, after=2),
     ),
     "a schedule that never lets weights be installed": Hang(
-        (GROUP, r"group \d+ lies ready .* which nobody serves", r"rollout/0 waits for the schedule's leave to install version 1"),
+        (
+            GROUP,
+            r"group \d+ lies ready .* which no worker serves",
+            r"rollout/0 waits for the schedule's leave to install version 1",
+        ),
         plant=never(Periodic, "may_install", False),
     ),
     "a schedule that never lets training start": Hang(
@@ -315,7 +323,7 @@ def test_at_any_moment_of_any_run_there_is_a_chain_to_a_cause(mode: str, monkeyp
             situation = self.situation()
             links, edges = chain(situation), graph(situation)
             assert links and links[-1].ends and all(link.on for link in links[:-1]), links
-            assert [link.who for link in edges] == [worker.name for worker in situation.workers]
+            assert [link.subject for link in edges] == [worker.name for worker in situation.workers]
             moments[0] += 1
 
     monkeypatch.setattr(Standstill, "run", look)

@@ -135,7 +135,7 @@ class SimPeer:
         wait = network.arrival(here.name, server.process.name if server else "") - network.loop.now
         if server is None or wait > timeout_seconds:
             await asyncio.sleep(min(wait, timeout_seconds))
-            raise ConnectionLost(f"nobody answers at {address}")
+            raise ConnectionLost(f"nothing answers at {address}")
         peer = cls(str(address), name, server)
         network.links.append(peer)
         network.loop.call_at(network.loop.now + wait, peer._greet, context=peer._at_server)
@@ -145,7 +145,7 @@ class SimPeer:
         except TimeoutError:
             peer.end("no welcome in time")
         if peer._error is not None:
-            raise ConnectionLost(f"nobody answers at {address}: {peer._error}")
+            raise ConnectionLost(f"nothing answers at {address}: {peer._error}")
         return peer
 
     def _greet(self) -> None:

@@ -241,7 +241,7 @@ def test_what_the_driver_must_know_of_a_weight_sync_is_asked_of_its_class(tmp_pa
     for name, listen, evaluators in (("Plain", None, 1), ("Doors", "tls:h:1", 1), ("Keys", None, 1), ("Broadcast", None, 0)):
         check_choices(config(name, listen, evaluators))
     for name, listen, evaluators, sentence in (
-        ("Plain", "tls:h:1", 0, "weight_sync.listen=tls:h:1: nobody connects to it when weights travel by .*syncs.py:Plain"),
+        ("Plain", "tls:h:1", 0, "weight_sync.listen=tls:h:1: no process connects to it when weights travel by .*syncs.py:Plain"),
         ("Broadcast", None, 1, "syncs.py:Broadcast broadcasts each version"),
         ("Wrong", None, 0, "has {'has_door': True} as its facts, which are no WeightSyncFacts: asyncflow/weight_sync/base.py says"),
         ("OneEnd", None, 0, "has no 'receiver': asyncflow/weight_sync/base.py says what is needed"),

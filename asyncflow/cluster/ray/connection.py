@@ -80,7 +80,7 @@ class RayConnection:
         if loaded is None or not loaded.is_initialized():
             if address:
                 if not await _answers(address):  # Ray itself would try for minutes
-                    raise UserError(f"nobody answers at cluster.address={address}: start the cluster first, by ray start --head")
+                    raise UserError(f"nothing answers at cluster.address={address}: start the cluster first, by ray start --head")
                 if os.environ.get("RAY_AUTH_MODE") == "disabled":
                     log.warning("RAY_AUTH_MODE=disabled: everybody who reaches the Ray cluster at %s can run code on it", address)
                 for name, value in {"RAY_AUTH_MODE": "token", **PATIENCE}.items():  # Ray reads them when it is imported

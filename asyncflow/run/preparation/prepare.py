@@ -165,7 +165,7 @@ def _check_weight_sync(config: Config) -> None:
     if chosen.listen is not None and not facts.has_door:
         others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if of_other.has_door)
         raise UserError(
-            f"weight_sync.listen={chosen.listen}: nobody connects to it when weights travel by {chosen.name}: take {others}"
+            f"weight_sync.listen={chosen.listen}: no process connects to it when weights travel by {chosen.name}: take {others}"
         )
     if evaluators and facts.is_broadcast:
         others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if not of_other.is_broadcast)
@@ -363,7 +363,7 @@ async def prepare(
     await check_engines(config, is_training=not evaluate_only)
     await check_storage(config)
     if not is_served:
-        _check_needs_nobody(config)
+        _check_needs_no_outsider(config)
     source = read_source(config, "train") if config.data.path is not None else None
     if not evaluate_only and source is not None:
         _check_enough(config, len(source.rows), "rows")
@@ -432,7 +432,7 @@ def check_turns(config: Config, tokenizer: CheckpointTokenizer, environments: En
     return notes
 
 
-def _check_needs_nobody(config: Config) -> None:
+def _check_needs_no_outsider(config: Config) -> None:
     """Raises `UserError` where a run that no service hosts would wait for processes from outside for ever."""
     for is_missing, key, what in (
         (config.data.path is None, "data.path", "puts prompts"),
@@ -440,7 +440,7 @@ def _check_needs_nobody(config: Config) -> None:
         (config.train.engine.name == OUTSIDE, "train.engine", "trains"),
     ):
         if is_missing:
-            raise UserError(f"nobody {what} in this run: set {key}, or let processes from outside do it, by asyncflow serve")
+            raise UserError(f"no process {what} in this run: set {key}, or let processes from outside do it, by asyncflow serve")
 
 
 def _check_enough(config: Config, count: int, what: str) -> None:

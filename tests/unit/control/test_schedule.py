@@ -238,7 +238,7 @@ def test_at_least_the_share_is_kept_and_never_all(share: float, groups: int, cou
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("sub_step", {"max_installing": 0}, "schedule.max_installing must be 1 or more"),
+        ("sub_step", {"max_installing": 0}, "schedule.max_installing is 0, .*: set it to 1 or more"),
         ("sub_step", {"watermark_rows": -1}, "schedule.watermark_rows must be 0 or more"),
         ("sub_step", {"newest_share": 1.0}, "schedule.newest_share must be 0 or more and less than 1"),
         ("sub_step", {"newest_share": -0.1}, "schedule.newest_share must be 0 or more and less than 1"),

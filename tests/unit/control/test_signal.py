@@ -87,7 +87,7 @@ async def test_an_open_wait_says_who_waits_for_what_and_since_when() -> None:
     waiting = asyncio.create_task(signal.until(lambda: False, ROUND, step=7, number=2))
     await loop_turns()
     (wait,) = signal.open_waits(now + 5.0)
-    assert (wait.who, wait.words) == ("trainer/0", "round 2 of step 7") and 4.0 < wait.seconds <= 5.0
+    assert (wait.worker, wait.words) == ("trainer/0", "round 2 of step 7") and 4.0 < wait.seconds <= 5.0
     signal.notify()
     await loop_turns()
     assert len(signal.open_waits(now)) == 1

@@ -63,7 +63,7 @@ def made(tmp_path: Path, said: list[str]) -> Made:
             "schedule": SimpleNamespace(max_staleness=0, interval=lambda step: SimpleNamespace(low=step, high=step)),
             "ledger": SimpleNamespace(tasks=TaskPlan(trained=("train", "critic_update")), committed=1, groups=dict),
             "versions": SimpleNamespace(kept=lambda versions: []),
-            "queue": SimpleNamespace(),
+            "transfer_queue": SimpleNamespace(),
             "log": said.append,
             "clock": lambda: 0.0,
         }
@@ -106,7 +106,7 @@ def test_a_run_that_ends_says_whether_its_last_checkpoint_has_all_that_was_begun
         await saves.written(1)
         parts = cast(Any, saves)
         parts._record = SimpleNamespace(is_deterministic=is_deterministic)
-        parts._queue = SimpleNamespace(schema=SimpleNamespace(group_bits=2))
+        parts._transfer_queue = SimpleNamespace(schema=SimpleNamespace(group_bits=2))
         parts._ledger, parts._kept = SimpleNamespace(groups_begun=lambda: [1]), kept
         await saves.close()
         checkpoints = checkpoints_of(saves._config)

@@ -17,7 +17,7 @@ LIMITS = {"run.stall_timeout_seconds": 300.0, "queue.lease_seconds": 120.0, "wei
 
 
 def parked(wait: Wait, who: str = "", seconds: float = 41.0, **facts: int | str) -> OpenWait:
-    return OpenWait(name=wait.name, who=who, seconds=seconds, facts=facts)
+    return OpenWait(name=wait.name, worker=who, seconds=seconds, facts=facts)
 
 
 def worker(name: str, task: str = "wait", cause: str = "rows", **seen: Any) -> SeenWorker:
@@ -50,7 +50,7 @@ def test_the_chain_of_the_page() -> None:
     found = chain(situation(worker("trainer/0"), late, group=READY, published=7, published_seconds=12.0))
     assert [link.text for link in found] == [
         WAITS,
-        "group 412 lies ready for task rollout, for version 7, which nobody serves (rollout/3 serves 6)",
+        "group 412 lies ready for task rollout, for version 7, which no worker serves (rollout/3 serves 6)",
         "rollout/3 waits for bytes of version 7 from the trainer's sender at tls:a:1, since 11 s: 0 bytes have come, none for "
         "9.0 s; the trainer published them 12 s ago",
     ]
@@ -232,7 +232,7 @@ def test_the_graph_has_every_worker_once() -> None:
     seen = situation(
         worker("trainer/0"), worker("trainer/1", cause="leader"), worker("rollout/3", "generate"), group=leased("rollout/3")
     )
-    assert [(link.who, link.on) for link in graph(seen)] == [
+    assert [(link.subject, link.on) for link in graph(seen)] == [
         ("trainer/0", "group 412"),
         ("trainer/1", "trainer/0"),
         ("rollout/3", ""),

@@ -155,7 +155,7 @@ async def test_who_does_not_come_back_is_named_when_patience_is_over(town: Town)
     server = await town.serve("x", "a")
     await places.get(Echo, "unit/0").say("x")
     await server.close()
-    with pytest.raises(ConnectionLost, match=r"unit/0 has not come back within 0\.2 s: nobody answers at"):
+    with pytest.raises(ConnectionLost, match=r"unit/0 has not come back within 0\.2 s: nothing answers at"):
         await asyncio.wait_for(places.get(Echo, "unit/0").say("x"), 3)
     await places.close()
 

@@ -236,5 +236,5 @@ async def test_a_full_queue_of_clients_is_waited_for(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
             accepted, _ = listener.accept()
             accepted.close()
-    with pytest.raises(Exception, match="nobody answers"):
+    with pytest.raises(Exception, match="nothing answers"):
         await connecting

@@ -164,7 +164,7 @@ async def test_after_the_server_has_gone_requests_fail_and_none_hangs(bench: Ben
         await asyncio.wait_for(parked, 1)
     with pytest.raises(ConnectionLost):
         await asyncio.wait_for(client.add(1, 1), 1)
-    with pytest.raises(ConnectionLost, match="nobody answers"):
+    with pytest.raises(ConnectionLost, match="nothing answers"):
         await Peer.connect(bench.path, "late", timeout_seconds=1)
 
 

@@ -110,7 +110,7 @@ async def test_who_has_not_the_key_does_not_get_in(
 async def test_a_client_does_not_trust_another_server(bench: Bench, credentials: Credentials, tmp_path: Path) -> None:
     server = Server({"echo": Echo()}, credentials=Credentials.create(tmp_path / "other.pem"))
     address = await server.start("tls:127.0.0.1:0")
-    with pytest.raises(ConnectionLost, match=f"nobody answers at {address}.*certificate"):
+    with pytest.raises(ConnectionLost, match=f"nothing answers at {address}.*certificate"):
         await Peer.connect(address, "client", credentials=credentials, timeout_seconds=3)
     await server.close()
 

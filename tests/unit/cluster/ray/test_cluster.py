@@ -496,7 +496,7 @@ async def test_a_cluster_that_is_not_there_is_said_at_once(run_dir: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     cluster, began = RayCluster(run_dir, address=f"127.0.0.1:{port}"), time.monotonic()
-    with pytest.raises(UserError, match=f"nobody answers at cluster.address=127.0.0.1:{port}: start the cluster first"):
+    with pytest.raises(UserError, match=f"nothing answers at cluster.address=127.0.0.1:{port}: start the cluster first"):
         await cluster.start([spec(run_dir, "well")])
     assert time.monotonic() - began < patience(20.0) and await cluster.stop(0.0) == []
 

@@ -415,7 +415,7 @@ def test_errors_surface(queue: ServedQueue, tmp_path: Path, monkeypatch: pytest.
             next(iter(open_loader(**{"address": queue.address, "task": "train", "groups": 1} | options)))
     with pytest.raises(LookupError, match="has no column 'score'"):
         next(iter(open_loader(queue.address, "train", groups=1, columns=["score"])))
-    with pytest.raises(ConnectionLost, match="nobody answers at"):
+    with pytest.raises(ConnectionLost, match="nothing answers at"):
         next(iter(open_loader(f"unix:{tmp_path}/nosuch.sock", "train", groups=1)))
     with open_loader(queue.address, "train", groups=1) as loader:
         stream = iter(loader)
