@@ -111,6 +111,27 @@ def test_the_life_of_a_sample_names_calls_that_exist() -> None:
     )
 
 
+def classes_of(room: Path) -> dict[str, bool]:
+    """Classes of a room by name: whether they are more than a record, a message or a contract."""
+    found = {}
+    for file in room.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                kind = " ".join(map(ast.unparse, [*node.bases, *node.decorator_list]))
+                found[node.name] = not re.search("Struct|Protocol|dataclass|Exception", kind)
+    return found
+
+
+def test_the_lifetimes_of_a_run_name_all_of_its_objects() -> None:
+    import asyncflow.run
+
+    figure = str(asyncflow.run.__doc__).split("from the longest to the shortest:")[1]
+    named = re.findall(r"(?m)^ {6}(\w+) {2,}\S", figure)
+    assert len(named) > 25 and not set(named) - classes_of(ROOT / "asyncflow").keys()
+    objects = {name for name, is_one in classes_of(ROOT / "asyncflow" / "run").items() if is_one and not name.startswith("_")}
+    assert not objects - {*named}, "asyncflow/run/__init__.py does not say how long these live"
+
+
 def strangers(text: str) -> list[str]:
     """What stands in backticks and is neither a key of the configuration, a value after it or not, nor a file or a room."""
     named = re.findall(r"`([^`\n]+)`", text)
