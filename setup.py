@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: a wheel has the shipped recipe and its model in asyncflow/recipes (asyncflow/cli/shipped.py)."""
+"""Step of the build that pyproject.toml cannot say: a wheel has the quickstart recipe and its model in asyncflow/recipes
+(asyncflow/cli/quickstart.py)."""
 
 from pathlib import Path
 

@@ -1,12 +1,12 @@
-"""Samplers, which choose the ready rows that each worker gets. Contract in `base.py`, the samplers beside it, chosen by a task's
-`sampler` and `sampler_options`.
+"""Samplers, which choose the ready rows that each worker gets. Contract in `base.py`; chosen by a task's `sampler` and
+`sampler_options`, in a run by `queue.samplers`. What a sampler chooses is checked by `checks.py`.
 
-In a run these are `queue.samplers`, by task. What a sampler chooses is checked by `checks.py`.
+The samplers of runs are here. `token_balanced`, for the data loaders of other trainers, is in `loader/`.
 """
 
 SAMPLERS = {
     "oldest": "asyncflow.transfer_queue.sampler.oldest:Oldest",
     "whole_groups": "asyncflow.transfer_queue.sampler.oldest:WholeGroups",
     "shortest_queue": "asyncflow.transfer_queue.sampler.shortest_queue:ShortestQueue",
-    "token_balanced": "asyncflow.transfer_queue.sampler.token_balanced:TokenBalanced",
+    "token_balanced": "asyncflow.transfer_queue.loader.token_balanced:TokenBalanced",
 }

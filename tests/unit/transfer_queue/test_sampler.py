@@ -9,9 +9,9 @@ import pytest
 
 from asyncflow.registry import build
 from asyncflow.transfer_queue.leases import Lease, Want
+from asyncflow.transfer_queue.loader.token_balanced import balance
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
-from asyncflow.transfer_queue.sampler.token_balanced import balance
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.table import Table
 from asyncflow.types import Column, GroupMeta, Interval
