@@ -369,7 +369,7 @@ ANSWER: Final = _wait(
 UNIT: Final = _wait(
     "storage unit",
     "storage unit {unit} to store {rows} rows",
-    "transfer_queue/unit_store.py:UnitStore._drop UnitStore._store UnitStore._to_its_end UnitStore.admit UnitStore.close"
+    "transfer_queue/unit_store.py:UnitStore._drop UnitStore._store UnitStore._to_its_end UnitStore.admit UnitStore._ended"
     " transfer_queue/freeing.py:Freeing.__init__ Freeing.free transfer_queue/client.py:_all_that_answer",
     ends="queue.lease_seconds",
 )
@@ -443,6 +443,12 @@ NEXT_ATTEMPT: Final = _wait(
     "next attempt", "the next attempt of the run, after a worker's death", "run/in_worker/connection.py:next_attempt"
 )
 UNITS: Final = _wait("units", "{units} storage units to come", "run/driver.py:Driver._units_there", ends="UNITS_SECONDS (60 s)")
+ROWS_REMOVED: Final = _wait(
+    "rows removed",
+    "the storage units to remove what the attempt has stored",
+    "run/driver.py:Driver._remove_rows",
+    ends="REMOVE_SECONDS (5 s)",
+)
 WORKER_ENDS: Final = _wait(
     "worker's end",
     "a worker's process to end",

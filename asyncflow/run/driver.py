@@ -35,6 +35,7 @@ from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_schedule,
     make_storage,
+    new_owner,
     num_devices,
     queue_schema,
     shape_of,
@@ -65,10 +66,12 @@ from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError, UserError
-from asyncflow.waits import BEGUN
+from asyncflow.waits import BEGUN, ROWS_REMOVED, waiting
 
 UNITS_SECONDS: Final = 60.0
 """How long storage units in processes of their own may take to come, once they have been started."""
+REMOVE_SECONDS: Final = 5.0
+"""How long the units may take, at the attempt's end, to remove what they have stored."""
 FAILURES_LOGGED: Final = 8
 """Rows that fail for the same reason and are named one by one; after them each hundredth is."""
 
@@ -177,6 +180,7 @@ class Driver:
             events={task: self._events(task) for task in (*tasks, EVALUATE_TASK)},
             unit_options=unit_options(self.config),
             credentials=self._credentials,
+            owner=new_owner(self.config),
         )
 
     def _events(self, task: str) -> TaskEvents:
@@ -320,12 +324,27 @@ class Driver:
         """Do what is to be done beside the run with storage units that are in processes of their own, while there are any."""
         if self.config.queue.place == "workers":
             await self.background.settle(self.transfer_queue.places.patience_seconds)
+            await self._remove_rows()
 
     async def close(self) -> None:
         """Write what is left and close the files."""
         await self.background.close()
+        if self.config.queue.place == "driver":
+            await self._remove_rows()
         await self.transfer_queue.close()
         self.record.close()
+
+    async def _remove_rows(self) -> None:
+        """Remove what the attempt has stored outside of its processes. What is left goes when another attempt begins."""
+        if self.config.queue.storage.name == "memory":
+            return
+        try:
+            with waiting(ROWS_REMOVED):
+                async with asyncio.timeout(REMOVE_SECONDS):
+                    await self.transfer_queue.remove()
+        except (RunError, TimeoutError) as error:
+            why = str(error) or f"no answer in {REMOVE_SECONDS:g} s"
+            self.log(f"what the queue has stored stays there until the run goes on, if it does: {why}")
 
     def progress(self) -> None:
         """Something has moved: the run is not stalled."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
+import socket
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -47,7 +51,7 @@ from asyncflow.threads import num_cores
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.sampler.checks import check_sampler
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
 from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Layout, UserError, group_bits_for
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
@@ -449,6 +453,12 @@ def make_storage(config: Config, number: int) -> Storage:
     chosen = config.queue.storage
     storage: Storage = build("queue storage", chosen.name, chosen.options, STORAGES, {"unit": number})
     return storage
+
+
+def new_owner(config: Config) -> QueueOwner:
+    """Owner of what the queue of a new attempt stores. A run is known by its folder on this machine."""
+    place = hashlib.sha256(f"{socket.gethostname()}:{config.run_dir.resolve()}".encode()).hexdigest()[:8]
+    return QueueOwner(f"{re.sub(r'[^A-Za-z0-9._-]', '_', config.run.name)}-{place}", uuid.uuid4().hex[:12])
 
 
 def unit_options(config: Config) -> UnitOptions:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from asyncflow.engines.costs import Costs
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.storage.base import Storage, Stored
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage, Stored
 from asyncflow.types import Array, Batch, GroupMeta, Ragged
 
 
@@ -26,8 +26,8 @@ class SleepingStorage(Storage):
         """`lock`: of this unit; units in one process share it."""
         self._storage, self._costs, self._lock = storage, costs, lock
 
-    async def open(self, schema: Schema) -> None:
-        await self._storage.open(schema)
+    async def open(self, schema: Schema, owner: QueueOwner | None = None) -> None:
+        await self._storage.open(schema, owner)
 
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
         await self._work_on(batch)
@@ -54,6 +54,9 @@ class SleepingStorage(Storage):
     def nbytes(self) -> int:
         """See `Storage`."""
         return self._storage.nbytes
+
+    async def remove(self) -> None:
+        await self._storage.remove()
 
     async def close(self) -> None:
         await self._storage.close()

@@ -16,6 +16,7 @@ import msgspec
 
 from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.base import QueueOwner
 from asyncflow.transport import ConnectionLost, Credentials, Peer, proxy, remote
 
 T = TypeVar("T")
@@ -25,11 +26,13 @@ HERE = ""
 
 
 class Description(msgspec.Struct, frozen=True, dict=True):
-    """A queue, as a newcomer has to know it. `version` rises with every change of `places` (name -> address)."""
+    """A queue, as a newcomer has to know it. `version` rises with every change of `places` (name -> address). `owner`: if it is
+    a run's."""
 
     version: int
     schema: Schema
     places: dict[str, str]
+    owner: QueueOwner | None = None
 
     @functools.cached_property
     def units(self) -> list[int]:
@@ -40,8 +43,8 @@ class Description(msgspec.Struct, frozen=True, dict=True):
 class Directory:
     """Addresses of the queue: its units, and the controllers of its tasks. There is one for each queue."""
 
-    def __init__(self, schema: Schema) -> None:
-        self.current = Description(0, schema, {})
+    def __init__(self, schema: Schema, owner: QueueOwner | None = None) -> None:
+        self.current = Description(0, schema, {}, owner)
         self._changed = asyncio.Event()
         self._last_term = 0
         self._terms: dict[str, int] = {}  # of those that serve a place
@@ -81,7 +84,7 @@ class Directory:
     def add(self, name: str, address: str = HERE) -> None:
         """Add a part of the queue under its name, or change its address; `HERE`: it is in the process of the directory."""
         old = self.current
-        self.current = Description(old.version + 1, old.schema, {**old.places, name: address})
+        self.current = Description(old.version + 1, old.schema, {**old.places, name: address}, old.owner)
         self._changed.set()
         self._changed = asyncio.Event()
 

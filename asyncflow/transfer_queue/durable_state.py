@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.notices import Notice
-from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.types import Array
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
+from asyncflow.types import Array, RunError
 
 REMEMBERED = 65536
 GONE_KEPT = 2048  # of these, in the facts: as many as may go while a lost answer is asked for again
@@ -19,12 +19,14 @@ FACTS = "facts"
 
 class DurableState(msgspec.Struct):
     """Per task the partitions that have ended, and whether it is closed; the rows that have been dropped from groups that are still
-    there; the groups that went last (int64), should a put of theirs be repeated, or a controller not have heard that they went."""
+    there; the groups that went last (int64), should a put of theirs be repeated, or a controller not have heard that they went.
+    `attempt`: of the run whose queue it is."""
 
     ended_partitions: dict[str, list[int]] = {}
     closed: list[str] = []
     dropped: dict[int, set[int]] = {}
     gone: bytes = b""
+    attempt: str = ""
 
     def dropped_rows(self) -> Array:
         """Rows that are dropped, int64 [n]."""
@@ -45,10 +47,17 @@ class SavedDurableState:
         self._storage = storage
         self._kept = self.encoded()  # in the storage, if it is durable
 
-    async def open(self) -> None:
-        """Read the state that an earlier process has left."""
+    async def open(self, owner: QueueOwner | None = None) -> None:
+        """Read the state that an earlier process of the owner's has left. Raises `RunError` where the storage has another one's:
+        what has gone there would not come again."""
+        attempt = self.now.attempt = owner.attempt if owner is not None else ""
         if (facts := await self._storage.kept(FACTS)) is not None:
             self.now, self._kept = msgspec.msgpack.decode(facts, type=DurableState), facts
+            if self.now.attempt != attempt:
+                raise RunError(
+                    f"queue.storage has kept the state of another attempt of this run: {type(self._storage).__name__}.open is to "
+                    f"remove what another owner has stored"
+                )
             self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
 
     async def keep(self) -> None:

@@ -31,8 +31,9 @@ async def serve_unit(
     """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone. `on_listening` is told where."""
     peer, directory = await _join(hub, f"unit/{number}", credentials)
     term = await directory.term()
-    unit = StorageUnit(storage, (await directory.describe(-1)).schema, options)
-    await unit.open()
+    queue = await directory.describe(-1)
+    unit = StorageUnit(storage, queue.schema, options)
+    await unit.open(queue.owner)
     server = Server({f"unit/{number}": unit}, credentials=credentials, arena=arena)
     try:
         at = await server.start(address)

@@ -27,7 +27,7 @@ from asyncflow.transfer_queue.metrics import prometheus_text
 from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path
-from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
 from asyncflow.transfer_queue.unit import AS_USUAL, StorageUnit, UnitOptions
 from asyncflow.transport import Credentials, remote
 
@@ -54,14 +54,16 @@ class TransferQueue:
         unit_options: UnitOptions = AS_USUAL,
         patience_seconds: float = 60.0,
         credentials: Credentials | None = None,
+        owner: QueueOwner | None = None,
     ) -> None:
         """`storages`: one for each unit of this process, maybe none. `tasks`: whose controllers run in this process (all).
 
-        `unit_options`: each unit's. `credentials`: to reach units that are served over TLS elsewhere.
+        `unit_options`: each unit's. `credentials`: to reach units that are served over TLS elsewhere. `owner`: attempt of a run
+        whose queue it is; what other attempts of the run have stored is removed.
         """
         self.schema = schema
         self._unit_options = unit_options
-        self.directory = Directory(schema)
+        self.directory = Directory(schema, owner)
         self.services: dict[str, object] = {"directory": self.directory, "queue": self}
         self._here: dict[str, object] = {}
         self.places = Places(
@@ -83,7 +85,7 @@ class TransferQueue:
 
     async def open(self) -> None:
         """Open the units' storages."""
-        await asyncio.gather(*(unit.open() for unit in self.units))
+        await asyncio.gather(*(unit.open(self.directory.current.owner) for unit in self.units))
 
     async def run(self) -> None:
         """Have the controllers of this process follow all units, those that join later too. `open` first. Runs until it is
@@ -112,6 +114,10 @@ class TransferQueue:
         """Answer every request to this process's controllers, now and later, with None: the consumers are to end."""
         for controller in self.controllers.values():
             controller.close()
+
+    async def remove(self) -> None:
+        """Have all units, those of other processes too, remove what the owner has stored: nobody wants it any more."""
+        await asyncio.gather(*(self.places.get(StorageUnit, f"unit/{number}").remove() for number in self.places.units))
 
     async def close(self) -> None:
         """Answer all requests that wait, and let go of the storages."""

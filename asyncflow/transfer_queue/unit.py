@@ -26,7 +26,7 @@ from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, Notice, NoticeLog
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path
-from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
 from asyncflow.transfer_queue.unit_store import UnitStore
 from asyncflow.transport import remote
 from asyncflow.types import Batch, GroupMeta, Ragged
@@ -68,9 +68,9 @@ class StorageUnit:
         self._snapshot_dir = options.snapshot_dir
         self._interest = {t.name: schema.mask((*t.reads, *t.outputs, DEAD, FILTERED)) for t in schema.tasks}
 
-    async def open(self) -> None:
-        """Open the storage and take up what has outlived an earlier process."""
-        await self.holdings.open()
+    async def open(self, owner: QueueOwner | None = None) -> None:
+        """Open the storage and take up what has outlived an earlier process of the owner's."""
+        await self.holdings.open(owner)
 
     async def close(self) -> None:
         """End all writes and close the storage."""
@@ -208,6 +208,13 @@ class StorageUnit:
             ended = self._ended_leases.setdefault(task, {})
             ended.update(dict.fromkeys(leases))
             forget_oldest(ended)
+
+    # -- its end ------------------------------------------------------------------------------------------------------------
+
+    @remote
+    async def remove(self) -> None:
+        """Remove all that the queue's owner has stored: the queue is at its end, and nobody wants it any more."""
+        await self.holdings.remove()
 
     # -- snapshots ----------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import Notice
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, read_snapshot, write_snapshot
-from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
 from asyncflow.types import Array, Batch, GroupMeta, Ragged
 
 T = TypeVar("T")
@@ -46,14 +46,14 @@ class UnitStore:
         self._under_way: set[asyncio.Task[Any]] = set()
         self._token_columns = {c.name: c.per for c in schema.columns if c.counts_tokens}
 
-    async def open(self) -> None:
-        """Open the storage and take up what has outlived an earlier process."""
-        await self.storage.open(self.schema)
+    async def open(self, owner: QueueOwner | None = None) -> None:
+        """Open the storage and take up what has outlived an earlier process of the owner's."""
+        await self.storage.open(self.schema, owner)
         async for stored in self.storage.recover():
             self._take_up(stored.metas, stored.rows, stored.columns)
             await self._weigh(stored.rows, stored.columns)
         self._count_found(list(self.index.metas), self.storage.nbytes)
-        await self.facts.open()
+        await self.facts.open(owner)
         unfreed = self.index.rows_of(self.facts.gone)
         await self._drop(np.union1d(unfreed, self.facts.now.dropped_rows()))
 
@@ -64,11 +64,19 @@ class UnitStore:
         self.room.note([group for group in groups if group in self.index.metas], each)
         self.room.take(0, each * num_rows)
 
+    async def remove(self) -> None:
+        """Remove all that the owner has stored, when all changes have ended."""
+        await self._ended()
+        await self.storage.remove()
+
     async def close(self) -> None:
         """Close the storage when all changes have ended."""
+        await self._ended()
+        await self.storage.close()
+
+    async def _ended(self) -> None:
         if self._under_way:
             await asyncio.wait(self._under_way)
-        await self.storage.close()
 
     # -- in -----------------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from asyncflow.registry import build
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
+from asyncflow.transfer_queue.storage.servers.redis import RUN_SECONDS, RedisKeyValue
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, Values
 from tests.depth import few
 
@@ -53,12 +54,12 @@ async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
         options = {"master": request.getfixturevalue("mooncake_master"), "segment_bytes": 128 << 20, "buffer_bytes": 64 << 20}
     made: list[Storage] = []
 
-    async def open_(prefix: str | None = None) -> Storage:
+    async def open_(prefix: str | None = None, owner: QueueOwner | None = None) -> Storage:
         if kind == "mooncake" and made:  # takes two seconds to close, and recovers nothing
             return made[0]
         named = {} if kind == "memory" else {"prefix": prefix or next(prefixes)}
         storage: Storage = build("queue storage", kind, options | named | {"unit": 3}, STORAGES)
-        await storage.open(SCHEMA)
+        await storage.open(SCHEMA, owner)
         made.append(storage)
         return storage
 
@@ -326,6 +327,38 @@ async def test_what_is_durable_is_there_after_a_restart_and_nothing_else(opened:
     third = await opened(prefix)
     left = {row for stored in [stored async for stored in third.recover()] for row in stored.rows.tolist()}
     assert left == set(range(base, base + 8))
+
+
+async def test_an_attempt_of_a_run_finds_what_it_has_stored_itself_and_leaves_nothing(opened: Open) -> None:
+    prefix, first, second = next(prefixes), QueueOwner("run", "first"), QueueOwner("run", "second")
+    storage = await opened(prefix, first)
+    await storage.write(*admitted(0))
+    await storage.keep("epoch", b"7")
+    again = await opened(prefix, first)
+    assert [len(stored.rows) async for stored in again.recover()] == [SIZE] * again.is_durable
+    if again.is_durable:
+        of_another = await opened(prefix, second)
+        assert [stored async for stored in of_another.recover()] == [] and await of_another.kept("epoch") is None
+        assert await kept_bytes(again) == 0
+        await of_another.write(*admitted(0))
+        assert await kept_bytes(of_another) > 0
+        await of_another.remove()
+        assert await kept_bytes(of_another) == 0
+
+
+async def test_what_a_run_leaves_in_redis_expires_and_a_queue_of_no_run_stays(redis_url: str) -> None:
+    found = {}
+    for owner in (None, QueueOwner("run", "first")):
+        store = RedisKeyValue(redis_url, 10.0)
+        storage = KeyValueStorage(store, next(prefixes))
+        await storage.open(SCHEMA, owner)
+        await storage.write(*admitted(0))
+        [key] = [key async for key in store.keys(storage._prefix)]
+        found[owner] = await store._client.ttl(key)
+        await storage.remove()
+        await storage.close()
+    without, of_run = found.values()
+    assert without == -1 and 0.9 * RUN_SECONDS < of_run <= RUN_SECONDS
 
 
 Step = tuple[str, int, int, int, int]

@@ -27,17 +27,17 @@ from pathlib import Path
 from asyncflow.engines.train.torch_engine import TorchEngine
 
 class Held(TorchEngine):
-    def __init__(self, *arguments, until, **options):
+    def __init__(self, *arguments, until, at=2, **options):
         super().__init__(*arguments, **options)
-        self.until, self.updates = Path(until), 0
+        self.until, self.at, self.updates = Path(until), at, 0
 
     async def optim_step(self, normaliser):
         self.updates += 1
-        while self.updates == 2 and not self.until.exists():
+        while self.updates == self.at and not self.until.exists():
             await asyncio.sleep(0.01)
         return await super().optim_step(normaliser)
 """
-"""A trainer whose second update waits for a file."""
+"""A trainer one of whose updates, the second one if it is not told otherwise, waits for a file."""
 
 
 def recipe(small: Small, **changes: Any) -> dict[str, Any]:

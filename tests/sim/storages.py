@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
-from asyncflow.transfer_queue.storage.base import Storage, Stored
+from asyncflow.transfer_queue.storage.base import QueueOwner, Storage, Stored
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Array, Batch, GroupMeta, Ragged, RunError
 from tests.sim.facts import Facts
@@ -65,7 +65,7 @@ class SimKeyValue:
     def __init__(self, data: dict[str, bytes], weather: Weather) -> None:
         self._data, self._weather = data, weather
 
-    async def open(self) -> None:
+    async def open(self, *, is_of_a_run: bool = False) -> None:
         await self._operation(lambda: None)
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
@@ -118,9 +118,9 @@ class Witness:
         self.is_durable, self.is_immediate = inner.is_durable, False
         self._schema = Schema((), (), 1)
 
-    async def open(self, schema: Schema) -> None:
+    async def open(self, schema: Schema, owner: QueueOwner | None = None) -> None:
         self._schema = schema
-        await self.inner.open(schema)
+        await self.inner.open(schema, owner)
 
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
         entries = list(self._entries(batch))
@@ -163,6 +163,9 @@ class Witness:
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
+
+    async def remove(self) -> None:
+        await self.inner.remove()
 
     async def close(self) -> None:
         await self.inner.close()

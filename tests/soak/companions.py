@@ -57,12 +57,19 @@ class Companions:
 
     def has_redis(self) -> bool:
         """Whether Redis answers."""
+        return self._asked(b"PING").startswith(b"+PONG")
+
+    def num_keys(self) -> int:
+        """Number of values in Redis; 0 where there is none, or it does not answer."""
+        return int(self._asked(b"DBSIZE").removeprefix(b":") or 0) if "redis" in self._running else 0
+
+    def _asked(self, command: bytes) -> bytes:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
             link.settimeout(1.0)
             link.connect(str(self._folder / "redis.sock"))
-            link.sendall(b"PING\r\n")
-            return link.recv(16).startswith(b"+PONG")
-        return False
+            link.sendall(command + b"\r\n")
+            return link.recv(16)
+        return b""
 
     def roles(self) -> dict[str, list[psutil.Process]]:
         """Those that run, by role."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +27,10 @@ ENDED_SECONDS: Final = 30.0
 """So long a run's processes may be there after its driver."""
 PRINTS: Final = ("fingerprints.jsonl", "fingerprints-*.jsonl")
 """Files of the policy's trainers; the critic's are beside them."""
+STOPPED_SECONDS: Final = 30.0
+"""Processes that have been stopped for so long together may make a run stand still longer than it takes for a fault of its own."""
+UNIT_RESTARTS: Final = 3
+"""So often a storage unit is started again."""
 CRITICS_PRINTS: Final = "fingerprints.critic.jsonl"
 
 
@@ -64,6 +70,34 @@ def check_gone(run_dir: Path, seen: set[psutil.Process], done: Round) -> None:
             done.violations.append(f"processes are left: {left}")
             return
         time.sleep(0.05)
+
+
+def is_explained(mode: str, faults: Sequence[tuple[str, float]]) -> bool:
+    """Whether an attempt may fail by these faults (kind and role, seconds), where `--resume` goes on:
+
+    * a full disk, a shortage of memory or of handles, whoever has it;
+    * a connection that is cut: a worker that fails by it before anything was trained would fail again, as far as the run knows;
+    * whatever happens to the run's Redis server;
+    * processes that were stopped for `STOPPED_SECONDS` together;
+    * the death of a storage unit, also by that of the fork server, whose rows go with it, or that dies more often than it is
+      started again.
+    """
+    names = [name for name, _ in faults]
+    if any(name.startswith(("fill", "handles", "memory", "cut")) or name.endswith(" redis") for name in names):
+        return True
+    if sum(seconds for name, seconds in faults if name.startswith(("stop", "slow"))) >= STOPPED_SECONDS:
+        return True
+    queue = MODES[mode].tree.get("queue", {})
+    of_units = sum(name in ("kill storage", "kill fork server") for name in names) if queue.get("place") == "workers" else 0
+    return of_units > (UNIT_RESTARTS if "storage" in queue else 0)
+
+
+def check_status(status: int | None, faults: Sequence[tuple[str, float]], said: str, done: Round) -> None:
+    """An attempt has ended in order, was killed, or has failed by one of its faults. `said`: what it has printed."""
+    is_killed = status == -signal.SIGKILL and any(name == "kill driver" for name, _ in faults)
+    if status and not is_killed and not is_explained(done.mode, faults):
+        names, words = ", ".join(name for name, _ in faults) or "there was none", said.rstrip().rpartition("\n")[2]
+        done.violations.append(f"an attempt ended with exit {status}, which none of its faults explains ({names}): {words}")
 
 
 def check_disk(mode: str, run_dir: Path, done: Round) -> None:

@@ -14,8 +14,8 @@ from tests.vllm.servers import VLLM_PYTHON, fake_python
 ROOT: Final = Path(__file__).parents[2]
 STEPS, PROMPTS, GROUP = 48, 4, 4
 REAL_VLLM: Final = VLLM_PYTHON or str(ROOT / ".venv-vllm" / "bin" / "python")
-HERE, LIFE, VLLM = "@FOLDER@", "@LIFE@", "@VLLM@"
-"""In a configuration: the round's folder, the number of the attempt, and an interpreter whose vLLM is the stand-in."""
+HERE, VLLM = "@FOLDER@", "@VLLM@"
+"""In a configuration: the round's folder, and an interpreter whose vLLM is the stand-in."""
 
 
 class Mode(NamedTuple):
@@ -72,7 +72,7 @@ MODES: Final[dict[str, Mode]] = {
             "queue": {
                 "place": "workers",
                 "num_units": 2,
-                "storage": {"name": "redis", "url": f"unix://{HERE}/redis.sock", "prefix": f"life-{LIFE}"},
+                "storage": {"name": "redis", "url": f"unix://{HERE}/redis.sock"},
             },
         },
         companions=("redis",),
@@ -112,8 +112,8 @@ MODES: Final[dict[str, Mode]] = {
 }
 
 
-def configuration(mode: str, folder: Path, life: int = 0) -> dict[str, Any]:
-    """A run of the tiny model whose steps take some tenths of a second. `life`: number of the attempt."""
+def configuration(mode: str, folder: Path) -> dict[str, Any]:
+    """A run of the tiny model whose steps take some tenths of a second, the same for all attempts of a round."""
     tree: dict[str, Any] = {
         "run": {"name": "run", "dir": str(folder), "steps": STEPS, "stall_timeout_seconds": 60},
         "model": {"path": str(ROOT / "recipes" / "models" / "tiny-arithmetic")},
@@ -128,7 +128,7 @@ def configuration(mode: str, folder: Path, life: int = 0) -> dict[str, Any]:
     text = yaml.safe_dump(merged(tree, MODES[mode].tree))
     if VLLM in text:
         text = text.replace(VLLM, str(fake_python(folder)))
-    found: dict[str, Any] = yaml.safe_load(text.replace(HERE, str(folder)).replace(LIFE, str(life)))
+    found: dict[str, Any] = yaml.safe_load(text.replace(HERE, str(folder)))
     return found
 
 

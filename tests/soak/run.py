@@ -35,7 +35,7 @@ import yaml
 from asyncflow.cluster.fork_server import TITLE
 from tests.soak.companions import ASYNCFLOW, Companions
 from tests.soak.faults import FAULTS, Impossible, fill
-from tests.soak.laws import Round, check_disk, check_end, check_gone, check_prompts, weights_hash
+from tests.soak.laws import Round, check_disk, check_end, check_gone, check_prompts, check_status, weights_hash
 from tests.soak.modes import MODES, ROOT, configuration, plain
 from tests.soak.record import RECORD, Sitting, read, write
 from tests.suites import commit
@@ -69,6 +69,7 @@ class Attempt:
         self.driver = psutil.Process(self._process.pid)
         self.deadline = time.monotonic() + ATTEMPT_SECONDS
         self.seen: set[psutil.Process] = set()
+        self.faults: list[tuple[str, float]] = []  # kind and role, seconds
         self.status: int | None = None
 
     def is_running(self) -> bool:
@@ -138,7 +139,7 @@ def soak(seed: int, expected: dict[str, str]) -> Round:
         pids = set[int]()
         while done.attempts < MOST_ATTEMPTS and not done.violations:
             companions.until_ready()
-            config.write_text(yaml.safe_dump(configuration(name, folder, done.attempts)))
+            config.write_text(yaml.safe_dump(configuration(name, folder)))
             serve = ("serve", "--listen", f"unix:{folder / 'http.sock'}") if mode.is_served else ("train",)
             attempt = Attempt(config, said, *serve)
             ending.callback(attempt.end)
@@ -151,7 +152,11 @@ def soak(seed: int, expected: dict[str, str]) -> Round:
             done.checking += time.monotonic() - gone
             if attempt.status == 2 and not said.read_text().rstrip().endswith(AWAY):
                 done.violations.append(f"an attempt was refused: {said.read_text().rstrip().splitlines()[-1]}")
+            if attempt.status != 2 and not done.violations:
+                check_status(attempt.status, attempt.faults, said.read_text(), done)
             if attempt.status == 0:
+                if (kept := companions.num_keys()) and not any(name.endswith(" redis") for name, _ in attempt.faults):
+                    done.violations.append(f"the run has left {kept} values in Redis")
                 break
         else:
             if not done.violations:
@@ -218,6 +223,7 @@ def strike(attempt: Attempt, companions: Companions, run_dir: Path, done: Round,
         why = f"{name}: {type(error).__name__}"
         done.impossible[why] = done.impossible.get(why, 0) + 1
         return time.monotonic()
+    attempt.faults.append((name, lasted))
     done.faults[name] = done.faults.get(name, 0) + 1
     attempt.deadline += lasted
     watch = threading.Thread(target=recovery, args=(run_dir, steps, at + lasted, name, done, done.checking), daemon=True)

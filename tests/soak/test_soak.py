@@ -16,7 +16,7 @@ import pytest
 
 from asyncflow.config import parse
 from tests.soak.faults import FAULTS, Impossible
-from tests.soak.laws import Round, check_disk, check_end, check_prompts
+from tests.soak.laws import Round, check_disk, check_end, check_prompts, check_status
 from tests.soak.modes import GROUP, MODES, PROMPTS, STEPS, configuration
 from tests.soak.record import Sitting, read, write
 from tests.soak.run import role_of, told
@@ -112,7 +112,36 @@ def test_a_prompt_that_was_put_and_not_trained_is_found(tmp_path: Path, first: l
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_a_configuration(tmp_path: Path, mode: str) -> None:
-    parse(configuration(mode, tmp_path, 3))
+    parse(configuration(mode, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "faults", "is_explained"),
+    [
+        ("periodic", 0, [], True),
+        ("periodic", 1, [], False),
+        ("periodic", 1, [("kill trainer", 0.0), ("kill driver", 0.0), ("slow rollout", 4.0)], False),
+        ("periodic", -9, [("kill driver", 0.0)], True),
+        ("periodic", -9, [("kill trainer", 0.0)], False),
+        ("periodic", 1, [("fill disk", 1.0)], True),
+        ("periodic", 1, [("handles scorer", 1.0)], True),
+        ("periodic", 1, [("stop trainer", 8.0)], False),
+        ("periodic", 1, [("stop trainer", 8.0), ("stop fork server", 29.0)], True),
+        ("delayed, units", 1, [("kill storage", 0.0)], True),
+        ("periodic, Redis", 1, [("kill storage", 0.0)] * 3, False),
+        ("periodic, Redis", 1, [("kill storage", 0.0)] * 4, True),
+        ("periodic, Redis", 1, [("slow redis", 2.0)], True),
+    ],
+)
+def test_an_attempt_fails_only_where_a_fault_explains_it(
+    mode: str, status: int, faults: list[tuple[str, float]], is_explained: bool
+) -> None:
+    done = Round(7, mode)
+    check_status(status, faults, "going on\nasyncflow: nothing has moved for 60 s\n", done)
+    assert is_explained == (not done.violations)
+    if not is_explained:
+        assert f"exit {status}, which none of its faults explains" in done.violations[0]
+        assert done.violations[0].endswith(": asyncflow: nothing has moved for 60 s")
 
 
 def test_roles_are_told_by_command_lines() -> None:

@@ -19,6 +19,14 @@ class Stored(msgspec.Struct):
     columns: list[str]
 
 
+class QueueOwner(msgspec.Struct, frozen=True):
+    """Attempt of a run whose queue this is. What other attempts of the run have stored is nobody's any more: each makes again what
+    is not in its checkpoint."""
+
+    run: str
+    attempt: str
+
+
 class Storage(Protocol):
     """Columns by row or by group. Calls may overlap; two that concern the same entry of a column never do."""
 
@@ -28,8 +36,10 @@ class Storage(Protocol):
     is_immediate: bool
     """Whether `write`, `drop` and `keep` never wait: nothing else happens between their beginning and their end."""
 
-    async def open(self, schema: Schema) -> None:
-        """Once, before anything else. Raises `RunError` saying what to do when the backend cannot be reached."""
+    async def open(self, schema: Schema, owner: QueueOwner | None = None) -> None:
+        """Once, before anything else. `owner`: `recover` and `kept` find what this one has stored, and nothing else; what other
+        attempts of its run have left is removed. None: a queue of no run, in which everything stays. Raises `RunError` saying what
+        to do when the backend cannot be reached."""
 
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
         """Store a batch that fits the schema: all of it, or nothing and an exception. Row columns have an entry for each of
@@ -54,6 +64,9 @@ class Storage(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of values held."""
+
+    async def remove(self) -> None:
+        """Remove all that the owner has stored: nobody wants it any more. Nothing but `close` comes after it."""
 
     async def close(self) -> None:
         """Let go of the backend; what is durable stays there."""

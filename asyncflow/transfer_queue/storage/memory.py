@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 import numpy as np
 
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.storage.base import Stored
+from asyncflow.transfer_queue.storage.base import QueueOwner, Stored
 from asyncflow.transfer_queue.storage.segments import ColumnSegments, Keys
 from asyncflow.types import Array, Batch, GroupMeta
 
@@ -34,7 +34,7 @@ class MemoryStorage:
         self._columns: dict[str, ColumnSegments] = {}
         self._facts: dict[str, bytes] = {}
 
-    async def open(self, schema: Schema) -> None:
+    async def open(self, schema: Schema, owner: QueueOwner | None = None) -> None:
         """See `Storage.open`."""
         self._group_bits = schema.group_bits
         self._columns = {column.name: ColumnSegments(column) for column in schema.columns}
@@ -93,6 +93,9 @@ class MemoryStorage:
     def held_bytes(self) -> int:
         """Bytes of memory kept for values and for finding them: what it has above `nbytes` is overhead and waste."""
         return sum(column.held_bytes for column in self._columns.values())
+
+    async def remove(self) -> None:
+        """See `Storage.remove`: it goes with `close`."""
 
     async def close(self) -> None:
         """See `Storage.close`."""

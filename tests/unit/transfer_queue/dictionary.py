@@ -14,7 +14,7 @@ class Dictionary:
         self.is_durable = is_durable
         self.values: dict[str, bytes] = {}
 
-    async def open(self) -> None: ...
+    async def open(self, *, is_of_a_run: bool = False) -> None: ...
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
         self.values.update(values)

@@ -11,6 +11,7 @@ import pytest
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.transfer_queue.storage.base import QueueOwner
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.transfer_queue.table import RowState
@@ -55,10 +56,10 @@ class SlowMemory(MemoryStorage):
         await super().write(metas, batch)
 
 
-async def lives(store: Failing) -> StorageUnit:
+async def lives(store: Failing, owner: QueueOwner | None = None) -> StorageUnit:
     """A unit over what an earlier one has left."""
     unit = StorageUnit(KeyValueStorage(store, "run"), SCHEMA)
-    await unit.open()
+    await unit.open(owner)
     return unit
 
 
@@ -228,3 +229,63 @@ async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(lives
     assert not (await unit.put([meta], WireBatch.of(batch), 0)).any()
     assert len(await unit.present(batch.indices)) == 0
     await unit.close()
+
+
+async def test_an_attempt_finds_what_its_own_units_have_stored_and_nothing_of_another_one() -> None:
+    """Group 1 went in the first attempt, and group 2 stayed. Both come again."""
+    store, first, second = Failing(), QueueOwner("mine", "first"), QueueOwner("mine", "second")
+    unit = await lives(store, first)
+    await put(unit, 1)
+    await put(unit, 2)
+    await unit.drop(np.arange(4, 8))
+    again = await lives(store, first)
+    await put(again, 1)
+    assert await there(again, *range(4, 12)) == [8, 9, 10, 11]
+    next_one = await lives(store, second)
+    assert await there(next_one, *range(4, 12)) == []
+    assert not [key for key in store.values if "first" in key]
+    await put(next_one, 1)
+    await put(next_one, 2)
+    assert await there(next_one, *range(4, 12)) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+async def test_runs_over_one_prefix_leave_each_other_alone_and_a_queue_of_no_run() -> None:
+    store = Failing()
+    alone = await lives(store)
+    await put(alone, 1)
+    one, other = await lives(store, QueueOwner("mine", "a")), await lives(store, QueueOwner("mine-too", "b"))
+    await put(one, 2)
+    await put(other, 3)
+    assert [await there(unit, *range(4, 16)) for unit in (alone, one, other)] == [[*range(n, n + 4)] for n in (4, 8, 12)]
+    before = dict(store.values)
+    await one.remove()
+    assert before.keys() - store.values.keys() == {key for key in before if key.startswith("run/mine/")} != set()
+    assert await there(await lives(store), 4) == [4]
+    assert await there(await lives(store, QueueOwner("mine-too", "b")), 12) == [12]
+
+
+async def test_what_an_attempt_has_stored_is_removed_when_all_writes_have_ended() -> None:
+    store, owner = Failing(), QueueOwner("mine", "first")
+    unit = await lives(store, owner)
+    putting = asyncio.create_task(put(unit, 1))
+    await asyncio.sleep(0)
+    await asyncio.gather(putting, unit.remove())
+    await unit.close()
+    assert not store.values
+
+
+class Forgetful(KeyValueStorage):
+    """One that takes no notice of its owner."""
+
+    async def open(self, schema: Schema, owner: QueueOwner | None = None) -> None:
+        await super().open(schema)
+
+
+async def test_a_storage_that_keeps_another_attempts_state_is_told_so() -> None:
+    store = Failing()
+    unit = StorageUnit(Forgetful(store, "run"), SCHEMA)
+    await unit.open(QueueOwner("mine", "first"))
+    await put(unit, 1)
+    await unit.drop(np.arange(4, 8))
+    with pytest.raises(RunError, match=r"the state of another attempt of this run: Forgetful\.open is to remove"):
+        await StorageUnit(Forgetful(store, "run"), SCHEMA).open(QueueOwner("mine", "second"))

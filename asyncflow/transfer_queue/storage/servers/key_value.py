@@ -4,6 +4,9 @@
     <prefix>/unit-<u>/dropped/<group>           the rows of a group that have been dropped, while the group is still there
     <prefix>/unit-<u>/fact/<name>               a fact of the unit's own
 
+Where the queue is a run's, <prefix> is followed by /<run>/<attempt>: so an attempt finds what its own units have stored, if one is
+started again, and nothing else.
+
 A value is deleted when nothing of it is wanted any more, and written anew without the rest when that has become more than half.
 """
 
@@ -23,7 +26,7 @@ import numpy as np
 
 from asyncflow.transfer_queue.batches import take, taken
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.storage.base import Stored
+from asyncflow.transfer_queue.storage.base import QueueOwner, Stored
 from asyncflow.transfer_queue.storage.memory import groups_of
 from asyncflow.transfer_queue.storage.packed import pack, unpack
 from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, RunError, UserError, Values
@@ -40,8 +43,8 @@ class KeyValue(Protocol):
     address: str
     """Where it is, for messages: no password."""
 
-    async def open(self) -> None:
-        """Connect to the store."""
+    async def open(self, *, is_of_a_run: bool = False) -> None:
+        """Connect to the store. `is_of_a_run`: what has been written may go by itself when weeks have passed."""
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
         """Set values and delete keys: all or nothing where the store can do that; otherwise the deletions last."""
@@ -89,7 +92,7 @@ class KeyValueStorage:
             raise UserError(f"the storage prefix {prefix!r} is to be made of letters, digits and . _ : / -")
         self.is_durable, self.is_immediate = store.is_durable, False
         self._store = store
-        self._prefix = f"{prefix}/unit-{unit}/"
+        self._of_all, self._unit = f"{prefix}/", f"unit-{unit}/"  # the prefix of all units' keys, and what follows it in this one's
         self._session, self._serials = uuid.uuid4().hex[:8], itertools.count()
         self._schema = Schema((), (), 1)
         self._values: dict[int, list[_Value]] = {}
@@ -98,10 +101,14 @@ class KeyValueStorage:
         self._strays: set[str] = set()  # values of writes that failed: they may be there all the same
         self._dropping = asyncio.Lock()
 
-    async def open(self, schema: Schema) -> None:
-        """See `Storage.open`."""
+    async def open(self, schema: Schema, owner: QueueOwner | None = None) -> None:
+        """See `Storage.open`. A store that cannot list its keys is left to forget those of other attempts."""
         self._schema = schema
-        await self._store.open()
+        await self._store.open(is_of_a_run=owner is not None)
+        if owner is not None:
+            of_run = f"{self._of_all}{owner.run}/"
+            self._of_all = f"{of_run}{owner.attempt}/"
+            await self._remove(of_run, but=self._of_all)
 
     async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
         """See `Storage.write`."""
@@ -249,6 +256,10 @@ class KeyValueStorage:
         """See `Storage.nbytes`."""
         return sum(value.nbytes for values in self._values.values() for value in values)
 
+    async def remove(self) -> None:
+        """See `Storage.remove`. What is not durable goes with `close`."""
+        await self._remove(self._of_all)
+
     async def close(self) -> None:
         """Delete what is not durable, which would only fill the store, and hang up."""
         try:
@@ -257,6 +268,16 @@ class KeyValueStorage:
                 await self._store.change({}, [*keys, *map(self._tomb, self._dropped), *self._facts, *self._strays])
         finally:
             await self._store.close()
+
+    @property
+    def _prefix(self) -> str:
+        return self._of_all + self._unit
+
+    async def _remove(self, prefix: str, but: str | None = None) -> None:
+        """Delete all keys that begin with `prefix`, and not with `but`."""
+        keys = [key async for key in self._store.keys(prefix) if but is None or not key.startswith(but)]
+        if keys:
+            await self._store.change({}, keys)
 
     def _new_key(self, group: int) -> str:
         return f"{self._prefix}group/{group}/{self._session}-{next(self._serials)}"

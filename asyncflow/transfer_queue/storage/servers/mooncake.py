@@ -58,7 +58,7 @@ class MooncakeKeyValue:
         self._config: Any = store.ReplicateConfig()
         self._config.with_hard_pin = True  # a queue's values are its only copy: none may be evicted
 
-    async def open(self) -> None:
+    async def open(self, *, is_of_a_run: bool = False) -> None:
         """See `KeyValue.open`."""
         if code := await self._call(self._store.setup, *self._arguments):
             raise RunError(f"{self.address} was not reached or took no segment of this unit's memory (code {code}): is it running?")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 KEYS_A_COMMAND = 1000  # a command of too many arguments keeps a server busy
+RUN_SECONDS = 30 * 86400
+"""So long a value of a run's stays after it was written: one that is killed and never goes on leaves nothing for ever."""
 SCHEMES = ("unix", "redis", "rediss")
 
 
@@ -25,8 +27,9 @@ class RedisStorage(KeyValueStorage):
         self, url: str = "redis://127.0.0.1:6379", prefix: str = "asyncflow", timeout_seconds: float = 30.0, unit: int = 0
     ) -> None:
         """`url`: `unix:///path/to/socket`, `rediss://[user:password@]host:port/db` (TLS), or `redis://...` for a server on this
-        machine or a network of one's own. `prefix` sets a run apart from others on the same server: a run that is to be resumed
-        needs its own. Raises `UserError` when the package is missing or `url` is none."""
+        machine or a network of one's own. All keys begin with `prefix`; each attempt of a run has some of its own there, which
+        go with it, and queues that are served alone (`asyncflow queue serve`) are told apart by it. Raises `UserError` when the
+        package is missing or `url` is none."""
         super().__init__(RedisKeyValue(url, timeout_seconds), prefix, unit)
 
 
@@ -45,6 +48,7 @@ class RedisKeyValue:
             raise UserError(f"the redis url {_public(url)!r} is to begin with unix:///path, rediss://host or redis://host")
         self.address = f"the redis server at {_public(url)}"
         self._timeout_seconds = timeout_seconds
+        self._expires: int | None = None  # seconds
         self._errors = (redis.RedisError, OSError, TimeoutError)
         limits: dict[str, Any] = {"socket_timeout": timeout_seconds, "socket_connect_timeout": timeout_seconds}
         try:
@@ -52,8 +56,9 @@ class RedisKeyValue:
         except ValueError as error:
             raise UserError(f"the redis url {_public(url)!r} cannot be used: {error}") from error
 
-    async def open(self) -> None:
+    async def open(self, *, is_of_a_run: bool = False) -> None:
         """See `KeyValue.open`."""
+        self._expires = RUN_SECONDS if is_of_a_run else None
         async with self._deadline("is it running, and may this user connect?"):
             memory: dict[str, Any] = await self._client.info("memory")
         policy = memory.get("maxmemory_policy", "noeviction")
@@ -65,7 +70,7 @@ class RedisKeyValue:
         asked = self._deadline("is it still running, and has it memory left?")
         async with asked, self._client.pipeline(transaction=True) as transaction:
             for key, value in values.items():
-                transaction.set(key, value)
+                transaction.set(key, value, ex=self._expires)
             for start in range(0, len(gone), KEYS_A_COMMAND):
                 transaction.delete(*gone[start : start + KEYS_A_COMMAND])
             await transaction.execute()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.base import QueueOwner
 from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.servers.mooncake import MooncakeKeyValue, MooncakeStorage
 from asyncflow.transfer_queue.storage.servers.redis import RedisStorage
@@ -303,6 +304,18 @@ async def test_columns_lie_in_a_mooncake_store_until_they_are_dropped(mooncake: 
     assert not mooncake.values
     await storage.close()
     assert mooncake.told[-1] == "closed"
+
+
+async def test_an_attempt_has_keys_of_its_own_in_a_mooncake_store_and_takes_them_with_it(mooncake: Mooncake) -> None:
+    for attempt in ("first", "second"):
+        storage = MooncakeStorage("there:1", buffer_bytes=1 << 10)
+        await storage.open(SCHEMA, QueueOwner("run", attempt))
+        assert [s async for s in storage.recover()] == []
+        await storage.write(*put())
+        assert all(key.startswith(f"asyncflow/run/{attempt}/unit-0/") for key in mooncake.values) and mooncake.values
+        await storage.remove()
+        await storage.close()
+        assert not mooncake.values
 
 
 async def test_what_a_mooncake_store_refuses_is_told_with_what_to_do(mooncake: Mooncake) -> None:
