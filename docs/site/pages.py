@@ -3,8 +3,8 @@
     python docs/site/pages.py FOLDER      all pages of the site
     python docs/site/pages.py modules     docs/modules.md
 
-The pages of docs/ as they are, and pages that are made: the front page from the README, the configuration from `config.py`, the
-recipes from their files, the Python API from docstrings.
+The pages of docs/ as they are, and pages that are made: the front page and the figures from the README, the configuration from
+`config.py`, the recipes from their files, the Python API from docstrings.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def write(folder: Path) -> None:
     pages = {str(path.relative_to(folder)): (f"docs/{path.relative_to(folder)}", path.read_text()) for path in folder.rglob("*.md")}
     pages |= {page: (name, (ROOT / name).read_text()) for name, page in _AT_ROOT.items()}
     pages |= {"configuration.md": ("", configuration_page()), "recipes.md": ("", recipes_page())}
+    pages["figures.md"] = ("README.md", figures_page())
     pages |= {f"api/{name}.md": ("", api_page(*of)) for name, of in API.items()}
     for page, (origin, text) in pages.items():
         (folder / page).parent.mkdir(exist_ok=True)
@@ -180,6 +181,14 @@ def recipes_page() -> str:
     for path in sorted((ROOT / "recipes").rglob("*.yaml")):
         lines += ["", f"## {path.relative_to(ROOT / 'recipes')}", "", "```yaml", path.read_text().rstrip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def figures_page() -> str:
+    """The README's table of figures as a page of its own."""
+    _, head, rest = (ROOT / "README.md").read_text().partition("## Figures\n")
+    if not head:
+        raise SystemExit("README.md has no section Figures")
+    return f"# Figures\n{rest.partition(chr(10) + '## ')[0]}\n"
 
 
 def modules_page() -> str:
