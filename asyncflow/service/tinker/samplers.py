@@ -20,14 +20,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from asyncflow.attestation import fault_of
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.service.limits import Busy
 from asyncflow.service.tinker.answers import SampleOutput
-from asyncflow.types import Array, LoraSpec, UserError
+from asyncflow.types import Array, LoraSpec, RunError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,10 +56,16 @@ class SampleRequest:
 
 
 class ReadWeights(NamedTuple):
-    """Tensors of a folder; `lora` None: of a whole model."""
+    """Tensors of a folder; `lora` None: of a whole model. `sums`: of each as engines have it (asyncflow/attestation.py); empty:
+    what engines make of them is not looked at."""
 
     tensors: Mapping[str, Tensor]
     lora: LoraSpec | None = None
+    sums: Mapping[str, int] = {}
+
+
+NOTHING: Final = Path()
+"""Folder of weights that nobody has asked for: an engine has others than it was given."""
 
 
 class _Held:
@@ -151,8 +158,9 @@ class Samplers:
             raise Busy(f"{len(self._queue)} requests for samples wait already: send fewer at a time", 1.0)
 
     async def sample(self, request: SampleRequest) -> SampleOutput:
-        """Samples, and if asked for the prompt's log-probs. Raises `UserError` for weights that are not there any more, and
-        `ValueError` for an impossible request, or weights that do not fit."""
+        """Samples, and if asked for the prompt's log-probs. Raises `UserError` for weights that are not there any more,
+        `ValueError` for an impossible request, or weights that do not fit, and `RunError` where an engine has not the weights that
+        it was given."""
         grant = await self._granted(request.weights)
         try:
             for held in grant.held:
@@ -246,11 +254,13 @@ class Samplers:
             await before.have_arrived()
             read = await self._read_in_thread(model.folder)
             await place.engine.install(place.version + 1, read.tensors)
+            place.version, place.installed = place.version + 1, NOTHING
+            await self._check(place, read, None)
         except BaseException:
             if place.model is model:
-                place.model = _Held(place.installed)  # the engine has what it had
+                place.model = _Held(place.installed)  # the engine has what it had, if it has not got something else
             raise
-        place.version, place.installed = place.version + 1, model.folder
+        place.installed = model.folder
 
     async def _load(self, place: _Place, adapter: _Held, before: _Held | None) -> None:
         try:
@@ -259,10 +269,20 @@ class Samplers:
             read = await self._read_in_thread(adapter.folder)
             assert read.lora is not None, "a request's adapter is one"
             await place.engine.load_adapter(adapter.name, read.lora, read.tensors)
+            try:
+                await self._check(place, read, adapter.name)
+            except RunError:
+                await place.engine.unload_adapter(adapter.name)
+                raise
         except BaseException:
             if place.adapters.get(adapter.folder) is adapter:
                 del place.adapters[adapter.folder]
             raise
+
+    async def _check(self, place: _Place, read: ReadWeights, adapter: str | None) -> None:
+        """Raises `RunError` where an engine generates with other weights than it was given, as a model or an adapter."""
+        if read.sums and (fault := fault_of(await place.engine.attest(adapter), place.version, read.sums)):
+            raise RunError(f"nothing is sampled by these weights, since the server's engine has others: {fault}")
 
     async def _read_in_thread(self, folder: Path) -> ReadWeights:
         try:

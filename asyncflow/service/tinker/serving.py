@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
+import torch
 from safetensors import safe_open
+from torch import Tensor
 
+from asyncflow.bit_sums import sum_of_bits
 from asyncflow.config import MOST_CHARACTERS, Config, parse
 from asyncflow.devices import devices_of
 from asyncflow.engines.base import TrainEngine
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.lora import read_lora
 from asyncflow.engines.lora_files import holds_adapter, spec_in
 from asyncflow.engines.rollout.decoder import load_tensors
@@ -121,12 +126,22 @@ def targets_of(base: Path, adapter: LoraConfig) -> tuple[str, ...]:
     return tuple(sorted(targets))
 
 
-def read_weights(folder: Path) -> ReadWeights:
-    """Weights in a checkpoint's folder, of an adapter or of a whole model. Raises `OSError` if they are gone."""
-    if not holds_adapter(folder):
-        return ReadWeights(load_tensors(folder))
-    lora = spec_in(folder)
-    return ReadWeights(read_lora(folder, lora), lora)
+def read_weights(folder: Path, dtype: str = "float32") -> ReadWeights:
+    """Weights in a checkpoint's folder, of an adapter or of a whole model, for engines of this dtype. Raises `OSError` if they are
+    gone."""
+    if holds_adapter(folder):
+        lora = spec_in(folder)
+        tensors = read_lora(folder, lora)
+        return ReadWeights(tensors, lora, sums_of(tensors, dtype))
+    tensors = load_tensors(folder)
+    is_tied = DecoderConfig.from_fields(read_json(folder / "config.json")).tie_word_embeddings
+    own = {name: tensor for name, tensor in tensors.items() if not is_tied or name != "lm_head.weight"}
+    return ReadWeights(tensors, None, sums_of(own, dtype))
+
+
+def sums_of(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, int]:
+    """Sum of each tensor's bits, as engines of this dtype have it."""
+    return {name: sum_of_bits(tensor.to(getattr(torch, dtype))) for name, tensor in tensors.items()}
 
 
 @asynccontextmanager
@@ -163,7 +178,8 @@ async def sessions_of(
         results=Results(kept_bytes=KEPT_BYTES, largest_number=OPEN_RESULTS),
         bounds=bounds,
     )
-    samplers = Samplers(engines, base.folder, read_weights, largest_queue=bounds.queue, num_adapters=bounds.adapters)
+    read = partial(read_weights, dtype=config.rollout.dtype)
+    samplers = Samplers(engines, base.folder, read, largest_queue=bounds.queue, num_adapters=bounds.adapters)
     sessions = Sessions(context, samplers, trains_whole_weights=trains_whole_weights)
     try:
         yield sessions

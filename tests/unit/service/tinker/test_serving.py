@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import torch as safetensors_torch
 from safetensors.numpy import save_file
 
 from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.lora import initial_lora, merged_lora
 from asyncflow.engines.lora_files import holds_adapter, spec_in, write_lora
-from asyncflow.engines.rollout.adapter_bank import AdapterBank
+from asyncflow.engines.rollout.adapter_bank import Adapter, AdapterBank
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_options import AdapterRoom
+from asyncflow.engines.rollout.slots import Slots
 from asyncflow.service.tinker.answers import SampleOutput
 from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.samplers import SampleRequest, SamplerFiles, Samplers
 from asyncflow.service.tinker.serving import base_model, config_of_model, engine_maker, read_weights, targets_of
-from asyncflow.types import LoraSpec, Ragged, UserError
+from asyncflow.types import LoraSpec, Ragged, RunError, UserError
 from tests.conftest import MODEL
 
 
@@ -149,4 +153,38 @@ async def test_clients_with_different_adapters_sample_at_once_on_one_engine_by_t
         theirs = (await trainer.log_probs(PROMPT, ids)).values
         assert np.abs(theirs - np.concatenate([one.logprobs for one in output.sequences])).max() < 1e-5
         await trainer.close()
+    await samplers.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_engine_that_has_not_the_weights_that_it_was_given_samples_nothing_until_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    """The first load of an adapter and the first installs of a model come to nothing, or to a half."""
+    engine = SlotEngine(MODEL, num_slots=8, max_context=128, dtype=dtype, adapter_room=AdapterRoom(number=2, rank=8))
+    adapter = await adapter_files(tmp_path / "one", engine, LoraSpec(8, 32.0), 1)
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    changed = {name: 1.01 * tensor for name, tensor in load_tensors(MODEL).items()}
+    safetensors_torch.save_file(changed, other / "model.safetensors")
+    read = partial(read_weights, dtype=dtype)
+    samplers = Samplers([engine], MODEL, read, largest_queue=10, num_adapters=2)
+    copy, install = Adapter.copy, Slots.install
+
+    def half(self: Adapter, tensors: dict[str, torch.Tensor]) -> None:
+        copy(self, {name: 0 * tensor if "layers.0" in name else tensor for name, tensor in tensors.items()})
+
+    monkeypatch.setattr(Adapter, "copy", half)
+    with pytest.raises(RunError, match=r"the server's engine has others: .* other weights than those of version 0"):
+        await samplers.sample(wanted(adapter))
+    monkeypatch.setattr(Adapter, "copy", copy)
+    right = bits(await samplers.sample(wanted(adapter)))
+    monkeypatch.setattr(Slots, "install", lambda self, *arguments: None)
+    for _ in range(2):  # the engine still has the base, which nobody knows
+        with pytest.raises(RunError, match=r"the server's engine has others: .* other weights than those of"):
+            await samplers.sample(wanted(SamplerFiles(other)))
+    assert bits(await samplers.sample(wanted(adapter))) == right, "its base is brought, and looked at again"
+    monkeypatch.setattr(Slots, "install", install)
+    whole = [bits(await samplers.sample(wanted(SamplerFiles(folder)))) for folder in (other, MODEL, other)]
+    assert whole[0] == whole[2] != whole[1]
+    assert bits(await samplers.sample(wanted(adapter))) == right
     await samplers.close()
