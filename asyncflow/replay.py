@@ -175,9 +175,9 @@ class ReplayJob(Job):
         await super().start(steps)
         assert self.driver is not None
         for step, batch in self._plan.batches.items():
-            self.driver.background.start(self._give_up_missing(step, batch))
+            self.driver.background.start(self._fail_missing(step, batch))
 
-    async def _give_up_missing(self, step: int, batch: Batch) -> None:
+    async def _fail_missing(self, step: int, batch: Batch) -> None:
         driver, there = self.driver, set(batch.indices.tolist())
         assert driver is not None
         first_rows = [group << driver.shape.group_bits for group in batch.groups.tolist()]
@@ -187,7 +187,7 @@ class ReplayJob(Job):
                 if driver.ledger.is_stopping:
                     return
                 await asyncio.sleep(0.05)
-            why = "the run gave it up"
+            why = "it failed in the run"
             driver.ledger.fail([DeadRow(row >> driver.shape.group_bits, row, why) for row in missing])
             await driver.queue.filter(missing, why)
 

@@ -139,7 +139,7 @@ class RunDir:
             raise UserError(f"{self.path} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
         if not may_overwrite and self.has_results():
             raise UserError(
-                f"{self.path} holds an earlier run: go on with it by --resume, give this one another run.name, remove that one by "
+                f"{self.path} holds an earlier run: resume it by --resume, give this one another run.name, remove that one by "
                 f"run.overwrite=true, or move it away"
             )
 

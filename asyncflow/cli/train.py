@@ -46,7 +46,7 @@ def train(
     if fork_from is None:
         refuse({"--fork-keep": fork_keep}, "says what a fork keeps, and this is none: give --fork-from, too, or leave it out")
     elif resume:
-        raise UserError("--fork-from begins a new run, and --resume goes on with one: take one of them")
+        raise UserError("--fork-from begins a new run, and --resume continues one: take one of them")
     resolved = load_planned(config, overrides or [], is_tried=dry_run or print_config)
     if print_config:
         print(dump(resolved), end="")

@@ -72,12 +72,12 @@ class Cluster(Protocol):
         those that were kept by `stop` the processes are taken, where they are alive."""
         ...
 
-    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], continues_without: Callable[[str], bool] = needs_all) -> None:
         """Return when every worker has ended well, those that join meanwhile included, but for those that outlive the others.
         `on_death(name, why, is_final)` is told of one that died, and is started again or has been often enough.
 
         One that has found a mistake of the user's would find it again. If it is one that may be started again, and the run
-        `goes_on_without(name)` it, it is not started again.
+        `continues_without(name)` it, it is not started again.
 
         Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of any
         other that has found a mistake of the user's.

@@ -32,7 +32,7 @@ class InlineCluster:
             self._tasks[spec.name] = task = asyncio.create_task(self._run(spec), name=spec.name)
             task.add_done_callback(partial(self._ended, self._over))
 
-    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], continues_without: Callable[[str], bool] = needs_all) -> None:
         """See `Cluster.wait`. A worker that fails here is not started again: the fault is to be looked at."""
         if self._over is not None:
             await asyncio.shield(self._over)

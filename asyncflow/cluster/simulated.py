@@ -69,7 +69,7 @@ class SimulatedCluster:
         self._timers += [loop.call_at(when, self._kill, worker) for when, worker in self._faults.deaths if when > begun]
         self._timers += [loop.call_at(t, self._pause, worker, seconds) for t, worker, seconds in self._faults.stalls if t > begun]
 
-    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], continues_without: Callable[[str], bool] = needs_all) -> None:
         """See `Cluster`."""
         self._on_death = on_death
         await asyncio.shield(self._over)

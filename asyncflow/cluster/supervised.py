@@ -63,7 +63,7 @@ class SupervisedCluster(ABC):
         self._children: dict[str, _Child] = {}
         self._kept: dict[str, _Child] = {}  # until a worker of this name is started
         self._on_death: Callable[[str, str, bool], None] | None = None
-        self._goes_on_without: Callable[[str], bool] = needs_all
+        self._continues_without: Callable[[str], bool] = needs_all
         self._over: asyncio.Future[None] | None = None  # from when somebody has waited
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
@@ -84,11 +84,11 @@ class SupervisedCluster(ABC):
     async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
         """Start a worker's process, whose output goes to the end of the file `log`."""
 
-    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], continues_without: Callable[[str], bool] = needs_all) -> None:
         """See `Cluster.wait`."""
         if self._over is None:  # they are watched until the cluster is stopped, whether somebody waits or not
             self._over = asyncio.get_running_loop().create_future()
-            self._on_death, self._goes_on_without = on_death, goes_on_without
+            self._on_death, self._continues_without = on_death, continues_without
             for child in self._children.values():
                 self._watch(child, self._over)
         await asyncio.shield(self._over)
@@ -198,7 +198,7 @@ class SupervisedCluster(ABC):
             words = log.read().decode(errors="replace").strip().splitlines()
         last = words[-1] if words else "nothing"
         if status == USER_ERROR_STATUS:
-            if not child.spec.max_restarts or not self._goes_on_without(child.spec.name):
+            if not child.spec.max_restarts or not self._continues_without(child.spec.name):
                 raise UserError(last)
             return f"(process {child.process.pid}) found a mistake: {last} (more in {child.log})"
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

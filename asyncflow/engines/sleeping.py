@@ -270,7 +270,7 @@ class SleepingRolloutEngine:
                 self._active.append(admitted[-1])
             if not request.pending:
                 self._waiting.popleft()
-        self._give_up()
+        self._unpark_oldest()
         self.num_computed += prompt_tokens
         if prompt_tokens:
             await self._cores.compute(ROLLOUT, self._costs.prefill(prompt_tokens))
@@ -304,8 +304,8 @@ class SleepingRolloutEngine:
                     there.discard(slot)
         self._active = [slot for slot in self._active if slot in there]
 
-    def _give_up(self) -> None:
-        """Let go of the episodes that were parked first where their slots are used."""
+    def _unpark_oldest(self) -> None:
+        """Forget the episodes that were parked first, where their slots are used."""
         while len(self._active) + len(self._parked) > self._num_cached:
             del self._parked[next(iter(self._parked))]
 

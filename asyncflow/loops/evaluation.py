@@ -139,8 +139,8 @@ class HeldOut:
         self.latest = {}
         for kind, (first, num_samples) in kinds.items():
             groups = [group for group in range(first, first + count) if group in responses]
-            given_up = sum(self._unscored.pop(group, 0) for group in range(first, first + count))
-            row[f"unscored/{kind}"] = given_up + sum(responses[group].num_unscored for group in groups)
+            num_failed = sum(self._unscored.pop(group, 0) for group in range(first, first + count))
+            row[f"unscored/{kind}"] = num_failed + sum(responses[group].num_unscored for group in groups)
             if groups:
                 self.latest[kind] = [replace(responses[group], prompt=group - first) for group in groups]
                 row |= figures(kind, self.latest[kind], correct_from=self.settings.correct_from, num_samples=num_samples)

@@ -5,7 +5,7 @@ waits for: a free worker, then its answer, at most `deadline_seconds` from the m
 is unblocked by: the answer, the worker's end, or the deadline
 
 A worker has one sample at a time and is given the next one only after it answered or was replaced, so an answer can belong to no
-other sample: a caller that gives up leaves its sample to run out its deadline. A scorer is ended by SIGKILL, with everything it
+other sample: a caller that is cancelled leaves its sample to run out its deadline. A scorer is ended by SIGKILL, with everything it
 started: by its worker, or where that has to be killed too, in its worker's session, so that a daemon in a session of its own is out
 of reach then. Most workers end a sample in time by themselves (`forked.py`); one that does not is killed, and a new one started.
 """

@@ -42,7 +42,7 @@ class Health:
         elif is_final:  # the others are needed, all of them
             self._fail(RunError(f"worker {worker} {why}"))
 
-    def goes_on_without(self, worker: str) -> bool:
+    def continues_without(self, worker: str) -> bool:
         """Whether the run may go on without one that has found a mistake of the user's.
 
         Not while it is being brought up: what nobody has got past is what is wrong with the run. Later it is with a worker's node.

@@ -123,4 +123,4 @@ class Running:
     def _over(self) -> asyncio.Future[None]:
         """Future that is done when every worker has ended."""
         health = self._driver.health
-        return asyncio.ensure_future(self._cluster.wait(health.died, health.goes_on_without))
+        return asyncio.ensure_future(self._cluster.wait(health.died, health.continues_without))

@@ -62,7 +62,7 @@ class StepwiseRun:
             return await event
         except WorkerDied as death:
             kept = "its newest checkpoint" if checkpoints_of(self.config).versions() else "its beginning: there is no checkpoint"
-            raise RunError(f"{death}; the run has ended: begin it again with resume, and it goes on from {kept}") from death
+            raise RunError(f"{death}; the run has ended: begin it again with resume, and it continues from {kept}") from death
 
     def allow(self, steps: int) -> None:
         """Let so many steps of the run be trained, without anybody who waits for them."""

@@ -88,7 +88,7 @@ class HostedRun:
             raise
         if run.job.driver is None:
             self.over.set()
-            raise UserError(f"this run is finished already: raise run.steps to go on, or serve another one ({config.run_dir})")
+            raise UserError(f"this run is finished already: raise run.steps to continue, or serve another one ({config.run_dir})")
         model = run.job.prepared.model
         vocabulary = int(read_json(model / "config.json")["vocab_size"])
         self.config, self._run = config, run

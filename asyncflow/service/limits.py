@@ -40,7 +40,7 @@ class Limits:
     buffered_bytes: int = 256 << 20
     """Bytes of all bodies that are being read or worked on."""
     slowest_bytes_per_second: int = 64 << 10
-    """A body, or an answer, that is slower is given up, after `head_seconds` at the soonest."""
+    """A body, or an answer, that is slower is cut off, after `head_seconds` at the soonest."""
     requests_per_second: float = 10_000.0
     burst: int = 2_000
     """Requests that may come at once, beyond the rate."""

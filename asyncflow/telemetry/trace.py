@@ -92,7 +92,7 @@ def join_pieces(spans: Iterable[Span]) -> list[Span]:
     last: dict[str, int] = {}
     for span in spans:
         position = last.get(span.worker)
-        if span.is_lane and position is not None and _goes_on(joined[position], span):
+        if span.is_lane and position is not None and _continues(joined[position], span):
             before = joined[position]
             counts = {name: getattr(before, name) + getattr(span, name) for name in ("rows", "tokens", "bytes")}
             joined[position] = msgspec.structs.replace(before, end=span.end, **counts)
@@ -103,7 +103,7 @@ def join_pieces(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def _goes_on(before: Span, span: Span) -> bool:
+def _continues(before: Span, span: Span) -> bool:
     same = ("task", "cause", "step", "version", "group", "layout", "device")
     return before.end == span.start and all(getattr(before, name) == getattr(span, name) for name in same)
 

@@ -174,18 +174,18 @@ class Places:
 
     async def call(self, interface: type, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
         """Send a request, and repeat it while there is no answer."""
-        give_up, pause = asyncio.get_running_loop().time() + self.patience_seconds, 0.02
+        deadline, pause = asyncio.get_running_loop().time() + self.patience_seconds, 0.02
         while True:
             try:
                 peer = await self._dial(name)
                 return await peer.call(interface, name, method, arguments)
             except Superseded:  # a controller says so: its successor is to be asked; a unit says so: its controller is to end
-                if not name.startswith("controller/") or asyncio.get_running_loop().time() + pause > give_up:
+                if not name.startswith("controller/") or asyncio.get_running_loop().time() + pause > deadline:
                     raise
             except ConnectionLost as error:
                 if self._peer is not None and self._peer.is_lost:
                     raise  # the queue itself is gone
-                if asyncio.get_running_loop().time() + pause > give_up:
+                if asyncio.get_running_loop().time() + pause > deadline:
                     raise ConnectionLost(f"{name} has not come back within {self.patience_seconds:g} s: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)

@@ -1,4 +1,4 @@
-"""Lives of a run: each is a process of its own, forked from one that has imported everything, and may end in any way."""
+"""Attempts of a run: each is a process of its own, forked from one that has imported everything, and may end in any way."""
 
 from __future__ import annotations
 

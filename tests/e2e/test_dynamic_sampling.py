@@ -88,7 +88,7 @@ def test_a_run_that_is_killed_and_gone_on_with_comes_to_the_same_bits(tmp_path: 
         assert life.end(signal.SIGKILL) == 137, life.said()
     last = Life(config)
     assert last.end() == 0, last.said()
-    assert "going on from" in last.said()
+    assert "resumed from" in last.said()
     check_same(last.run_dir, whole.run_dir)
     assert trained(last.run_dir) == trained(whole.run_dir)
 

@@ -128,7 +128,7 @@ def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: 
         starts.append(life.said())
     last = Life(config)
     assert last.end() == 0, last.said()
-    assert "going on from" in last.said() or "is finished already" in last.said()  # the fourth life may have come to the end
+    assert "resumed from" in last.said() or "is finished already" in last.said()  # the fourth life may have come to the end
     assert "passed over" not in "".join(starts)
     check_same(last.run_dir, undisturbed)
     certificate = read_certificate(last.run_dir)
@@ -152,7 +152,7 @@ def test_terminated_while_a_checkpoint_is_written(whole: tuple[dict[str, Any], P
     assert not [*(life.run_dir / "checkpoints").glob("*.partial")]
     last = Life(config)
     assert last.end() == 0, last.said()
-    assert "going on from" in last.said()
+    assert "resumed from" in last.said()
     check_same(last.run_dir, undisturbed)
 
 
@@ -206,7 +206,7 @@ def test_a_disk_that_is_full_at_each_write_in_turn(whole: tuple[dict[str, Any], 
     assert life.end(signal.SIGKILL) == 137, life.said()
     last = Life(config, harm=("full", 0))
     assert last.end() == 0, last.said()
-    assert "going on from" in last.said() and "passed over" not in last.said()
+    assert "resumed from" in last.said() and "passed over" not in last.said()
     check_same(last.run_dir, undisturbed)
     writes = rows(tmp_path / "no-room.jsonl")
     failed = {what for what, is_failed in writes if is_failed}
@@ -254,7 +254,7 @@ def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(changes: 
     assert [*(life.run_dir / "checkpoints").glob("*/rows.afp")]
     last = Life(config)
     assert last.end() == 0, last.said()
-    assert "going on from" in last.said() and "lack a column" not in last.said()
+    assert "resumed from" in last.said() and "lack a column" not in last.said()
     check_each_once(last.run_dir)
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.voided, certificate
@@ -350,7 +350,7 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     assert mode == "periodic" or (of_step_3 <= numbers and not {62, 63} & numbers)
 
     cut = Life(config, harm=("load", signal.SIGKILL))
-    assert cut.end() == 137 and "going on from" in cut.said(), cut.said()
+    assert cut.end() == 137 and "resumed from" in cut.said(), cut.said()
     for name in ("metrics.jsonl", "fingerprints.jsonl"):
         assert [row["step"] for row in rows(cut.run_dir / name)] == [0, 1, 2], name
     assert samples_of(cut.run_dir) == {row: sample for row, sample in before.items() if row < 48 or row in numbers}
@@ -400,7 +400,7 @@ def test_killed_with_its_trainers_on_two_ranks_a_run_goes_on_with_the_rows_of_it
 
     (tmp_path / "held.json").unlink()
     last = run_command("train", path, "--resume")
-    assert last.returncode == 0 and "going on from" in last.stdout + last.stderr, last.stdout + last.stderr
+    assert last.returncode == 0 and "resumed from" in last.stdout + last.stderr, last.stdout + last.stderr
     check_each_once(run_dir)
     check_spans(run_dir)
     check_kept(kept, trained_rows(run_dir))
@@ -541,7 +541,7 @@ def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -
     run_dir = tmp_path / "test"
     before = contents(run_dir)
     life = Life(config)
-    assert life.end() == 0 and "is finished already" in life.said() and "going on" not in life.said(), life.said()
+    assert life.end() == 0 and "is finished already" in life.said() and "resumed from" not in life.said(), life.said()
     assert contents(run_dir) == before
     with Trainer.from_config(config, resume=True) as trainer:
         assert trainer.step() is None
@@ -562,7 +562,7 @@ def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -
         (run_dir / "model" / "model.safetensors").write_bytes(b"of older weights")
         # nothing is trained; the trainer saves the model all the same
         life = Life(merged(merged(config, hasty), change), harm=("load", harm))
-        assert life.end() == status and "going on from" in life.said(), life.said()
+        assert life.end() == status and "resumed from" in life.said(), life.said()
         assert "could not save in time" not in life.said()
         assert {name: content for name, content in contents(run_dir).items() if name.startswith("model/")} == model
 
@@ -572,7 +572,7 @@ def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -
     assert life.end() == 0 and "is finished already" in life.said(), life.said()
     assert contents(run_dir) == before
     life = Life(merged(config, {"train": {"learning_rate": 1e-4}}))
-    assert life.end() == 2 and "has no checkpoint to go on from" in life.said() and "run.overwrite=true" in life.said()
+    assert life.end() == 2 and "has no checkpoint to resume from" in life.said() and "run.overwrite=true" in life.said()
     assert contents(run_dir) == before
 
 
@@ -638,6 +638,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     again = run_command("train", path)
     assert again.returncode == 2 and "--resume" in again.stderr
     more = run_command("train", path, "run.steps=3", "--resume")
-    assert more.returncode == 0 and "going on from" in more.stdout + more.stderr, more.stdout + more.stderr
+    assert more.returncode == 0 and "resumed from" in more.stdout + more.stderr, more.stdout + more.stderr
     assert "resumed at step 2" in more.stdout
     assert [row["step"] for row in rows(tmp_path / "test" / "metrics.jsonl")] == [0, 1, 2]

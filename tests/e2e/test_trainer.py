@@ -117,7 +117,7 @@ def test_a_trainers_death_ends_a_run_by_hand_with_a_sentence_and_it_goes_on_wher
     with Trainer.from_config(tree) as trainer:
         assert trainer.step() is not None and trainer.step() is not None
         next(process for process in processes_of(run_dir) if words_of(process)[-2:-1] == ["trainer/0"]).kill()
-        with pytest.raises(RunError, match=r"trainer/0 .*begin it again with resume, and it goes on from its newest checkpoint"):
+        with pytest.raises(RunError, match=r"trainer/0 .*begin it again with resume, and it continues from its newest checkpoint"):
             trainer.step()
     with Trainer.from_config(tree, resume=True) as trainer:
         done = 0

@@ -80,7 +80,7 @@ def test_a_run_that_is_gone_on_with_says_that_its_bits_may_be_others(small: Call
     path = write_config(tmp_path, small(run={"steps": 1}, checkpoint={"every_steps": 1}))
     assert run_command("train", path).returncode == 0
     done = run_command("train", path, "run.steps=2", "--resume")
-    assert "going on from" in done.stdout + done.stderr and "may have other bits" not in done.stdout + done.stderr
+    assert "resumed from" in done.stdout + done.stderr and "may have other bits" not in done.stdout + done.stderr
     engine = {"name": "vllm", "python": str(fake_python(tmp_path))}
     changes = {"run": {"steps": 1, "name": "other"}, "rollout": {"engine": engine}, "checkpoint": {"every_steps": 1}}
     path = write_config(tmp_path, small(**changes))

@@ -75,7 +75,7 @@ def test_what_a_run_has_made_is_not_removed_unasked(tmp_path: Path, left: str) -
     folder = started(tmp_path / "run")
     (folder.path / left).parent.mkdir(parents=True, exist_ok=True)
     (folder.path / left).write_text("{}")
-    with pytest.raises(UserError, match="holds an earlier run: go on with it by --resume"):
+    with pytest.raises(UserError, match="holds an earlier run: resume it by --resume"):
         folder.check(may_overwrite=False)
     folder.check(may_overwrite=True)
 

@@ -159,7 +159,7 @@ class RayCluster(SupervisedCluster):
         )
         pid = await host.start.remote(msgspec.msgpack.encode(letter))
         place.has_begun = True
-        return RayProcess(host, pid, log, partial(self._places.give_up, place, host), is_here=not is_abroad)
+        return RayProcess(host, pid, log, partial(self._places.end_silent_host, place, host), is_here=not is_abroad)
 
     def _environment(self, place: WorkerPlace, *, is_abroad: bool) -> dict[str, str]:
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}

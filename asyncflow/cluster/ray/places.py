@@ -172,7 +172,7 @@ class RayPlaces:
             self.by_name[spec.name] = place = WorkerPlace(spec, host.pool, host.bundle, host.needs)
             place.begin_host()
 
-    async def give_up(self, place: WorkerPlace, host: Any) -> None:
+    async def end_silent_host(self, place: WorkerPlace, host: Any) -> None:
         """End a host that does not answer, and with it its worker, whose control pipe it has. The worker's next start has
         another one."""
         if place.host is host and await self._connection.may_be_asked() and place.host is host:

@@ -26,11 +26,11 @@ class RayProcess:
 
     stdin = None  # the host has it
 
-    def __init__(self, host: Any, pid: int, log: Path, give_up: Callable[[], Awaitable[None]], *, is_here: bool) -> None:
-        """`give_up` ends the host, and the worker with it. `is_here`: it is on the driver's node."""
+    def __init__(self, host: Any, pid: int, log: Path, end_host: Callable[[], Awaitable[None]], *, is_here: bool) -> None:
+        """`end_host` ends the host, and the worker with it. `is_here`: it is on the driver's node."""
         self.pid, self.is_here = pid, is_here
         self.returncode: int | None = None
-        self._host, self._give_up = host, give_up
+        self._host, self._end_host = host, end_host
         self._following = asyncio.create_task(self._follow(log))
         self._killing: asyncio.Task[None] | None = None
 
@@ -48,7 +48,7 @@ class RayProcess:
             async with asyncio.timeout(HOST_SECONDS):
                 await self._tell_to_kill()
         except TimeoutError:  # it hangs
-            await self._give_up()
+            await self._end_host()
 
     async def _tell_to_kill(self) -> None:
         errors = import_ray().exceptions
@@ -80,7 +80,7 @@ class RayProcess:
                     if not isinstance(error, errors.RayError):
                         why = f"it has not answered for {UNAVAILABLE_SECONDS:g} s"
                     if is_unavailable or isinstance(error, TimeoutError):  # it may come back, and is somebody else's then
-                        await self._give_up()
+                        await self._end_host()
                     output, self.returncode = f"its host is gone: {why}\n".encode(), LOST_STATUS
                 file.write(output)
         return self.returncode

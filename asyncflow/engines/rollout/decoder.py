@@ -3,7 +3,7 @@
     DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
 
 A decode step has a row for each new token, with its slot of the cache. A slot may have several rows, which come one after another
-(an observation; drafts; a response whose keys were given up): each has the bits that it has in a step of its own. A pass may have
+(an observation; drafts; a response whose keys were dropped): each has the bits that it has in a step of its own. A pass may have
 pieces of prompts beside these rows (Sarathi, arXiv:2308.16369).
 
 On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least

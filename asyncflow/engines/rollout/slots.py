@@ -8,7 +8,7 @@ A step is one pass: a token of every active row, and beside them some tokens of 
 (filling.py). So no row waits for a whole prompt.
 
 A parked slot keeps the keys and values of an episode that waits for its environment. Where slots are wanted, the one that was
-parked first is given up; its episode's next turn computes them again, by the same passes, so to the same bits: the prompt in a
+parked first loses its place; its episode's next turn computes them again, by the same passes, so to the same bits: the prompt in a
 prefill, everything behind it by decode steps, of which many tokens may share one.
 
 Where few rows are active, a step also has drafts (drafts.py): tokens behind a row's last one that are probably next. They go

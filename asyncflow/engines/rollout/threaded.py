@@ -68,7 +68,7 @@ class Rows(Protocol):
 
 
 class ThreadedEngine(RolloutEngine):
-    """`RolloutEngine` over `Rows`; the event loop's half. Leaving a `generate` early gives up its rows."""
+    """`RolloutEngine` over `Rows`; the event loop's half. Leaving a `generate` early cancels its rows."""
 
     _slots: Rows
 

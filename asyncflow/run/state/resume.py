@@ -57,11 +57,13 @@ def check_fits(config: Config, state: DriverState, data: str) -> None:
     """Check that a run may be resumed with this configuration and this data. Raises `UserError`."""
     if changed := _changed(parse_dumped(state.config), config):
         raise UserError(
-            f"{changed}: a run goes on as it began; set it back, or begin another run with what this one has learnt, by "
+            f"{changed}: a run is resumed as it began; set it back, or begin another run with what this one has learnt, by "
             f"--fork-from {config.run_dir} and another run.name"
         )
     if state.data and data != state.data:
-        raise UserError(f"{config.data.path} holds other prompts than when this run began: a run goes on with the data that it had")
+        raise UserError(
+            f"{config.data.path} holds other prompts than when this run began: a run is resumed with the data that it had"
+        )
     if config.run.steps < state.version:
         raise UserError(f"run.steps is {config.run.steps}, and {state.version} steps are done: set it to {state.version} or more")
 

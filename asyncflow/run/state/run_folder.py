@@ -196,8 +196,8 @@ class RunFolder:
         folder, may_overwrite = self._folder, self._config.run.overwrite
         if self._resume and not may_overwrite and (kept := to_be_kept(self._config)):
             raise UserError(
-                f"{folder.checkpoints} has no checkpoint to go on from, but {folder.path} holds {kept}: begin anew and remove that "
-                f"by run.overwrite=true, or give this run another run.name"
+                f"{folder.checkpoints} has no checkpoint to resume from, but {folder.path} holds {kept}: begin anew and remove "
+                f"that by run.overwrite=true, or give this run another run.name"
             )
         folder.check(may_overwrite=may_overwrite or (self._resume and folder.is_run()))
         if folder.is_run() and not self._resume and not folder.has_results():
@@ -209,10 +209,10 @@ class RunFolder:
 
     def _begin_anew(self, prepared: Prepared, scratch: Path) -> Prepared:
         """Make the run's folder; a model made in `scratch` moves into it."""
-        goes_on = self._resume and not self._config.run.overwrite
-        if goes_on and (aside := self._folder.set_aside()) is not None:
+        is_resumed = self._resume and not self._config.run.overwrite
+        if is_resumed and (aside := self._folder.set_aside()) is not None:
             self._log(f"what an attempt before the first checkpoint has saved is in {aside} now")
-        self._folder.claim(dump(self._config), keeps_aside=goes_on)
+        self._folder.claim(dump(self._config), keeps_aside=is_resumed)
         self._forget_after(-1)
         if prepared.model.is_relative_to(scratch):
             model = Path(shutil.move(prepared.model, self._folder.initial_model))
@@ -260,7 +260,7 @@ class RunFolder:
     async def _go_back(self, resumed: Resumed) -> None:
         """Let the run's folder be as it was when the checkpoint was written."""
         version, run_dir = resumed.state.version, self._config.run_dir
-        self._log(f"going on from {resumed.folder}: {version} of {self._config.run.steps} steps are done")
+        self._log(f"resumed from {resumed.folder}: {version} of {self._config.run.steps} steps are done")
         if why := resumed.state.record.why_not_deterministic:
             self._log(
                 f"what was under way is generated again and may come out otherwise, so later steps may have other bits ({why})"

@@ -202,7 +202,7 @@ class CheckpointCoordinator:
             except (OSError, RunError) as error:
                 why = _why(error) if isinstance(error, OSError) else str(error)
         if why:
-            await self._give_up(version, place, why)
+            await self._abandon(version, place, why)
         self._settle(version, place, held_seconds)
 
     @remote
@@ -217,7 +217,7 @@ class CheckpointCoordinator:
         await self._came.until(lambda: (place, version) in self._parts, CRITIC_PART, version=version)
         return self._parts.pop((place, version))
 
-    async def _give_up(self, version: int, place: CheckpointPlace, why: str) -> None:
+    async def _abandon(self, version: int, place: CheckpointPlace, why: str) -> None:
         checkpoints = self._places[place]
         await asyncio.to_thread(checkpoints.discard, version)
         if place == "memory" and self._pace is not None:

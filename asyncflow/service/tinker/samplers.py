@@ -95,7 +95,7 @@ class _Held:
         await asyncio.wait([self._arriving])
         return not self._arriving.cancelled() and self._arriving.exception() is None
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         if self._arriving is not None:
             self._arriving.cancel()
 
@@ -181,7 +181,7 @@ class Samplers:
         self._queue.clear()
         for place in self._places:
             for held in (place.model, *place.adapters.values()):
-                held.give_up()
+                held.cancel()
             await place.engine.close()
 
     async def _granted(self, weights: SamplerFiles) -> _Grant:

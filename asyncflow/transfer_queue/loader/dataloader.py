@@ -278,8 +278,8 @@ class StreamDataLoader:
 
     def _next(self, feed: StreamFeed) -> Fetched | None:
         """The peers, which wait for the lead's next broadcast, are told when it takes long."""
-        future, give_up = feed.take(), time.monotonic() + self._source.timeout_seconds
-        while not future.done() and (left := give_up - time.monotonic()) > 0:
+        future, deadline = feed.take(), time.monotonic() + self._source.timeout_seconds
+        while not future.done() and (left := deadline - time.monotonic()) > 0:
             concurrent.futures.wait([future], min(left, WAITING_SECONDS))
             if self._broadcast is not None and not future.done():
                 self._broadcast.send_waiting()

@@ -33,7 +33,7 @@ def said(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("trian r.yaml", "no such command 'trian'"),
         ("train r.yaml --resum", "no such option: --resum"),
         ("train r.yaml --fork-keep data", "--fork-keep says what a fork keeps, and this is none: give --fork-from, too"),
-        ("train r.yaml --fork-from runs/a --resume", "--fork-from begins a new run, and --resume goes on with one"),
+        ("train r.yaml --fork-from runs/a --resume", "--fork-from begins a new run, and --resume continues one"),
         ("plan r.yaml --devices 4 --nodes 2", "--devices and --nodes both say how many devices there are: take one of them"),
         ("plan recipe.yaml --per-node 3", "--per-node says how large a node is, and nothing says how many there are"),
         ("plan --from runs/a --devices 4", "--devices is for a new plan, and --from takes the devices that the run had"),

@@ -188,12 +188,12 @@ async def test_a_mistake_of_the_users_is_not_tried_again(cluster: LocalCluster, 
 async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluster: LocalCluster, tmp_path: Path) -> None:
     deaths, asked = Deaths(), list[str]()
 
-    def goes_on_without(name: str) -> bool:
+    def continues_without(name: str) -> bool:
         asked.append(name)
         return True
 
     await cluster.start([spec(tmp_path, "stays", "first", max_restarts=3)])
-    waiting = asyncio.create_task(cluster.wait(deaths, goes_on_without))
+    waiting = asyncio.create_task(cluster.wait(deaths, continues_without))
     await asyncio.sleep(0)
     await cluster.start([spec(tmp_path, "mistaken", "joiner", max_restarts=3)])
     await asyncio.wait_for(deaths.first.wait(), patience(60.0))

@@ -206,8 +206,8 @@ async def test_what_a_sample_has_started_ends_with_it(open_pool: Open, tmp_path:
     pool = await open_pool("runs_it")
     started = f"import subprocess; open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
     assert (await pool.score(sample(started, answer="9"))).reward == 3.0
-    pid, give_up = int((tmp_path / "pid").read_text()), time.monotonic() + patience(60.0)
-    while is_alive(pid) and time.monotonic() < give_up:
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + patience(60.0)
+    while is_alive(pid) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     assert not is_alive(pid)
 

@@ -170,16 +170,16 @@ def living(pids: list[int]) -> list[int]:
 
 def pids_in(file: Path, seconds: float = 60.0) -> list[int]:
     """What a scorer wrote there; waits for it to appear."""
-    give_up = time.monotonic() + patience(seconds)
+    deadline = time.monotonic() + patience(seconds)
     while not (file.exists() and (text := file.read_text())):
-        assert time.monotonic() < give_up, f"{file} was not written"
+        assert time.monotonic() < deadline, f"{file} was not written"
         time.sleep(0.01)
     return [int(word) for word in text.split()]
 
 
 def wait_until_gone(pids: list[int], seconds: float = 60.0) -> list[int]:
-    give_up = time.monotonic() + patience(seconds)
-    while living(pids) and time.monotonic() < give_up:
+    deadline = time.monotonic() + patience(seconds)
+    while living(pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     return living(pids)
 
@@ -509,10 +509,10 @@ def test_a_parent_killed_with_9_leaves_no_process(scorer_file: Path, tmp_path: P
     parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{scorer_file}:Score", json.dumps(responses)])
     try:
         pids_in(tmp_path / "pids")
-        give_up = time.monotonic() + patience(60.0)
+        deadline = time.monotonic() + patience(60.0)
         # Three workers, two samples, two processes of a scorer, the guard; and for a moment the sample that ends.
         while len(processes := [child.pid for child in below(parent.pid)]) != 3 + 2 + 2 + 1:
-            assert time.monotonic() < give_up, processes
+            assert time.monotonic() < deadline, processes
             time.sleep(0.01)
         started = pids_in(tmp_path / "pids")[1:]
         if guard_is_gone:

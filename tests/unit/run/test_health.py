@@ -147,14 +147,14 @@ async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served()
     said, failures = list[str](), list[RunError]()
     hub: Any = None
     health = Health(context_of(config, Signal(), said, failures), [versions], hub)
-    assert not health.goes_on_without("rollout/1")
+    assert not health.continues_without("rollout/1")
     client_name.set("rollout/0")
     await versions.installed(0)
-    assert health.goes_on_without("rollout/1") and not health.goes_on_without("storage/0")
+    assert health.continues_without("rollout/1") and not health.continues_without("storage/0")
     health.died("rollout/1", "found a mistake", True)
     assert said == ["worker rollout/1 found a mistake"] and not failures
     versions.died("rollout/0", is_final=False)
-    assert health.goes_on_without("rollout/0")  # it may be started again: the run has come up
+    assert health.continues_without("rollout/0")  # it may be started again: the run has come up
     health.died("rollout/0", "found a mistake", True)
     (failure,) = failures
     assert str(failure).startswith("worker rollout/0 found a mistake; 0 of 2 rollout workers are left")

@@ -107,7 +107,7 @@ def test_what_may_change(change: dict[str, Any]) -> None:
     [
         ({"model": {"path": "other"}}, "model.path was 'm' .* and is 'other' now"),
         ({"data": {"path": "other"}}, "data.path"),
-        ({"run": {"seed": 7}}, "run.seed was 0 .* and is 7 now: a run goes on as it began"),
+        ({"run": {"seed": 7}}, "run.seed was 0 .* and is 7 now: a run is resumed as it began"),
         ({"algorithm": {"name": "grpo", "clip_low": 0.3}}, "algorithm.options"),
         ({"schedule": "delayed"}, "schedule.name"),
         ({"train": {"accumulate": "exact"}}, "train.accumulate"),

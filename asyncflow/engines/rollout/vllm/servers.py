@@ -194,16 +194,16 @@ class ServerHandle:
                     why = error
                 else:
                     return
-            await self._give_up(f"({why}); it has been started again {self._limits.max_restarts} times, and is not started again")
+            await self._fail(f"({why}); it has been started again {self._limits.max_restarts} times, and is not started again")
         except asyncio.CancelledError:
             raise
         except Exception as error:  # all that wait for it must hear of it
-            await self._give_up(f"({why}), and cannot be brought back: {error}")
+            await self._fail(f"({why}), and cannot be brought back: {error}")
         finally:
             self._changed()
 
-    async def _give_up(self, why: str) -> None:
-        """Give a server up: one that is not used does not keep its device."""
+    async def _fail(self, why: str) -> None:
+        """Stop a server for good, so that it does not keep its device, and take note of the error."""
         try:
             await asyncio.to_thread(self.host.stop)
         except RunError as error:

@@ -313,10 +313,10 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     actor.errors = [ActorUnavailableError("the network is down") for _ in range(3)]
     given_up: list[bool] = []
 
-    async def give_up() -> None:
+    async def end_host() -> None:
         given_up.append(True)
 
-    process = ray_process.RayProcess(actor, 1, tmp_path / "log", give_up, is_here=True)
+    process = ray_process.RayProcess(actor, 1, tmp_path / "log", end_host, is_here=True)
     await until(lambda: actor.calls.count("listen") == 4)
     assert process.returncode is None
     actor.errors = [ActorUnavailableError("the network is down")]
@@ -332,10 +332,10 @@ async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pyt
     actor.errors = [ActorUnavailableError("the network is down")] * 10_000
     given_up: list[bool] = []
 
-    async def give_up() -> None:
+    async def end_host() -> None:
         given_up.append(True)
 
-    process = ray_process.RayProcess(actor, 1, tmp_path / "log", give_up, is_here=True)
+    process = ray_process.RayProcess(actor, 1, tmp_path / "log", end_host, is_here=True)
     assert await asyncio.wait_for(process.wait(), patience(60.0)) == ray_process.LOST_STATUS
     assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and given_up
 

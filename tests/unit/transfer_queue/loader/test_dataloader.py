@@ -50,9 +50,9 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def until(is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
-    give_up = time.monotonic() + patience(seconds)
+    deadline = time.monotonic() + patience(seconds)
     while not is_so():
-        assert time.monotonic() < give_up, "it has not become so"
+        assert time.monotonic() < deadline, "it has not become so"
         time.sleep(0.01)
 
 

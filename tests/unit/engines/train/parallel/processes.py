@@ -80,9 +80,9 @@ class Processes:
         """End the processes: with SIGTERM, for their coverage, and with SIGKILL if they wait for others."""
         for process in self.processes:
             process.terminate()
-        give_up = time.monotonic() + patience(5.0)
+        deadline = time.monotonic() + patience(5.0)
         for process in self.processes:
-            process.join(max(0.0, give_up - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
         self._folder.cleanup()
