@@ -353,7 +353,7 @@ OUTSIDE: Final = _wait(
 SITUATION: Final = _wait(
     "situation",
     "the disk, for the file that `asyncflow why` reads",
-    "run/standstill.py:Standstill._write Standstill.ended",
+    "run/watch.py:Watch._write Watch.ended",
     ends="a second (SECONDS), after which it is left alone",
 )
 

@@ -38,7 +38,7 @@ async def live_run(run: Path, name: str) -> Peer:
 
 
 async def _status(run: Path, prometheus: bool) -> None:
-    from asyncflow.run.services.status import Watch
+    from asyncflow.run.watch import Watch
     from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transport import proxy
 

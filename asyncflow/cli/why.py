@@ -15,7 +15,7 @@ def why(
     """Say which process waits for which in a run, from the trainer back to the cause."""
     import msgspec
 
-    from asyncflow.run.standstill import state_of_driver
+    from asyncflow.run.situations import state_of_driver
     from asyncflow.telemetry.situation import read_situation
     from asyncflow.telemetry.why import chain, graph
 

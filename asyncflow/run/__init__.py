@@ -17,8 +17,8 @@ What lives as long as what, from the longest to the shortest:
       StepRows                 metrics of all steps so far
       Attempt                  starts and ends these three:
       Running                  the driver's loops and the workers, watched
-      Standstill               who waits for whom
-      Watch                    ends a run in which nothing moves
+      Watch                    says what stands, and ends a run in which nothing moves
+      Situations               what waits for what, at a moment
       Scaling                  workers that join and leave
       Driver                   makes the state and the services of the attempt:
       RunContext               what the driver's parts share

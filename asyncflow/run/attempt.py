@@ -22,9 +22,8 @@ from asyncflow.cluster.torchrun import launch_of
 from asyncflow.run.driver import Driver
 from asyncflow.run.running import Running
 from asyncflow.run.services.scaling import Scaling
-from asyncflow.run.services.status import Watch
-from asyncflow.run.standstill import Standstill
 from asyncflow.run.state.run_folder import RunFolder
+from asyncflow.run.watch import Watch
 from asyncflow.run_dir import KEY_FILE, control_socket
 from asyncflow.transport import Server
 from asyncflow.types import UserError, first_error
@@ -40,18 +39,17 @@ class Attempt:
         cluster: Cluster,
         fleet: Sequence[WorkerSpec],
         folder: RunFolder,
-        standstill: Standstill,
+        watch: Watch,
         interrupted: asyncio.Event,
     ) -> None:
         """`fleet`: the workers that it starts with. `interrupted`: set when the run is to end early."""
-        self.driver, self.cluster, self.standstill = driver, cluster, standstill
+        self.driver, self.cluster, self.watch = driver, cluster, watch
         self._config, self._server, self._fleet, self._folder = driver.config, server, fleet, folder
         self._interrupted = interrupted
         self.running = Running(driver, cluster, interrupted, driver.log)
-        self.watch = Watch(driver, standstill)
         start = driver.background.start
         self.scaling = Scaling(self._config, driver.versions, cluster, driver.devices, start=start, log=driver.log)
-        driver.serve("status", self.watch)
+        driver.serve("status", watch)
         driver.serve("scaling", self.scaling)
 
     async def start(self, steps: int) -> bool:
@@ -62,12 +60,12 @@ class Attempt:
         await driver.transfer_queue.open()
         await self._open_doors()
         driver.ledger.allow(steps, steps)
-        self.running.begin([*driver.loops(), self.standstill.run()])
+        self.running.begin([*driver.loops(), self.watch.run()])
         if not await self.running.start(self._fleet):
             return False
         driver.progress()  # it has not stood still, however long there was no room for them
         self.scaling.begin()
-        self.running.begin([self.watch.run()])
+        self.running.begin([self.watch.guard()])
         return True
 
     async def stop(self, is_hasty: Callable[[], bool]) -> None:
@@ -99,8 +97,8 @@ class Attempt:
         why = (
             str(error) or repr(error) if error is not None else "it was interrupted" if self._interrupted.is_set() else "it is done"
         )
-        words = await self.standstill.ended(why)
-        is_stuck = self._interrupted.is_set() and self.standstill.has_stood
+        words = await self.watch.ended(why)
+        is_stuck = self._interrupted.is_set() and self.watch.has_stood
         if words and words not in why and (is_stuck or (error is not None and not isinstance(error, UserError))):
             self.driver.log(f"at the end: {words}")
 

@@ -42,11 +42,12 @@ from asyncflow.run.models.model_card import push_model
 from asyncflow.run.preparation.prepare import Prepared, prepare
 from asyncflow.run.preparation.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.records.step_rows import StepRows
-from asyncflow.run.standstill import Standstill
+from asyncflow.run.situations import Situations
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.state.journal import Journal, Kept
 from asyncflow.run.state.resume import evaluated_versions
 from asyncflow.run.state.run_folder import RunFolder
+from asyncflow.run.watch import Watch
 from asyncflow.run.worker_start import import_ahead
 from asyncflow.run_dir import JOB_FILE, make_shared_dir
 from asyncflow.telemetry.accuracy import Responses
@@ -348,8 +349,9 @@ class Job(Listener):
         server, cluster = self._place(driver, weights_dir)
         fleet = self._fleet(weights_dir)
         names = [spec.name for spec in fleet]
-        standstill = Standstill(driver, waits, names, cluster.pids, writes=self._writes_situations)
-        return Attempt(driver, server, cluster, fleet, self._folder, standstill, self._interrupted)
+        situations = Situations(driver, waits, names, cluster.pids)
+        watch = Watch(driver, situations, self.config.run_dir if self._writes_situations else None)
+        return Attempt(driver, server, cluster, fleet, self._folder, watch, self._interrupted)
 
     def _read_journal(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
         """Rows that the journal has beside a checkpoint, and its prompts as tokens."""

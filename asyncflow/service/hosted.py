@@ -19,8 +19,8 @@ from asyncflow.engines.train.experience import Published
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.model_folder import read_json
 from asyncflow.run.job import Listener
-from asyncflow.run.services.status import Status
 from asyncflow.run.stepwise import StepwiseRun
+from asyncflow.run.watch import Status
 from asyncflow.service.workers import OutsideWorkers, TrainerSession
 from asyncflow.settings import Choice
 from asyncflow.types import Array, Batch, RunError, UserError, first_error

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from asyncflow.run.services.status import Watch
+from asyncflow.run.watch import Watch
 from asyncflow.run_dir import control_socket
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans

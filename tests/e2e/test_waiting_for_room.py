@@ -98,7 +98,7 @@ async def test_waiting_for_room_is_no_stall_and_nobody_joins_meanwhile(small: Sm
 async def test_a_run_that_waits_for_room_says_so(small: Small) -> None:
     job, running = await waiting(small)
     assert job.attempt is not None
-    assert sentence(job.attempt.standstill.situation()).startswith("the driver waits for the cluster to start 2 workers, since ")
+    assert sentence(job.attempt.watch.situations.now()).startswith("the driver waits for the cluster to start 2 workers, since ")
     job.interrupt()
     await asyncio.wait_for(running, patience(20.0))
     assert read_situation(job.config.run_dir).ended == "it was interrupted"

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncflow.run.standstill import DRIVER_SECONDS
+from asyncflow.run.situations import DRIVER_SECONDS
 from tests.depth import deep, in_gate
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command

@@ -25,7 +25,7 @@ from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.selection import Selection
 from asyncflow.run.job import Listener
-from asyncflow.run.standstill import Standstill
+from asyncflow.run.watch import Watch
 from asyncflow.simulation.run import NO_FAULTS, drawn_faults, simulate
 from asyncflow.telemetry.why import chain, graph
 from asyncflow.transfer_queue.capacity import Capacity
@@ -317,16 +317,16 @@ def test_at_any_moment_of_any_run_there_is_a_chain_to_a_cause(mode: str, monkeyp
     """Whatever the run is at, and whatever goes wrong with its workers: a run must not end by what looks at it."""
     moments = [0]
 
-    async def look(self: Standstill) -> None:
+    async def look(self: Watch) -> None:
         while True:
             await asyncio.sleep(0.37)
-            situation = self.situation()
+            situation = self.situations.now()
             links, edges = chain(situation), graph(situation)
             assert links and links[-1].ends and all(link.on for link in links[:-1]), links
             assert [link.subject for link in edges] == [worker.name for worker in situation.workers]
             moments[0] += 1
 
-    monkeypatch.setattr(Standstill, "run", look)
+    monkeypatch.setattr(Watch, "run", look)
     for seed in range(few(2, 40)):
         config, costs = drawn(mode, seed)
         simulated = simulate(config, costs=costs, faults=drawn_faults(config, costs, seed), seed=seed)

@@ -1,20 +1,16 @@
-"""Standstill of a run, and why: its situations on disk, and its words in the log.
+"""Situations of a run: all that its driver knows of what waits for what, at a moment.
 
-consumes: ledger, leases, versions, the workers' reports, open waits
-waits for: the next second; in a simulation, for a tenth of `run.stall_timeout_seconds` in which nothing has moved
-is unblocked by: the clock
+ledger, leases, versions, the workers' reports, open waits --> Situation (telemetry/situation.py) --> its words (telemetry/why.py)
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -23,14 +19,12 @@ import psutil
 from asyncflow.control.ledger.step_state import StepState
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.run.driver import Driver
-from asyncflow.telemetry.situation import UNKNOWN, SeenGroup, SeenStep, SeenWorker, Situation, write_situation
-from asyncflow.telemetry.why import GONE, sentence
+from asyncflow.telemetry.situation import UNKNOWN, SeenGroup, SeenStep, SeenWorker, Situation
+from asyncflow.telemetry.why import GONE
 from asyncflow.waits import LEASE, PROCESS, OpenWait, OpenWaits
 
 SECONDS: Final = 1.0
 """Between two situations; and what nothing has moved for when processes are looked at."""
-LOGGED_SHARE: Final = 0.1
-"""Share of `run.stall_timeout_seconds` after which the log says why nothing moves."""
 MOST: Final = 8
 """Groups of a step that a situation has."""
 DRIVER_SECONDS: Final = 5.0
@@ -38,65 +32,14 @@ DRIVER_SECONDS: Final = 5.0
 STORAGE: Final = "storage/"
 
 
-class Standstill:
-    """Watches a run for what stands. `fleet`: names of the workers that it starts with."""
+class Situations:
+    """Situations of a run, as its driver sees them. `fleet`: names of the workers that it starts with."""
 
-    def __init__(
-        self, driver: Driver, waits: OpenWaits, fleet: Sequence[str], pids: Callable[[], Mapping[str, int]], *, writes: bool
-    ) -> None:
-        """`waits`: the driver's own. `pids`: of workers on this machine. `writes`: whether situations go to the run's folder."""
+    def __init__(self, driver: Driver, waits: OpenWaits, fleet: Sequence[str], pids: Callable[[], Mapping[str, int]]) -> None:
+        """`waits`: the driver's own. `pids`: of workers on this machine."""
         self._driver, self._waits, self._fleet, self._pids = driver, waits, fleet, pids
-        self._folder = driver.config.run_dir if writes else None
-        self._said = ""  # the cause that the log has named last
-        self._writing: asyncio.Task[None] | None = None
-        self._why_unwritten = ""
-        self._has_ended = False
 
-    async def run(self) -> None:
-        """Write a situation at once, then one and all spans every second, and say in the log what has stood for too long, until the
-        run ends."""
-        driver, loop = self._driver, asyncio.get_running_loop()
-        patience = LOGGED_SHARE * driver.config.run.stall_timeout_seconds
-        if self._folder is not None:
-            await self._write(self._folder, self.situation())
-        while not self._has_ended:
-            idle = loop.time() - driver.last_progress
-            await asyncio.sleep(SECONDS if self._folder is not None else max(SECONDS, patience - idle))
-            idle = loop.time() - driver.last_progress
-            if self._has_ended or (self._folder is None and idle < patience):
-                continue
-            situation = self.situation()
-            if self._folder is not None:
-                await self._write(self._folder, situation)
-                with contextlib.suppress(OSError):  # a disk that is full is told of above
-                    driver.hub.log.flush()
-            if idle < patience:
-                self._said = ""
-            elif not situation.is_held and not driver.ledger.is_stopping:
-                self._say(idle, sentence(situation))
-
-    def _say(self, idle: float, cause: str) -> None:
-        """Say once what the cause is, and again when it is another one."""
-        if _timeless(cause) != self._said:
-            self._said = _timeless(cause)
-            self._driver.log(f"nothing has moved for {idle:.0f} s: {cause}")
-
-    @property
-    def has_stood(self) -> bool:
-        """Whether nothing has moved for so long that the log says why."""
-        idle = asyncio.get_running_loop().time() - self._driver.last_progress
-        return idle >= LOGGED_SHARE * self._driver.config.run.stall_timeout_seconds
-
-    async def ended(self, why: str) -> str:
-        """The run ends: the last situation says `why`. Returns who waited for what, in words."""
-        self._has_ended, situation = True, self.situation(ended=why)
-        if self._folder is not None:
-            if self._writing is not None:
-                await asyncio.wait([self._writing], timeout=SECONDS)
-            await self._write(self._folder, situation)
-        return sentence(situation)
-
-    def situation(self, ended: str = "") -> Situation:
+    def now(self, ended: str = "") -> Situation:
         """Situation of the run now: all that the driver knows of what waits for what."""
         driver, now = self._driver, asyncio.get_running_loop().time()
         idle, config, versions = now - driver.last_progress, driver.config, driver.versions
@@ -233,23 +176,6 @@ class Standstill:
             for worker, since in controller.askers()
         ]
 
-    # -- the file -----------------------------------------------------------------------------------------------------------
-
-    async def _write(self, folder: Path, situation: Situation) -> None:
-        """Write in a thread, since a disk may hang; no second one is begun meanwhile. If a disk is full the log says so, once."""
-        if self._writing is not None and not self._writing.done():
-            return
-        self._writing = asyncio.create_task(self._written(folder, situation))
-        await asyncio.wait([self._writing], timeout=SECONDS)
-
-    async def _written(self, folder: Path, situation: Situation) -> None:
-        try:
-            await asyncio.to_thread(write_situation, folder, situation)
-        except OSError as error:
-            if error.strerror != self._why_unwritten:
-                self._why_unwritten = error.strerror or str(error)
-                self._driver.log(f"`asyncflow why` knows nothing new of this run: {folder}: {self._why_unwritten}")
-
 
 def state_of_driver(situation: Situation) -> str:
     """State of a run's driver since the situation, in words, from the operating system: no question is asked of the run."""
@@ -302,8 +228,3 @@ def _now(wait: OpenWait, age: float, *, looks: bool) -> OpenWait:
     left = None if wait.left is None else wait.left - age
     still = None if wait.still is None else wait.still + age
     return msgspec.structs.replace(wait, seconds=wait.seconds + age, left=left, still=still, facts=facts)
-
-
-def _timeless(cause: str) -> str:
-    """The words without their numbers of seconds, by which a cause is known for the one that was told before."""
-    return "".join(word for word in cause.split() if not word.replace(".", "").rstrip("),;").isdigit())
