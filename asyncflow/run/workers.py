@@ -44,7 +44,7 @@ from asyncflow.run.in_worker.engines import (
 from asyncflow.run.in_worker.episodes import capture_endpoint, environments, episode_player
 from asyncflow.run.in_worker.scoring import scoring
 from asyncflow.run.models.model_files import copy_tokenizer
-from asyncflow.run.services.cores import lend, widening
+from asyncflow.run.services.cores import following_threads, lend
 from asyncflow.run.services.rendezvous import meet_at_driver
 from asyncflow.run.state.driver_state import TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.run.state.resume import CRITIC_FINGERPRINTS
@@ -111,12 +111,12 @@ async def roll_out(
     task, schedule, shape = "rollout", make_schedule(run.config), run.shape
     if evaluates:
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
-    widened, why = widening(run.config, run.cores, "rollout", engine)
+    following, why = following_threads(run.config, run.cores, "rollout", engine)
     run.reporter.why_not_deterministic = why or engine.why_not_deterministic
     await run.reporter.flush()  # what a checkpoint holds depends on it
     context = replace(loop_context(run), schedule=schedule, shape=shape)
     by_worker = ResponseScoring(score if run.config.reward.place == "rollout" else None, decode, _sample_filter(run))
-    async with background(*widened):
+    async with background(*following):
         await Rollout(context, engine, weights, by_worker, task, episodes, run.config.episodes_at_once).run()
     await leave(run, weights.receiver)
 
@@ -205,9 +205,9 @@ async def leave(run: RunConnection, *ends: ToClose | None) -> None:
 @asynccontextmanager
 async def _with_threads(run: RunConnection, pool: str, engine: object) -> AsyncIterator[None]:
     """An engine uses the threads that its pool is dealt."""
-    widened, why = widening(run.config, run.cores, pool, engine)
+    following, why = following_threads(run.config, run.cores, pool, engine)
     run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or why
-    async with background(*widened):
+    async with background(*following):
         yield
 
 

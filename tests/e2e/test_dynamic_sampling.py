@@ -14,8 +14,8 @@ from asyncflow.trainer import Trainer
 from asyncflow.types import MAX_CANDIDATES, RunError
 from tests.conftest import merged
 from tests.depth import deep
+from tests.e2e.attempts import AttemptProcess
 from tests.e2e.commands import rows, run_command, write_config
-from tests.e2e.lives import Life
 from tests.e2e.test_resume import check_same, tree
 
 Small = Callable[..., dict[str, Any]]
@@ -79,14 +79,14 @@ def test_a_run_that_is_killed_and_gone_on_with_comes_to_the_same_bits(tmp_path: 
         "rollout": {"max_new_tokens": 48},
         "train": {"learning_rate": 1e-4, "max_candidates": 400},
     }
-    whole = Life(tree(tmp_path / "whole", CHOOSING, changes), resume=False)
+    whole = AttemptProcess(tree(tmp_path / "whole", CHOOSING, changes), resume=False)
     assert whole.end(seconds=120) == 0, whole.said()
     config = tree(tmp_path / "killed", CHOOSING, changes)
     for number in (2, 5):
-        life = Life(config)
-        life.wait_for_steps(number)
-        assert life.end(signal.SIGKILL) == 137, life.said()
-    last = Life(config)
+        attempt = AttemptProcess(config)
+        attempt.wait_for_steps(number)
+        assert attempt.end(signal.SIGKILL) == 137, attempt.said()
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert "resumed from" in last.said()
     check_same(last.run_dir, whole.run_dir)

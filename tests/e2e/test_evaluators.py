@@ -12,8 +12,8 @@ import pytest
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from tests.conftest import MODEL
 from tests.depth import deep
+from tests.e2e.attempts import AttemptProcess
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
-from tests.e2e.lives import Life
 from tests.forked import Command
 from tests.patience import patience
 from tests.processes import words_of
@@ -88,19 +88,19 @@ def test_an_evaluator_that_is_killed_is_started_again(tmp_path: Path, background
 
 @deep
 def test_weights_that_wait_for_their_evaluation_are_in_the_checkpoint(tmp_path: Path) -> None:
-    """An evaluation takes longer than the run's first life, which ends after step 4: version 3 waits, or is under way."""
+    """An evaluation takes longer than the run's first attempt, which ends after step 4: version 3 waits, or is under way."""
     config = tree(tmp_path, "periodic", 1)
     config["eval"] |= {"num_prompts": 256, "every_steps": 3}
-    life = Life(config, resume=False)
-    life.wait_for_steps(4)
-    assert life.end(by=signal.SIGINT) == 130, life.said()
-    run_dir = life.run_dir
+    attempt = AttemptProcess(config, resume=False)
+    attempt.wait_for_steps(4)
+    assert attempt.end(by=signal.SIGINT) == 130, attempt.said()
+    run_dir = attempt.run_dir
     assert 3 not in [row["step"] for row in rows(run_dir / "eval.jsonl")]
     checkpoint = max((run_dir / "checkpoints").iterdir())
     assert checkpoint.name > "step-000003"
     assert [path.stat().st_size > 1000 for path in checkpoint.glob("versions/*3/model.safetensors")] == [True]
-    life = Life(config)
-    assert life.end(seconds=240) == 0, life.said()
+    attempt = AttemptProcess(config)
+    assert attempt.end(seconds=240) == 0, attempt.said()
     evaluations = {row["step"]: row for row in rows(run_dir / "eval.jsonl")}
-    assert {0, 6} <= evaluations.keys() and (3 in evaluations) is not ("version 3 is not evaluated" in life.said())
+    assert {0, 6} <= evaluations.keys() and (3 in evaluations) is not ("version 3 is not evaluated" in attempt.said())
     assert all(row["num_responses/sampled"] == 768 for row in evaluations.values())

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from tests.conftest import merged
 from tests.depth import few, in_gate
+from tests.e2e.attempts import AttemptProcess
 from tests.e2e.commands import rows
-from tests.e2e.lives import Life
 from tests.e2e.test_resume import tree
 
 STEPS = 3
@@ -36,14 +36,14 @@ SHORT: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
     """Folder of a run that nothing has disturbed, and the kinds of its operations."""
-    life = Life(tree(tmp_path_factory.mktemp("whole"), SHORT), resume=False, kill_before=NOTHING)
-    assert life.end(seconds=120) == 0, life.said()
-    yield life.run_dir, kinds(life)
+    attempt = AttemptProcess(tree(tmp_path_factory.mktemp("whole"), SHORT), resume=False, kill_before=NOTHING)
+    assert attempt.end(seconds=120) == 0, attempt.said()
+    yield attempt.run_dir, kinds(attempt)
 
 
-def kinds(life: Life) -> list[str]:
+def kinds(attempt: AttemptProcess) -> list[str]:
     """Kinds of operations in the order in which they came first."""
-    return list(dict.fromkeys(life.operations.read_text().splitlines()))
+    return list(dict.fromkeys(attempt.operations.read_text().splitlines()))
 
 
 def copy_run(run_dir: Path, to: Path) -> None:
@@ -64,10 +64,10 @@ def check(config: dict[str, Any], whole: Path) -> None:
         with file.open("ab") as opened:
             opened.write(b'{"step": 1, "half of')
     for _ in range(3):
-        life = Life(config)
-        if (status := life.end(seconds=120)) == 0:
+        attempt = AttemptProcess(config)
+        if (status := attempt.end(seconds=120)) == 0:
             break
-    assert status == 0, life.said()
+    assert status == 0, attempt.said()
     weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, whole))
     assert weights.keys() == expected.keys() and all(np.array_equal(weights[name], expected[name]) for name in expected)
     for name in ("metrics.jsonl", "samples.jsonl", "fingerprints.jsonl"):
@@ -75,15 +75,15 @@ def check(config: dict[str, Any], whole: Path) -> None:
         assert found[0] == found[1], name
     left = {path.name for path in run_dir.rglob("*") if path.name.endswith((".partial", ".over"))}
     assert not left, left
-    assert Life(config).end() == 0  # finished already
+    assert AttemptProcess(config).end() == 0  # finished already
 
 
 def test_killed_before_each_kind_of_operation_of_a_run_that_begins(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
     undisturbed, found = whole
     for number, kind in enumerate(some_of(found, 30)):
         config = tree(tmp_path / str(number), SHORT)
-        life = Life(config, resume=False, kill_before=kind)
-        assert life.end(seconds=120) in (137, 0), (kind, life.said())
+        attempt = AttemptProcess(config, resume=False, kill_before=kind)
+        assert attempt.end(seconds=120) in (137, 0), (kind, attempt.said())
         try:
             check(config, undisturbed)
         except AssertionError as error:
@@ -99,21 +99,23 @@ def test_killed_before_each_kind_of_operation_of_a_run_that_resumes(
     undisturbed, _ = whole
     folder = tmp_path / state
     if state == "cut":
-        cut = Life(tree(folder, SHORT), resume=False, kill_before="open /checkpoints/step-n.partial/manifest.json.partial")
+        cut = AttemptProcess(
+            tree(folder, SHORT), resume=False, kill_before="open /checkpoints/step-n.partial/manifest.json.partial"
+        )
         assert cut.end(seconds=120) == 137, cut.said()
     else:
-        first = Life(tree(folder, SHORT, {"run": {"steps": 2}}), resume=False)
+        first = AttemptProcess(tree(folder, SHORT, {"run": {"steps": 2}}), resume=False)
         assert first.end(seconds=120) == 0, first.said()
-        longer = Life(tree(folder, SHORT), kill_before="os.rename /model")
+        longer = AttemptProcess(tree(folder, SHORT), kill_before="os.rename /model")
         assert longer.end(seconds=120) == 137, longer.said()
     copy_run(folder / "test", folder / "calm" / "test")
-    calm = Life(tree(folder / "calm", SHORT), kill_before=NOTHING)
+    calm = AttemptProcess(tree(folder / "calm", SHORT), kill_before=NOTHING)
     assert calm.end(seconds=120) == 0, calm.said()
     for number, kind in enumerate(some_of(kinds(calm), 15)):
         config = tree(folder / str(number), SHORT)
         copy_run(folder / "test", folder / str(number) / "test")
-        life = Life(config, kill_before=kind)
-        assert life.end(seconds=120) in (137, 0), (kind, life.said())
+        attempt = AttemptProcess(config, kill_before=kind)
+        assert attempt.end(seconds=120) in (137, 0), (kind, attempt.said())
         try:
             check(config, undisturbed)
         except AssertionError as error:
@@ -127,15 +129,15 @@ def test_a_fork_that_is_killed_before_each_kind_of_operation_is_made_to_its_end(
     its origin."""
     origin = f"{whole[0]}@{STEPS}"
     longer = merged(SHORT, {"run": {"steps": STEPS + 1}})
-    calm = Life(tree(tmp_path / "calm", longer), kill_before=NOTHING, origin=origin)
+    calm = AttemptProcess(tree(tmp_path / "calm", longer), kill_before=NOTHING, origin=origin)
     assert calm.end(seconds=120) == 0, calm.said()
     found = kinds(calm)
     expected = load_file(calm.run_dir / "model" / "model.safetensors")
     for number, kind in enumerate(some_of(found[: found.index("os.rename /checkpoints/step-n.added") + 1], 12)):
         config = tree(tmp_path / str(number), longer)
-        life = Life(config, kill_before=kind, origin=origin)
-        assert life.end(seconds=120) == 137, (kind, life.said())
-        last = Life(config, origin="" if (life.run_dir / "fork.json").exists() else origin)
+        attempt = AttemptProcess(config, kill_before=kind, origin=origin)
+        assert attempt.end(seconds=120) == 137, (kind, attempt.said())
+        last = AttemptProcess(config, origin="" if (attempt.run_dir / "fork.json").exists() else origin)
         assert last.end(seconds=120) == 0, (kind, last.said())
         weights = load_file(last.run_dir / "model" / "model.safetensors")
         assert all(np.array_equal(weights[name], expected[name]) for name in expected), kind

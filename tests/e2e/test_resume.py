@@ -32,8 +32,8 @@ from asyncflow.trainer import Trainer
 from asyncflow.types import Batch, RunError
 from tests.conftest import MODEL, merged
 from tests.depth import deep, few, in_gate
+from tests.e2e.attempts import AttemptProcess
 from tests.e2e.commands import rows, run_command, wait_for, write_config
-from tests.e2e.lives import Life
 from tests.forked import Command
 from tests.patience import patience
 
@@ -66,9 +66,9 @@ def tree(folder: Path, *changes: dict[str, Any]) -> dict[str, Any]:
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
     """A mode, and the folder of a run in it that nothing has disturbed."""
     mode = MODES[request.param]
-    life = Life(tree(tmp_path_factory.mktemp("whole"), mode), resume=False)
-    assert life.end(seconds=120) == 0, life.said()
-    yield mode, life.run_dir
+    attempt = AttemptProcess(tree(tmp_path_factory.mktemp("whole"), mode), resume=False)
+    assert attempt.end(seconds=120) == 0, attempt.said()
+    yield mode, attempt.run_dir
 
 
 def check_same(run_dir: Path, whole: Path) -> None:
@@ -121,14 +121,14 @@ def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: 
     mode, undisturbed = whole
     config, rng, starts = tree(tmp_path, mode), random.Random(17), []
     for _ in range(4):
-        life = Life(config)
-        life.wait_for_steps(life.num_steps() + 1)
+        attempt = AttemptProcess(config)
+        attempt.wait_for_steps(attempt.num_steps() + 1)
         time.sleep(rng.uniform(0, 0.5))
-        assert life.end(signal.SIGKILL) in (137, 0)
-        starts.append(life.said())
-    last = Life(config)
+        assert attempt.end(signal.SIGKILL) in (137, 0)
+        starts.append(attempt.said())
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
-    assert "resumed from" in last.said() or "is finished already" in last.said()  # the fourth life may have come to the end
+    assert "resumed from" in last.said() or "is finished already" in last.said()  # the fourth attempt may have come to the end
     assert "passed over" not in "".join(starts)
     check_same(last.run_dir, undisturbed)
     certificate = read_certificate(last.run_dir)
@@ -140,17 +140,17 @@ def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: 
     )
     newest = max((last.run_dir / "checkpoints").glob("step-??????"))
     record = read_driver(newest).state.record
-    assert record.resumed_at and not record.made_again_at  # by engines that make the same again: no later life has to know
+    assert record.resumed_at and not record.made_again_at  # by engines that make the same again: no later attempt has to know
 
 
 @deep
 def test_terminated_while_a_checkpoint_is_written(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     mode, undisturbed = whole
     config = tree(tmp_path, mode, {"checkpoint": {"every_steps": 3}})
-    life = Life(config, harm=("term", 2))
-    assert life.end() == 143, life.said()
-    assert not [*(life.run_dir / "checkpoints").glob("*.partial")]
-    last = Life(config)
+    attempt = AttemptProcess(config, harm=("term", 2))
+    assert attempt.end() == 143, attempt.said()
+    assert not [*(attempt.run_dir / "checkpoints").glob("*.partial")]
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert "resumed from" in last.said()
     check_same(last.run_dir, undisturbed)
@@ -161,26 +161,26 @@ def test_killed_at_a_write(whole: tuple[dict[str, Any], Path], tmp_path: Path) -
     mode, undisturbed = whole
     config = tree(tmp_path, mode)
     for how, number in few([("after", 7)], [("kill", 0), ("after", 7), ("kill", 19)]):
-        life = Life(config, harm=(how, number))
-        assert life.end() == 137, life.said()
-    last = Life(config)
+        attempt = AttemptProcess(config, harm=(how, number))
+        assert attempt.end() == 137, attempt.said()
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     check_same(last.run_dir, undisturbed)
 
 
 def test_killed_before_the_first_checkpoint_a_run_begins_anew_if_it_is_this_one(tmp_path: Path) -> None:
     config = tree(tmp_path, {"run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None, "every_steps": None}})
-    life = Life(config, killed_after=1)
-    assert life.end() == 137 and life.num_steps()
-    before = contents(life.run_dir)
+    attempt = AttemptProcess(config, killed_after=1)
+    assert attempt.end() == 137 and attempt.num_steps()
+    before = contents(attempt.run_dir)
     for change, words in (
         ({"train": {"learning_rate": 1e-4}}, "train.learning_rate was 0.001"),
         ({"run": {"seed": 1}}, "run.seed was 0"),
     ):
-        other = Life(merged(config, change))
+        other = AttemptProcess(merged(config, change))
         assert other.end() == 2 and words in other.said() and "run.overwrite=true" in other.said(), other.said()
-    assert contents(life.run_dir) == before
-    last = Life(config)
+    assert contents(attempt.run_dir) == before
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert f"there is no whole checkpoint yet in {last.run_dir / 'checkpoints'}: beginning anew" in last.said()
     assert [row["step"] for row in rows(last.run_dir / "metrics.jsonl")] == [0, 1, 2]
@@ -190,21 +190,21 @@ def test_killed_before_the_first_checkpoint_a_run_begins_anew_if_it_is_this_one(
 
 @deep
 def test_a_disk_that_is_full_at_each_write_in_turn(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """One of each checkpoint, in a life that comes to its end, in another that is killed, and in the one that goes on with that."""
+    """One of each checkpoint, in a attempt that comes to its end, in another that is killed, and in the one that goes on with that."""
     mode, undisturbed = whole
     config = tree(tmp_path, mode, {"checkpoint": {"keep": 1}})
-    life = Life(config, harm=("full", 0))
-    assert life.end() == 0, life.said()  # the run goes on without
-    assert life.said().count("could not be written") >= STEPS - 1 and "No space left on device" in life.said()
-    check_same(life.run_dir, undisturbed)
-    for path in (life.run_dir / "checkpoints").iterdir():
+    attempt = AttemptProcess(config, harm=("full", 0))
+    assert attempt.end() == 0, attempt.said()  # the run goes on without
+    assert attempt.said().count("could not be written") >= STEPS - 1 and "No space left on device" in attempt.said()
+    check_same(attempt.run_dir, undisturbed)
+    for path in (attempt.run_dir / "checkpoints").iterdir():
         assert not path.name.endswith(".partial")
 
-    shutil.rmtree(life.run_dir)
-    life = Life(config, harm=("full", 0))
-    life.wait_for("could not be flushed")  # behind the rename: the first checkpoint that is one
-    assert life.end(signal.SIGKILL) == 137, life.said()
-    last = Life(config, harm=("full", 0))
+    shutil.rmtree(attempt.run_dir)
+    attempt = AttemptProcess(config, harm=("full", 0))
+    attempt.wait_for("could not be flushed")  # behind the rename: the first checkpoint that is one
+    assert attempt.end(signal.SIGKILL) == 137, attempt.said()
+    last = AttemptProcess(config, harm=("full", 0))
     assert last.end() == 0, last.said()
     assert "resumed from" in last.said() and "passed over" not in last.said()
     check_same(last.run_dir, undisturbed)
@@ -220,15 +220,15 @@ def test_a_disk_that_is_full_at_each_write_in_turn(whole: tuple[dict[str, Any], 
 def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     mode, undisturbed = whole
     config = tree(tmp_path, mode)
-    life = Life(config)
-    life.wait_for_steps(5)
-    assert life.end(signal.SIGINT) == 130
-    newest = sorted((life.run_dir / "checkpoints").glob("step-??????"))[-1]
+    attempt = AttemptProcess(config)
+    attempt.wait_for_steps(5)
+    assert attempt.end(signal.SIGINT) == 130
+    newest = sorted((attempt.run_dir / "checkpoints").glob("step-??????"))[-1]
     file = next((newest / "trainer").iterdir())
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    last = Life(config)
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert f"{newest} is damaged: trainer/{file.name} is not what was written: it is passed over" in last.said()
     check_same(last.run_dir, undisturbed)
@@ -248,11 +248,11 @@ def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path],
 def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(changes: dict[str, Any], tmp_path: Path) -> None:
     config = tree(tmp_path, changes, {"rollout": {"num_slots": 8}})
     for number in (3, 5):
-        life = Life(config)
-        life.wait_for_steps(number)
-        assert life.end(signal.SIGKILL if number == 3 else signal.SIGTERM) in (137, 143)
-    assert [*(life.run_dir / "checkpoints").glob("*/rows.afp")]
-    last = Life(config)
+        attempt = AttemptProcess(config)
+        attempt.wait_for_steps(number)
+        assert attempt.end(signal.SIGKILL if number == 3 else signal.SIGTERM) in (137, 143)
+    assert [*(attempt.run_dir / "checkpoints").glob("*/rows.afp")]
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert "resumed from" in last.said() and "lack a column" not in last.said()
     check_each_once(last.run_dir)
@@ -267,21 +267,21 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     engine = {"path": UNSTEADY, "folder": str(tmp_path)}
     config = tree(tmp_path, mode, {"rollout": {"engine": engine}, "checkpoint": {"every_steps": None}})
     hold(tmp_path, {10: [2, 3], 11: [0, 1, 2, 3]})
-    life = Life(config)
-    life.wait_for_steps(2)
-    wait_for(lambda: {32, 36, 40} <= set(samples_of(life.run_dir)))  # of each group with rows the first one
-    assert life.end(signal.SIGTERM) == 143, life.said()
-    checkpoint = life.run_dir / "checkpoints" / "step-000002"
+    attempt = AttemptProcess(config)
+    attempt.wait_for_steps(2)
+    wait_for(lambda: {32, 36, 40} <= set(samples_of(attempt.run_dir)))  # of each group with rows the first one
+    assert attempt.end(signal.SIGTERM) == 143, attempt.said()
+    checkpoint = attempt.run_dir / "checkpoints" / "step-000002"
     kept = read_driver(checkpoint).rows
     assert (checkpoint / "rows.afp").stat().st_size and kept is not None
     numbers = set(kept.indices.tolist())
     assert {*range(32, 41)} <= numbers <= {*range(32, 42)}, numbers
     of_version = {int(spans[1]) for spans in kept.ragged("version_spans")}
     assert of_version == {2 if mode["schedule"] == "periodic" else 1}
-    before, num_asked = samples_of(life.run_dir), len(asked(tmp_path))
+    before, num_asked = samples_of(attempt.run_dir), len(asked(tmp_path))
 
     (tmp_path / "held.json").unlink()
-    last = Life(config)
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert "lack a column" not in last.said()
     check_each_once(last.run_dir)
@@ -313,19 +313,19 @@ def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_ha
         "eval": {"path": None, "every_steps": None},
     }
     config = tree(tmp_path, {"schedule": "periodic"}, changes)
-    life = Life(config, harm=("updates500", signal.SIGTERM))
-    assert life.end() == 143 and life.num_steps() == 1, life.said()
+    attempt = AttemptProcess(config, harm=("updates500", signal.SIGTERM))
+    assert attempt.end() == 143 and attempt.num_steps() == 1, attempt.said()
     shutil.copytree(tmp_path / "test", tmp_path / "other")
-    last = Life(config)
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and certificate.resumed_at == [1] and not certificate.voided, certificate
 
     other = merged(config, {"run": {"name": "other"}})
-    life = Life(other)
-    life.wait_for_steps(2)
-    life.kill()  # there is no newer checkpoint: step 1 was made, and is made again
-    last = Life(other)
+    attempt = AttemptProcess(other)
+    attempt.wait_for_steps(2)
+    attempt.kill()  # there is no newer checkpoint: step 1 was made, and is made again
+    last = AttemptProcess(other)
     assert last.end() == 0, last.said()
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and certificate.resumed_at == [1, 1], certificate
@@ -337,19 +337,19 @@ BETWEEN = {**MODES, "bounded": {"schedule": {"name": "bounded", "max_staleness":
 
 @pytest.mark.parametrize("mode", in_gate("bounded", of=BETWEEN))
 def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first_one(mode: str, tmp_path: Path) -> None:
-    """The next life is killed as soon as its files are cut back."""
+    """The next attempt is killed as soon as its files are cut back."""
     config = between(tmp_path, BETWEEN[mode])
-    life = Life(config)
-    checkpoint = wait_in_step_5(life.run_dir, is_ahead=mode != "periodic")
-    life.kill()
+    attempt = AttemptProcess(config)
+    checkpoint = wait_in_step_5(attempt.run_dir, is_ahead=mode != "periodic")
+    attempt.kill()
     num_asked = len(asked(tmp_path))
-    before = samples_of(life.run_dir)
+    before = samples_of(attempt.run_dir)
     kept = read_driver(checkpoint).rows
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name] and (kept is None) == (mode == "periodic")
     numbers, of_step_3 = set() if kept is None else set(kept.indices.tolist()), {48, 52, 56, 60}
     assert mode == "periodic" or (of_step_3 <= numbers and not {62, 63} & numbers)
 
-    cut = Life(config, harm=("load", signal.SIGKILL))
+    cut = AttemptProcess(config, harm=("load", signal.SIGKILL))
     assert cut.end() == 137 and "resumed from" in cut.said(), cut.said()
     for name in ("metrics.jsonl", "fingerprints.jsonl"):
         assert [row["step"] for row in rows(cut.run_dir / name)] == [0, 1, 2], name
@@ -360,7 +360,7 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     assert len(asked(tmp_path)) == num_asked
 
     (tmp_path / "held.json").unlink()
-    last = Life(config)
+    last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert "lack a column" not in last.said() and "passed over" not in last.said()
     assert [row["step"] for row in rows(last.run_dir / "metrics.jsonl")] == [*range(STEPS)]
@@ -459,7 +459,7 @@ def check_kept(kept: Batch | None, trained: dict[int, dict[str, Any]]) -> None:
 
 
 def asked(folder: Path) -> list[int]:
-    """The rows that `UnsteadySlots` was asked for, training's, in all lives."""
+    """The rows that `UnsteadySlots` was asked for, training's, in all attempts."""
     lines = [line for line in rows(folder / "asked.jsonl") if line["group"] < 1 << 40]
     return [line["group"] << 2 | sample for line in lines for sample in line["samples"]]
 
@@ -468,9 +468,9 @@ def asked(folder: Path) -> list[int]:
 def test_the_first_checkpoint_knows_already_that_engines_are_not_deterministic(tmp_path: Path) -> None:
     """Whoever reports rarely says that at once."""
     rarely = {"telemetry": {"flush_seconds": 30}, "eval": {"path": None, "every_steps": None}}
-    life = Life(tree(tmp_path, {"run": {"steps": 1}, "rollout": {"num_threads": 2}}, rarely))
-    assert life.end() == 0, life.said()
-    record = read_driver(life.run_dir / "checkpoints" / "step-000001").state.record
+    attempt = AttemptProcess(tree(tmp_path, {"run": {"steps": 1}, "rollout": {"num_threads": 2}}, rarely))
+    assert attempt.end() == 0, attempt.said()
+    record = read_driver(attempt.run_dir / "checkpoints" / "step-000001").state.record
     assert "2 threads" in record.why_not_deterministic
 
 
@@ -492,36 +492,36 @@ def digest(values: Any) -> str:
 def test_a_step_whose_updates_have_begun_is_made_to_its_end_and_kept(by: signal.Signals, tmp_path: Path) -> None:
     """They take longer than workers are given to end in, which begins with the commit."""
     config = tree(tmp_path, {"train": {"epochs": 6, "old": "rollout"}, "run": {"stop_grace_seconds": 2}})
-    life = Life(config, harm=("updates500", by))
-    assert life.end() == 128 + by, life.said()
-    assert "is made to its end" in life.said() and "did not end" not in life.said()
-    assert life.num_steps() == 1 and [path.name for path in (life.run_dir / "checkpoints").iterdir()] == ["step-000001"]
+    attempt = AttemptProcess(config, harm=("updates500", by))
+    assert attempt.end() == 128 + by, attempt.said()
+    assert "is made to its end" in attempt.said() and "did not end" not in attempt.said()
+    assert attempt.num_steps() == 1 and [path.name for path in (attempt.run_dir / "checkpoints").iterdir()] == ["step-000001"]
 
 
 @deep
 def test_a_step_is_made_to_its_end_for_as_long_as_something_moves_and_nobody_interrupts_again(tmp_path: Path) -> None:
     config = tree(tmp_path, {"train": {"epochs": 2, "old": "rollout"}, "run": {"stop_grace_seconds": 0.5}})
     began = time.monotonic()
-    life = Life(config, harm=("updates600000", signal.SIGINT))
-    life.wait_for("interrupt again to end at once")
-    assert life.end(signal.SIGINT, seconds=20) != 0
-    stalled = Life(merged(config, {"run": {"stall_timeout_seconds": 8}}), harm=("updates600000", signal.SIGINT))
+    attempt = AttemptProcess(config, harm=("updates600000", signal.SIGINT))
+    attempt.wait_for("interrupt again to end at once")
+    assert attempt.end(signal.SIGINT, seconds=20) != 0
+    stalled = AttemptProcess(merged(config, {"run": {"stall_timeout_seconds": 8}}), harm=("updates600000", signal.SIGINT))
     assert stalled.end() == 130, stalled.said()
     assert "was not made to its end: nothing has moved for 8 s" in stalled.said()
-    assert time.monotonic() - began < patience(200) and life.num_steps() == stalled.num_steps() == 0
+    assert time.monotonic() - began < patience(200) and attempt.num_steps() == stalled.num_steps() == 0
 
 
 def test_more_steps_after_a_normal_end_and_what_may_not_change(tmp_path: Path) -> None:
     config = tree(tmp_path, {"run": {"steps": 2}, "cluster": "inline", "checkpoint": {"every_steps": None}})
-    assert Life(config).end(seconds=120) == 0
+    assert AttemptProcess(config).end(seconds=120) == 0
     for change, words in (
         ({"run": {"seed": 1}}, "run.seed was 0 when this run began and is 1 now"),
         ({"train": {"learning_rate": 1e-4}}, "train.learning_rate was 0.001"),
         ({"data": {"limit": 32}}, "data.limit was 64"),
         ({"run": {"steps": 1}}, "run.steps is 1, and 2 steps are done"),
     ):
-        life = Life(merged(config, change))
-        assert (life.end(), words in life.said()) == (2, True), life.said()
+        attempt = AttemptProcess(merged(config, change))
+        assert (attempt.end(), words in attempt.said()) == (2, True), attempt.said()
     more = merged(config, {"run": {"steps": 4}})
     with Trainer.from_config(merged(more, {"checkpoint": {"keep": 3}}), resume=True) as trainer:
         first = trainer.step()
@@ -537,11 +537,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -> None:
     config = tree(tmp_path, {"run": {"steps": 2}, "cluster": "inline", "eval": {"path": None, "every_steps": None}})
-    assert Life(config).end() == 0
+    assert AttemptProcess(config).end() == 0
     run_dir = tmp_path / "test"
     before = contents(run_dir)
-    life = Life(config)
-    assert life.end() == 0 and "is finished already" in life.said() and "resumed from" not in life.said(), life.said()
+    attempt = AttemptProcess(config)
+    assert attempt.end() == 0 and "is finished already" in attempt.said() and "resumed from" not in attempt.said(), attempt.said()
     assert contents(run_dir) == before
     with Trainer.from_config(config, resume=True) as trainer:
         assert trainer.step() is None
@@ -551,9 +551,9 @@ def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -
 
     hasty = {"run": {"stop_grace_seconds": 1}}  # less than a load takes
     more = merged(merged(config, hasty), {"run": {"steps": 3}})
-    life = Life(more, harm=("load", signal.SIGINT))  # interrupted while the checkpoint is loaded
-    assert life.end() == 130, life.said()
-    assert f"{run_dir / 'model'} stays as it was" in life.said()
+    attempt = AttemptProcess(more, harm=("load", signal.SIGINT))  # interrupted while the checkpoint is loaded
+    assert attempt.end() == 130, attempt.said()
+    assert f"{run_dir / 'model'} stays as it was" in attempt.said()
     model = {name: content for name, content in before.items() if name.startswith("model/")}
     assert {name: content for name, content in contents(run_dir).items() if name.startswith("model/")} == model
 
@@ -561,18 +561,18 @@ def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -
         (run_dir / "model" / ".asyncflow-version").unlink()  # as if killed after the model and before the end
         (run_dir / "model" / "model.safetensors").write_bytes(b"of older weights")
         # nothing is trained; the trainer saves the model all the same
-        life = Life(merged(merged(config, hasty), change), harm=("load", harm))
-        assert life.end() == status and "resumed from" in life.said(), life.said()
-        assert "could not save in time" not in life.said()
+        attempt = AttemptProcess(merged(merged(config, hasty), change), harm=("load", harm))
+        assert attempt.end() == status and "resumed from" in attempt.said(), attempt.said()
+        assert "could not save in time" not in attempt.said()
         assert {name: content for name, content in contents(run_dir).items() if name.startswith("model/")} == model
 
     shutil.rmtree(run_dir / "checkpoints")
     before = contents(run_dir)
-    life = Life(config)  # as one that writes none
-    assert life.end() == 0 and "is finished already" in life.said(), life.said()
+    attempt = AttemptProcess(config)  # as one that writes none
+    assert attempt.end() == 0 and "is finished already" in attempt.said(), attempt.said()
     assert contents(run_dir) == before
-    life = Life(merged(config, {"train": {"learning_rate": 1e-4}}))
-    assert life.end() == 2 and "has no checkpoint to resume from" in life.said() and "run.overwrite=true" in life.said()
+    attempt = AttemptProcess(merged(config, {"train": {"learning_rate": 1e-4}}))
+    assert attempt.end() == 2 and "has no checkpoint to resume from" in attempt.said() and "run.overwrite=true" in attempt.said()
     assert contents(run_dir) == before
 
 
@@ -622,12 +622,12 @@ def test_who_computes_the_references_log_probs_may_change(tmp_path: Path) -> Non
     config = tree(tmp_path, {"schedule": "sub_step", "run": {"steps": 4}, "eval": {"path": None, "every_steps": None}})
     config = merged(config, {"algorithm": {"name": "grpo", "kl_coefficient": 0.01}, "train": {"learning_rate": 1e-5}})
     for number, reference in enumerate(("task", "fused", "task"), 1):
-        life = Life(merged(config, {"train": {"reference": reference}}))
-        life.wait_for_steps(number)
-        assert life.end(signal.SIGTERM if number < 3 else None) == (143 if number < 3 else 0), life.said()
+        attempt = AttemptProcess(merged(config, {"train": {"reference": reference}}))
+        attempt.wait_for_steps(number)
+        assert attempt.end(signal.SIGTERM if number < 3 else None) == (143 if number < 3 else 0), attempt.said()
         if number < 3:
-            assert [*(life.run_dir / "checkpoints").glob("*/rows.afp")]
-    assert [row["step"] for row in rows(life.run_dir / "metrics.jsonl")] == [*range(4)]
+            assert [*(attempt.run_dir / "checkpoints").glob("*/rows.afp")]
+    assert [row["step"] for row in rows(attempt.run_dir / "metrics.jsonl")] == [*range(4)]
 
 
 def test_the_command_line(tmp_path: Path) -> None:

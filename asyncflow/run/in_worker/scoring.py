@@ -26,7 +26,7 @@ from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import Scoring, by_environment, by_model, delayed, together, with_fallback
 from asyncflow.run.factories import reward_pool
 from asyncflow.run.in_worker.connection import RunConnection, background
-from asyncflow.run.services.cores import widening
+from asyncflow.run.services.cores import following_threads
 from asyncflow.telemetry.hub import UnscoredResponse
 
 SCORE_SECONDS = 0.1
@@ -51,9 +51,9 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
             run.reporter.recorder.enter("load")
             engine = await asyncio.to_thread(_reward_model, config.model)
             stack.push_async_callback(engine.close)
-            widened, why = widening(run.config, run.cores, "reward", engine)
+            following, why = following_threads(run.config, run.cores, "reward", engine)
             run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or why
-            await stack.enter_async_context(background(*widened))
+            await stack.enter_async_context(background(*following))
             compute = _computing(engine, run, config.model)
             scorings.append((by_model(compute, config.model.path, failures, config.deadline_seconds), 1))
         if config.environment is not None and is_here:

@@ -1,8 +1,8 @@
 """Cores of the machine: dealt out to the pools after each step, and, where some workers leave theirs free, lent to others. So are
 devices of rollout to the trainer's helpers (`plan.shares.helpers`).
 
-    driver: seconds of each pool in a step         FreeCores --num_threads--> a pool's workers: widen --use_threads--> its engines
-    rows that are leased, versions that are    -->           ----helpers----> trainer: lend --allow--> helpers (train/helpers.py)
+    driver: seconds of each pool in a step     FreeCores --num_threads--> a pool's workers: follow_threads --use_threads--> its engines
+    rows that are leased, versions that are    -->       ----helpers----> trainer: lend --allow--> helpers (train/helpers.py)
     installed, rounds under way
 
 consumes: the helpers that may take passes, or the number of threads to compute with
@@ -205,16 +205,16 @@ async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recor
         helpers.on_pass = lambda start, end: None
 
 
-async def widen(cores: FreeCores, pool: str, use_threads: Callable[[int], Awaitable[None]], least: int) -> None:
+async def follow_threads(cores: FreeCores, pool: str, use_threads: Callable[[int], Awaitable[None]], least: int) -> None:
     """Let an engine of a pool, which computes with `least` threads, use as many as there are for it, until the run stops."""
     while (count := await cores.num_threads(pool, least)) is not None:
         await use_threads(least := count)
 
 
-def widening(config: Config, cores: FreeCores, pool: str, engine: Any) -> tuple[list[Any], str]:
+def following_threads(config: Config, cores: FreeCores, pool: str, engine: Any) -> tuple[list[Any], str]:
     """Coroutines that let an engine of a pool use more threads, and why no bits are promised then: none where it is fixed."""
     use_threads: Callable[[int], Awaitable[None]] | None = getattr(engine, "use_threads", None)
     of = pools_of(config)[pool]
     if not of.is_dealt or use_threads is None:
         return [], ""
-    return [widen(cores, pool, use_threads, of.least)], f"{of.key}=auto: the number of threads changes, and bits with it"
+    return [follow_threads(cores, pool, use_threads, of.least)], f"{of.key}=auto: the number of threads changes, and bits with it"

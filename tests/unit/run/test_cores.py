@@ -13,7 +13,7 @@ from asyncflow.config import parse
 from asyncflow.control.signal import Signal
 from asyncflow.run import helper_devices as module_of_helper_devices
 from asyncflow.run.services import cores as module_of_cores
-from asyncflow.run.services.cores import FreeCores, lend, widen, widening
+from asyncflow.run.services.cores import FreeCores, follow_threads, following_threads, lend
 from asyncflow.telemetry.spans import Recorder, Span
 from tests.patience import patience
 
@@ -122,7 +122,7 @@ async def test_a_rollout_engine_uses_more_threads_while_the_trainer_computes_not
         changed.set()
 
     cores, signal = cores_of(monkeypatch, 2, busy, rollout={"num_threads": "auto"})
-    widening = asyncio.create_task(widen(cores, "rollout", use_threads, 1))
+    following = asyncio.create_task(follow_threads(cores, "rollout", use_threads, 1))
     for change, threads in ((busy.discard, 2), (busy.add, 1)):
         change("trainer")
         changed.clear()
@@ -132,7 +132,7 @@ async def test_a_rollout_engine_uses_more_threads_while_the_trainer_computes_not
         await asyncio.wait_for(changed.wait(), patience(10))
         assert used[-1] == threads
     cores.stop()
-    await asyncio.wait_for(widening, patience(10))
+    await asyncio.wait_for(following, patience(10))
     assert used == [2, 1]
 
 
@@ -237,7 +237,7 @@ def test_no_threads_are_dealt_where_the_number_is_fixed_or_the_engine_cannot_cha
 
     def why(engine: object, **sections: Any) -> str:
         config = parse({"model": {"path": "model"}, "data": {"path": "data"}, **sections})
-        coroutines, said = widening(config, cast(Any, None), "trainer", engine)
+        coroutines, said = following_threads(config, cast(Any, None), "trainer", engine)
         for coroutine in coroutines:
             coroutine.close()
         assert bool(coroutines) == bool(said)

@@ -31,7 +31,7 @@ from tests.forked import context
 from tests.patience import patience
 
 
-class Life:
+class AttemptProcess:
     """One start of a run, `cluster: inline`, in a process of its own. `harm`: see `harmed`. `kill_before`: a kind of operation on
     the run's folder, before which it is killed; every operation is noted in a file (`tests/e2e/operations.py`). `killed_after`:
     so many steps, with whose metrics it is killed, however fast it is."""
@@ -52,12 +52,12 @@ class Life:
         self.operations = self.run_dir.with_name("operations.txt")
         of_folder = (str(self.operations), kill_before)
         self._process = context().Process(
-            target=_live, args=(dict(tree), resume, harm, str(self.log), of_folder, killed_after, origin)
+            target=_run_attempt, args=(dict(tree), resume, harm, str(self.log), of_folder, killed_after, origin)
         )
         self._process.start()
 
     def wait_for_steps(self, number: int, seconds: float = 60.0) -> None:
-        """Until the metrics of so many steps are written, or the life is over."""
+        """Until the metrics of so many steps are written, or the attempt is over."""
         deadline = time.monotonic() + patience(seconds)
         while self.num_steps() < number and self._process.is_alive():
             assert time.monotonic() < deadline, f"waited in vain: {self.said()}"
@@ -101,7 +101,7 @@ class Life:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _live(
+def _run_attempt(
     tree: dict[str, Any],
     resume: bool,
     harm: tuple[str, int],
@@ -205,7 +205,7 @@ def harmed(how: str, number: int, no_room: Path) -> Iterator[None]:
     """Something happens at the write of this number to a checkpoint, from 0 on.
 
     `kill`: the process ends before it; `after`: right after it; `term`: it is told to end by SIGTERM; `full`: there is no room at
-    one write of each checkpoint, at another one each time, in this life and in those before it, until there has been none at each;
+    one write of each checkpoint, at another one each time, in this attempt and those before it, until there has been none at each;
     `no_room` has a line for every write, which says whether it has failed. `load`:
     a checkpoint is loaded slowly, and the process gets the signal of this number, unless it is 0, as soon as that begins.
     `updates` and a number of milliseconds, which each update takes: the process gets the signal of this number in the first one.
