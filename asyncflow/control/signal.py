@@ -27,7 +27,7 @@ class Signal:
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
         self.watchers: list[Callable[[], None]] = []
-        """What is told of every change before those that wait, and does not wait itself."""
+        """Callback that hears of every change before those that wait, and does not wait itself."""
 
     async def until(self, condition: Callable[[], bool], wait: Wait, **facts: int | str) -> None:
         """`wait` and its facts: what is waited for, in the answer to why nothing moves."""

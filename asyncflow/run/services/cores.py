@@ -1,7 +1,7 @@
 """Cores of the machine: dealt out to the pools after each step, and, where some workers leave theirs free, lent to others. So are
 devices of rollout to the trainer's helpers (`plan.shares.helpers`).
 
-    driver: seconds of each pool in a step     FreeCores --num_threads--> a pool's workers: follow_threads --use_threads--> its engines
+    driver: seconds of each pool in a step     FreeCores --num_threads--> a pool's: follow_threads --use_threads--> its engines
     rows that are leased, versions that are    -->       ----helpers----> trainer: lend --allow--> helpers (train/helpers.py)
     installed, rounds under way
 

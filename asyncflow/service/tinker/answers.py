@@ -14,7 +14,7 @@ from asyncflow.service.tinker import protobuf
 from asyncflow.types import Array, Ragged
 
 Category = Literal["user", "server", "unknown"]
-"""Whose mistake a failed request was."""
+"""Side whose mistake a failed request was."""
 OUTPUT_TYPE: Final = "ArrayRecord"
 
 
