@@ -67,7 +67,7 @@ class PolicyVersions:
         self.on_stale: Callable[[str, str], None] = lambda worker, why: None
         self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
         self._kept: dict[int, Manifest] = {}
-        self._told: dict[str, Manifest] = {}  # of a worker's last target: it may not be kept any more when that is installed
+        self._targets: dict[str, Manifest] = {}  # of a worker's last target: it may not be kept any more when that is installed
         self._published_at: float | None = None
         self._granted_at: dict[str, float] = {}
         self.probing = probing
@@ -169,7 +169,7 @@ class PolicyVersions:
         Returns what is wrong then: the worker is stale, and takes no prompts. "": it serves.
         """
         worker = client_name.get()
-        told = self._told.get(worker)
+        told = self._targets.get(worker)
         promised = told if told is not None and told.version == version else self._kept.get(version)
         fault = self._fault(worker, promised, attested) if promised is not None else ""
         is_compared = promised is not None and bool(promised.sums) and attested is not None and attested.parts is not None
@@ -254,7 +254,7 @@ class PolicyVersions:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        states = (self._serving, self._installing, self._told, self.stale, self.stale_since, self._granted_at, self.attested)
+        states = (self._serving, self._installing, self._targets, self.stale, self.stale_since, self._granted_at, self.attested)
         for state in (*states, self._probes_left):
             state.pop(worker, None)
         self._signal.notify()
@@ -348,7 +348,7 @@ class PolicyVersions:
 
     def _as_target(self, worker: str, version: int) -> Target:
         if (manifest := self._kept.get(version)) is not None:
-            self._told[worker] = manifest
+            self._targets[worker] = manifest
         return Target(version, manifest, self.workers.place(worker), max(1, len(self.workers.working)))
 
     def _grant(self, worker: str, version: int) -> None:

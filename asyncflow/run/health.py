@@ -28,7 +28,7 @@ class Health:
         self._silent_seconds, self._min_healthy_workers = config.queue.lease_seconds / 2, config.weight_sync.min_healthy_workers
         self._by_pool = {versions.workers.pool: versions for versions in all_versions}
         self._silent: set[str] = set()
-        self._told: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
+        self._logged: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
         self._patience_seconds = config.weight_sync.deadline_seconds
         for versions in all_versions:
             versions.is_silent, versions.on_stale = self._is_silent, self._stale
@@ -77,10 +77,10 @@ class Health:
         versions = self._versions(worker)
         assert versions is not None, "it is one that some versions know"
         since = versions.stale_since[worker]
-        if worker not in self._told or self._told[worker][0] != since:
-            self._told[worker] = since, set()
+        if worker not in self._logged or self._logged[worker][0] != since:
+            self._logged[worker] = since, set()
             self._look_later(versions, worker, since)
-        reasons = self._told[worker][1]
+        reasons = self._logged[worker][1]
         if why not in reasons:
             reasons.add(why)
             self._log(f"worker {worker} has no weights to serve, and tries again: {why}")

@@ -47,7 +47,7 @@ def group_figures(run_dir: Path, step: int, group: int) -> dict[str, Any]:
     texts = _Texts(run_dir)
     alone = _part(batch, int(position[0]), places)
     advantages = _advantages(config, batch, alone, run_dir)
-    rows = [_told_row(alone, number, advantages, texts) for number in range(len(alone))]
+    rows = [_row_figures(alone, number, advantages, texts) for number in range(len(alone))]
     return {"prompt": texts.whole(alone.ragged("prompt_ids")[0]), "rows": rows}
 
 
@@ -74,7 +74,7 @@ def _told(texts: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -
     return [{"text": text, **{name: column[i] for name, column in columns.items()}} for i, text in enumerate(texts)]
 
 
-def _told_row(batch: Batch, number: int, advantages: Advantages | None, texts: _Texts) -> dict[str, Any]:
+def _row_figures(batch: Batch, number: int, advantages: Advantages | None, texts: _Texts) -> dict[str, Any]:
     ids = batch.ragged("response_ids")[number]
     columns: dict[str, Array] = {
         "logprob": batch.ragged("rollout_logprobs")[number],

@@ -55,7 +55,7 @@ class HostedRun:
         self._watching: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._last_requests: dict[str, float] = {}  # of clients that generated, when the run was over
-        self._told: set[str] = set()  # of these, those who know it
+        self._know_end: set[str] = set()  # of these, those who know it
         self._turn = asyncio.Lock()  # of what changes the run as a whole
         self.uploading = asyncio.Lock()  # weights, by one client at a time
 
@@ -156,7 +156,7 @@ class HostedRun:
         """Wait until clients that generated know that the run is over, as the answer to their next request says. One that makes no
         request any more is not waited for."""
         now = asyncio.get_running_loop().time
-        while any(now() < last + FAREWELL_SECONDS for own_id, last in self._last_requests.items() if own_id not in self._told):
+        while any(now() < last + FAREWELL_SECONDS for own_id, last in self._last_requests.items() if own_id not in self._know_end):
             await asyncio.sleep(0.02)
 
     def is_over_for(self, own_id: str) -> bool:
@@ -167,7 +167,7 @@ class HostedRun:
 
     def end_is_known(self, own_id: str) -> None:
         """Take note that a client that generated knows that the run is over."""
-        self._told.add(own_id)
+        self._know_end.add(own_id)
 
     # -- training from outside ----------------------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ def test_killed_before_the_first_checkpoint_a_run_begins_anew_if_it_is_this_one(
 
 @deep
 def test_a_disk_that_is_full_at_each_write_in_turn(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """One of each checkpoint, in a attempt that comes to its end, in another that is killed, and in the next one."""
+    """One of each checkpoint, in an attempt that comes to its end, in another that is killed, and in the next one."""
     mode, undisturbed = whole
     config = tree(tmp_path, mode, {"checkpoint": {"keep": 1}})
     attempt = AttemptProcess(config, harm=("full", 0))

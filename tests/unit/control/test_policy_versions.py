@@ -377,7 +377,7 @@ async def test_a_grant_ends_with_the_worker_that_had_it_and_with_its_weights(end
     assert await second is True
 
 
-# -- the served of workers -------------------------------------------------------------------------------------------------------
+# -- progress of workers ---------------------------------------------------------------------------------------------------------
 
 
 async def test_what_is_installed_is_kept_by_worker_and_told() -> None:

@@ -37,7 +37,7 @@ class CannotTell(Exception):
 
 
 @torch.inference_mode()
-def told(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | None, has_weights: bool) -> dict[str, Any]:
+def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | None, has_weights: bool) -> dict[str, Any]:
     """Sums of the model's own weights, with `has_weights`, and of the adapter `lora_id`, if there is one; or `why` there are none.
 
     `seed` chooses columns: after as many seeds as a matrix has columns, all have been seen.

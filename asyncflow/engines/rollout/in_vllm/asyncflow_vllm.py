@@ -42,7 +42,7 @@ class Extension:
 
     def asyncflow_sums(self, seed: int, lora_id: int | None, has_weights: bool) -> dict[str, Any]:
         """Sums of what this worker computes with (asyncflow_sums.py)."""
-        return asyncflow_sums.told(self.get_model(), self.model_config.dtype, seed, lora_id, has_weights)
+        return asyncflow_sums.attested(self.get_model(), self.model_config.dtype, seed, lora_id, has_weights)
 
 
 @dataclass

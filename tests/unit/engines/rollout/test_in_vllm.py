@@ -87,8 +87,8 @@ def module(monkeypatch: pytest.MonkeyPatch, reload: Reload) -> Iterator[Any]:
             monkeypatch.setitem(sys.modules, path, sys.modules.get(path) or ModuleType(path))
         for key, value in own.items():
             monkeypatch.setattr(sys.modules[name], key, value, raising=False)
-    told = lambda *asked: {"told": [str(each) for each in asked[1:]]}  # noqa: E731
-    monkeypatch.setitem(sys.modules, "asyncflow_sums", SimpleNamespace(told=told))
+    attested = lambda *asked: {"told": [str(each) for each in asked[1:]]}  # noqa: E731
+    monkeypatch.setitem(sys.modules, "asyncflow_sums", SimpleNamespace(attested=attested))
     monkeypatch.syspath_prepend(str(IN_VLLM))
     monkeypatch.delitem(sys.modules, "asyncflow_vllm", raising=False)
     monkeypatch.setenv("VLLM_API_KEY", KEY)

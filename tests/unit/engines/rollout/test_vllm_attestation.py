@@ -330,7 +330,7 @@ def model_of(tensors: Mapping[str, Tensor], *, rank: int = 0, tp: int = 1, packe
 
 def told(sums: Any, *models: Any, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> list[WorkerSums]:
     """As they come over the wire."""
-    found = [sums.told(model, dtype, seed, **{"lora_id": None, "has_weights": True, **changes}) for model in models]
+    found = [sums.attested(model, dtype, seed, **{"lora_id": None, "has_weights": True, **changes}) for model in models]
     return [
         WorkerSums(
             weights=[FoundSum(*each) for each in one.get("weights", [])],

@@ -119,7 +119,7 @@ class MegatronTraining(GatheredTraining):
             return made.total if is_added else made.total.detach()
 
         self._policy.run(batches, loss, has_grad=True)
-        told = self._told([result for number in sorted(results) for result in results[number]])
+        told = self._from_last_stage([result for number in sorted(results) for result in results[number]])
         self._has_gradient |= any(result.is_finite for result in told)
         self._is_broken |= self._options.layout.pp > 1 and not all(result.is_finite for result in told)
         return told
@@ -211,7 +211,7 @@ class MegatronTraining(GatheredTraining):
         dist.all_reduce(squares, group=self._core.model_group)
         return math.sqrt(squares.item())
 
-    def _told(self, own: list[MicroBatchResult]) -> list[MicroBatchResult]:
+    def _from_last_stage(self, own: list[MicroBatchResult]) -> list[MicroBatchResult]:
         """Results of the last stage, sent to all stages. `own`: this process's results."""
         group = self._core.pp_group
         if group.size() == 1:
