@@ -1,7 +1,7 @@
 """Small random models of many families, and whether AsyncFlow computes them as transformers does: `python -m tests.families FILE`.
 
     config of a family -> folder -> logits, log-probs, gradients, a GRPO step, a checkpoint --> Findings
-                                 -> the same step on two ranks, cut each way ---------------+
+                                 -> the same step on two ranks, sharded each way -----------+
                                  -> responses of the rollout engines -----------------------+
 
 Run as a program, it examines all of them, and writes the table into a page (docs/models.md) between its two marks. Where
@@ -132,7 +132,7 @@ class Findings:
     logprobs: float
     gradients: float
     trainers: list[str]
-    cuts: dict[str, float] = field(default_factory=dict)  # largest difference from one rank, by what the model is cut by
+    cuts: dict[str, float] = field(default_factory=dict)  # largest difference from one rank, by what the model is sharded by
     rollout: dict[str, float] = field(default_factory=dict)  # largest difference by engine
     refused: dict[str, str] = field(default_factory=dict)
     is_loaded: bool = False
@@ -214,12 +214,12 @@ async def _step(engine: TrainEngine, rank: int, dp: int) -> tuple[float, np.ndar
 
 def cut_differences(path: Path, ranks: Processes | None) -> dict[str, float]:
     """Largest difference of a step on two ranks from one on one: of the gradient's norm (relative) and log-probs (nats), for each
-    way in which the model can be cut. Without `ranks`, which are only started for such a model, there must be none."""
+    way in which the model can be sharded. Without `ranks`, which are only started for such a model, there must be none."""
     found, fields = dict[str, float](), read_json(path / "config.json")
     for cut, layout in CUTS.items():
         if "torch" not in trainers_of(fields, layout=layout):
             continue
-        assert ranks is not None, "the model can be cut"
+        assert ranks is not None, "the model can be sharded"
         norm, log_probs = asyncio.run(_step(torch_engine(path, **OPTIONS), 0, 1))
         leaders = [answer for answer in ranks.run(rank_s_part, path, layout) if answer is not None]
         assert len(leaders) == layout.dp
@@ -228,7 +228,7 @@ def cut_differences(path: Path, ranks: Processes | None) -> dict[str, float]:
 
 
 def examine(name: str, folder: Path, ranks: Processes | None = None) -> Findings:
-    """Examine one family in an empty folder. `ranks`: two, for one that can be cut."""
+    """Examine one family in an empty folder. `ranks`: two, for one that can be sharded."""
     path = write_model(name, folder / "model")
     fields = read_json(path / "config.json")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -331,7 +331,7 @@ def table(all_found: Mapping[str, Findings], vllm: tuple[str, list[str]]) -> str
     tested = read_json(MODEL / "config.json")["model_type"]
     columns = [
         *("`model_type`", "special", "trained", "prompts shared", "logits, log-probs, gradients against transformers"),
-        *("trainers", "cut by", "rollout: `slots`", "rollout: `transformers`", "rollout: `vllm`"),
+        *("trainers", "sharded by", "rollout: `slots`", "rollout: `transformers`", "rollout: `vllm`"),
     ]
     lines = [columns, ["---"] * len(columns)]
     for name, found in all_found.items():
