@@ -239,7 +239,7 @@ class WeightSource(Protocol):
     how a file of one dtype is written, and therefore the fastest."""
 
     are_lasting: bool
-    """Whether they are there without having been gathered, so that they cost nothing to keep until the next `optim_step`."""
+    """Whether the tensors exist without having been gathered, so that they cost nothing to keep until the next `optim_step`."""
 
     def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
         """Pairs (name, tensor) of `specs`, in that order. Tensors are on the CPU, contiguous, and as their specs say.

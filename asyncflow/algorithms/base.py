@@ -60,7 +60,7 @@ class Algorithm(ModelObjective, Objective, Protocol):
     """Built once with the options of the config; stateless from then on."""
 
     needs_reference: bool = False
-    """Whether it needs the log-probs of a frozen reference model."""
+    """Whether the loss or the rewards need the log-probs of a frozen reference model."""
 
     needs_reference_ahead: bool = False
     """Whether `advantages` needs them already (a KL term in the reward), so that they are computed by a task ahead of training."""

@@ -54,7 +54,7 @@ def host_of(address: str) -> str:
 
 
 def is_any(host: str) -> bool:
-    """Whether it is no machine's address, but all those of the process that says it: `0.0.0.0`, `::`."""
+    """Whether a host stands for all addresses of the machine that listens, and is no address to connect to: `0.0.0.0`, `::`."""
     address = _ip_address(host)
     return not host or (address is not None and address.is_unspecified)
 

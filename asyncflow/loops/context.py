@@ -35,6 +35,6 @@ class ResponseScoring:
     """Scoring of responses: token ids become text, a sample becomes a reward, and scored samples may be kept to be looked at."""
 
     score: Callable[[Sample], Awaitable[Score]] | None
-    """None: another task scores."""
+    """Scorer of a sample. None: another task scores."""
     decode: Callable[[Array], str]
     keep_sample: Callable[[Mapping[str, Any]], None]

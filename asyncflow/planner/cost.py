@@ -113,7 +113,7 @@ class Model:
 
     @staticmethod
     def attention_of(shapes: Shapes) -> float:
-        """The same of other shapes."""
+        """See `attention_flops`, of a model with these shapes."""
         return 4.0 * shapes.heads * shapes.head_dim * shapes.layers
 
 

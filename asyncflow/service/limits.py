@@ -85,7 +85,7 @@ class Bucket:
         self._rate, self._burst, self._left, self._at = rate, burst, burst, -math.inf
 
     def take(self, now: float) -> float:
-        """Take one. Returns 0, or, with nothing taken, the seconds until there is one."""
+        """Take one request's token. Returns 0, or, with nothing taken, the seconds until there is one."""
         if self._at > -math.inf:
             self._left = min(self._burst, self._left + (now - self._at) * self._rate)
         self._at = now

@@ -35,7 +35,7 @@ class Writes:
         return bool(self._groups)
 
     def concern(self, groups: Array) -> bool:
-        """Whether one of them is of one of these groups (int64 [n])."""
+        """Whether a write under way is of one of these groups (int64 [n])."""
         return any(np.isin(written, groups).any() for written in self._groups.values())
 
     def begin(self, groups: Array) -> object:

@@ -46,7 +46,7 @@ class SleepingWeightSync:
 
 
 class SleepingSender:
-    """`WeightSender`."""
+    """Implements `WeightSender`: sleeps as long as its bytes would take."""
 
     def __init__(self, sync: SleepingWeightSync, incarnation: str) -> None:
         self._sync, self._incarnation = sync, incarnation
@@ -72,7 +72,7 @@ class SleepingSender:
 
 
 class SleepingReceiver:
-    """`WeightReceiver`."""
+    """Implements `WeightReceiver`: sleeps as long as its bytes would take."""
 
     def __init__(self, sync: SleepingWeightSync, name: str) -> None:
         self._sync, self._name = sync, name

@@ -37,10 +37,10 @@ class MemoryPace:
         self._is_over = False
 
     def is_due(self) -> bool:
-        """Whether one is due. None is any more where there was once no room: for itself and the one that it takes the place of."""
+        """Whether a checkpoint in memory is due. None is due any more once there was no room for it beside the one before."""
         if self._is_over or (self._clock() < self._next_at and not self._is_unbounded):
             return False
-        # A page that is not there when somebody stores into it ends his process, and other files of the run lie in shared memory.
+        # Storing into a page for which there is no memory ends the process, and other files of the run lie in shared memory.
         free = min(shutil.disk_usage(self.folder).free, psutil.virtual_memory().available // 2)
         if free < 2 * self._num_bytes:
             self.end(f"one takes up to {self._num_bytes:,} bytes, two lie there at times, and {free:,} are free")

@@ -217,7 +217,7 @@ class VllmClient:
         return True
 
     async def wants_a_key(self) -> bool:
-        """Whether it refuses requests without a key, also those that vLLM's own --api-key leaves open."""
+        """Whether the server refuses requests without a key, also those that vLLM's own --api-key leaves open."""
         try:
             await self._ask("GET", "/weight_info", headers={"Authorization": ""})
         except RequestRefused as error:

@@ -58,7 +58,7 @@ class _Sample:
 
 
 class Generation:
-    """See the module's head."""
+    """Responses from one worker's vLLM servers: see the module's head."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class ServerHost:
         return self._address, self._key
 
     def stop(self) -> None:
-        """End it, if it is this run's."""
+        """End the server, if this run has started it."""
 
     def close(self) -> None:
         """End it for good: it is not started again."""

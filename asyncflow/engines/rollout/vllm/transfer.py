@@ -39,7 +39,7 @@ class Transfer(ABC):
 
 
 class SharedMemoryTransfer(Transfer):
-    """See the module's head."""
+    """Transfer by a file in shared memory, which the server's processes map."""
 
     backend = "asyncflow"
 
