@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
 from asyncflow.types import RunError, UserError
+from tests.conftest import ROOT
 from tests.depth import deep
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 
@@ -62,6 +64,43 @@ def test_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
     lost_a_worker(folder / "periodic", given, command.stdout)
     if num_cores() > 1:  # all rows are there when a synchronous step is trained: the rollout workers' cores are free
         assert any(span.task == "helper_pass" for span in read_spans(folder / "synchronous" / "spans.jsonl"))
+
+
+NOTES_DIFFERENCES = """
+import asyncflow.weight_sync.differences as own
+
+made = own.difference
+
+def noted(*chunks):
+    found = made(*chunks)
+    if found is not None:
+        with open({file!r}, "a") as file:
+            print(len(found), len(chunks[0]), file=file)
+    return found
+
+own.difference = noted
+"""
+
+
+@deep
+def test_with_drafts_differences_helpers_and_full_passes_the_bits_are_equal(tmp_path: Path) -> None:
+    """At a learning rate at which most weights in bfloat16 stay as they are, so that versions come as differences."""
+    noted = tmp_path / "differences"
+    (tmp_path / "sitecustomize.py").write_text(NOTES_DIFFERENCES.format(file=str(noted)))
+    changes = ["rollout.engine.speculation=auto", "weight_sync.name=network", "weight_sync.dtype=bfloat16", "train.helpers=1"]
+    changes += ["train.learning_rate=1e-6", f"run.dir={tmp_path / 'runs'}"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = run_command("verify", ROOT / "recipes/quickstart.yaml", "--steps", "4", *changes, PYTHONPATH=path)
+    assert command.returncode == 0, command.stdout + command.stderr
+    assert "EQUAL: synchronous and periodic gave the same bits in 4 steps" in command.stdout
+    spans = [read_spans(tmp_path / "runs" / "quickstart-verify" / name / "spans.jsonl") for name in ("synchronous", "periodic")]
+    for of_run in spans:
+        drafts, accepted = (sum(getattr(span, kind) for span in of_run) for kind in ("drafts", "accepted"))
+        assert 0 < accepted < drafts
+        assert sum(span.task == "forward_backward" for span in of_run) < 4 * 32  # fewer passes than groups
+    assert any(span.task == "helper_pass" for span in spans[0]) or num_cores() == 1
+    sizes = [[int(size) for size in line.split()] for line in noted.read_text().splitlines()]
+    assert len(sizes) >= 4 and all(made < whole / 2 for made, whole in sizes)  # of two runs, every version but the first
 
 
 @deep
