@@ -81,7 +81,7 @@ class CausalModel:
         self._loaded: Any = shared._loaded if shared else (base_of if lora else load_module)(path, weights_dtype, place)
         own = {id(w): w if lora else nn.Parameter(w.data, w.requires_grad) for w in self._loaded.parameters()}
         self.module = copy.deepcopy(self._loaded, own).eval()
-        self._chunk_tokens = options.log_prob_chunk_tokens
+        self._chunk_tokens, self._are_bits_free = options.log_prob_chunk_tokens, options.accumulate == "fp32"
         self.device, self.dtype, self.temperature = torch.device(options.device), dtype, options.temperature
         self._divisor = self.temperature / logit_scale(self.module.config)
         cap = getattr(self.module.config, "final_logit_softcapping", None)
@@ -171,7 +171,8 @@ class CausalModel:
         if self.way != "packed":
             return packed.predicting(row_states(states, packed, self.way), divisor)
         packed = filled_up(packed, INERT_TOKENS)
-        inputs = {"position_ids": packed.positions_P[None], "layout": packed.layout, "attention_mask": None}
+        layout = replace(packed.layout, are_bits_free=self._are_bits_free)
+        inputs = {"position_ids": packed.positions_P[None], "layout": layout, "attention_mask": None}
         return packed.predicting(states(packed.tokens_P[None], **inputs)[0], divisor)
 
     def log_probs(self, packed: Packed) -> Tensor:

@@ -65,6 +65,8 @@ class AttentionLayout:
     segment_lengths: tuple[int, ...]  # add up to P
     prompts: tuple[SharedPrompt, ...]  # in order
     positions_P: Tensor  # int64: the model's position_ids
+    are_bits_free: bool = False
+    """Whether the last bits of a response may depend on the others of its prompt, as where they get no exact sums."""
 
     @property
     def has_prompt(self) -> bool:

@@ -1,6 +1,7 @@
 """Packed attention against plain attention over concatenated keys; packed models against separate passes of transformers'."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -15,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.engines.families import check_family
 from asyncflow.engines.train.model import kernels
 from asyncflow.engines.train.model.attention import ATTENTION_NAME, packed_attention
+from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import AttentionLayout, Packed, SharedPrompt, pack
 from asyncflow.types import Ragged, UserError
 from tests.depth import in_gate
-from tests.unit.engines.train.training import ModelPath
+from tests.unit.engines.train.training import ModelPath, train_options
 
 FAMILIES = ["qwen2-tiny", "qwen3-tiny", "llama-tiny"]
 
@@ -232,7 +234,9 @@ def check_against_oracle(layout: AttentionLayout, num_heads: int, num_kv_heads: 
 def test_attention_is_that_over_concatenated_keys(
     lengths: tuple[int, ...], has_prompt: bool, num_heads: int, num_kv_heads: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    check_against_oracle(make_layout(lengths, has_prompt and len(lengths) > 1), num_heads, num_kv_heads, dtype, tolerance)
+    layout = make_layout(lengths, has_prompt and len(lengths) > 1)
+    for are_bits_free in (False, True):
+        check_against_oracle(replace(layout, are_bits_free=are_bits_free), num_heads, num_kv_heads, dtype, tolerance)
 
 
 def test_saved_for_the_backward_are_inputs_output_and_lse_alone() -> None:
@@ -309,6 +313,30 @@ def test_keys_of_an_earlier_call_are_refused() -> None:
 def test_a_model_that_packing_would_change_is_refused_by_name(model_type: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_family(AutoConfig.for_model(model_type, **options).to_dict())
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+def test_where_bits_are_free_all_responses_see_their_prompt_in_one_call(
+    accumulate: str, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[kernels.AttentionPart] = []
+    forward = kernels.CpuFlash.forward
+
+    def noted(own: Any, *arguments: Any) -> Any:
+        parts.append(arguments[-1])
+        return forward(own, *arguments)
+
+    monkeypatch.setattr(kernels.CpuFlash, "forward", noted)
+    model = CausalModel(model_path("qwen2-tiny"), train_options(accumulate=accumulate))
+    prompt, responses = make_group((5, 40, 5, 17), prompt_length=30)
+    found = model.log_probs(model.pack(prompt, responses))
+    seen = {part.lengths for part in parts if not part.is_causal}
+    assert seen == {(67,) if accumulate == "fp32" else (5, 40, 5, 17)}
+    monkeypatch.undo()
+    plain = CausalModel(model_path("qwen2-tiny"), train_options(accumulate="exact"))
+    assert found.allclose(plain.log_probs(plain.pack(prompt, responses)), atol=1e-5)
+    if accumulate == "exact":
+        assert found.equal(plain.log_probs(plain.pack(prompt, responses)))
 
 
 def test_short_segments_of_about_one_length_are_one_call() -> None:
