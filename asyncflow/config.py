@@ -685,7 +685,7 @@ class PlanConfig(Section):
                 why = "that is the same task" if task == other else f"{other} has none of its own"
                 raise ValueError(f"shares.{task}={other}: {why}: name a task that has devices of its own")
             if (task == "helpers") != (other == "rollout"):
-                why = "helpers of the trainer compute on devices of rollout, and nobody else does"
+                why = "helpers of the trainer compute on devices of rollout, and nothing else does"
                 raise ValueError(f"shares.{task}={other}: {why}: leave it out")
         return self
 

@@ -46,7 +46,7 @@ def by_model(compute: Callable[[Sample], Awaitable[float]], path: str, failures:
         try:
             value = await answer(sample)
         except TimeoutError:
-            raise failed("timeout", f"answered nobody for {deadline_seconds:g} s (reward.deadline_seconds)") from None
+            raise failed("timeout", f"answered no request for {deadline_seconds:g} s (reward.deadline_seconds)") from None
         except MemoryError as error:
             raise failed("memory", f"ran out of memory: {error}") from error
         except Exception as error:  # as of a scorer: any exception fails the sample, and the sample's owner is told

@@ -86,7 +86,7 @@ def _why_none(config: Config) -> str:
     if train.engine.name != "torch" or config.layout.size > 1:
         return "only train.engine=torch on one device has them"
     if config.cluster.name not in ON_ONE_MACHINE:
-        return f"with cluster={config.cluster.name} nobody knows which cores or devices of the trainer's machine are free"
+        return f"with cluster={config.cluster.name} it is not known which cores or devices of the trainer's machine are free"
     if config.lora is not None and train.old in ("step_start", "previous"):
         return f"with model.lora the old policy (train.old={train.old}) is computed by exchanging the adapter that they all read"
     return ""

@@ -111,7 +111,7 @@ class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
 
     def _killed(self) -> str:
         if self.kill is None:
-            return "nobody"
+            return "no worker"
         return (
             f"{self.kill.worker} in step {self.kill.step} of {self.names[1]}, holding {self.kill.rows} rows; "
             f"{self.runs[1].rows_redelivered} were made again; "

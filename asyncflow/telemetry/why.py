@@ -261,45 +261,46 @@ class _Chain:
 
     # -- steps and groups ---------------------------------------------------------------------------------------------------
 
-    def _of_steps(self, who: str, what: str, parked: OpenWait | None = None) -> Iterator[Link]:
+    def _of_steps(self, subject: str, what: str, parked: OpenWait | None = None) -> Iterator[Link]:
         """Links of what waits for something of a step: for its next group, a rank, or an evaluation."""
         at, since = self._at, "" if parked is None else f", since {_s(parked.seconds)}"
         number = at.committed if parked is None else int(parked.facts.get("step", at.committed))
         step = next((each for each in at.open_steps if (each.topic, each.step) == ("train", number)), None)
         is_start = parked is not None and parked.name == STEP_START.name
         if step is None or not step.is_open:
-            yield self._link(who, f"{who} waits for step {number}{since}, whose prompts are not in the queue", "driver")
+            yield self._link(subject, f"{subject} waits for step {number}{since}, whose prompts are not in the queue", "driver")
             yield from self._admission(number)
         elif step.groups and not (is_start and step.groups[0].task in _TRAINED):
-            yield from self._of_group(who, step, since)
+            yield from self._of_group(subject, step, since)
         elif step.members_left:
-            text = f"{who} waits for step {number}{since}: {step.members_left} of its members are not found among its candidates"
-            yield self._link(who, text, "driver")
+            lacks = f"{step.members_left} of its members are not found among its candidates"
+            text = f"{subject} waits for step {number}{since}: {lacks}"
+            yield self._link(subject, text, "driver")
             yield from self._admission(number)
-        elif (behind := self._rank_behind(who, step)) is not None:
-            yield self._link(who, f"{who} waits for {what}{since}, which {behind} has not asked for", behind)
+        elif (behind := self._rank_behind(subject, step)) is not None:
+            yield self._link(subject, f"{subject} waits for {what}{since}, which {behind} has not asked for", behind)
             yield from self.of_worker(behind)
         elif (evaluation := next((each for each in at.open_steps if each.topic == "eval" and each.groups), None)) is not None:
-            text = f"{who} waits{since} for an evaluation of version {evaluation.step}, whose weights its update displaces"
-            yield self._link(who, text, f"evaluation {evaluation.step}")
+            text = f"{subject} waits{since} for an evaluation of version {evaluation.step}, whose weights its update displaces"
+            yield self._link(subject, text, f"evaluation {evaluation.step}")
             yield from self._of_group("the evaluation", evaluation, "")
         else:
             told = "the schedule does not let it begin" if is_start else "it has not been told"
-            yield self._link(who, f"{who} waits for {what}{since}: all of its groups are there, and {told}")
+            yield self._link(subject, f"{subject} waits for {what}{since}: all of its groups are there, and {told}")
 
-    def _rank_behind(self, who: str, step: SeenStep) -> str | None:
+    def _rank_behind(self, subject: str, step: SeenStep) -> str | None:
         """Leading rank that has not asked for a round that others have asked for."""
         if not step.asked or min(step.asked) == max(step.asked):
             return None
         rank = step.asked.index(min(step.asked))
         behind = step.leaders[rank] if rank < len(step.leaders) else None
-        return None if behind == who else behind
+        return None if behind == subject else behind
 
-    def _of_group(self, who: str, step: SeenStep, since: str) -> Iterator[Link]:
+    def _of_group(self, subject: str, step: SeenStep, since: str) -> Iterator[Link]:
         """Links of what waits for the first group that a step lacks."""
         group, of = step.groups[0], f"step {step.step}" if step.topic == "train" else f"the evaluation of version {step.step}"
         more = f" (and {step.lacking - 1} more)" if step.lacking > 1 else ""
-        yield self._link(who, f"{who} waits for group {group.group} of {of}{more}{since}", f"group {group.group}")
+        yield self._link(subject, f"{subject} waits for group {group.group} of {of}{more}{since}", f"group {group.group}")
         if group.state == DONE:
             text = f"group {group.group} is done by task {group.task}, and the ledger has not been told: a notice is lost"
             yield self._link(f"group {group.group}", text)
@@ -321,45 +322,45 @@ class _Chain:
 
     def _ready(self, group: SeenGroup) -> Iterator[Link]:
         """Link of a group that lies ready, and that no worker has taken."""
-        who, pool = f"group {group.group}", _POOLS.get(group.task, group.task)
+        subject, pool = f"group {group.group}", _POOLS.get(group.task, group.task)
         workers = [w for name, w in self._workers.items() if name == pool or name.startswith(f"{pool}/")]
         lies = f"group {group.group} lies ready for task {group.task}"
         if group.task in _TRAINED:
             asks = any(wait.name == LEASE.name and wait.facts.get("task") == group.task for wait in self._parked("driver"))
             why = "which asks for such rows, has not got it" if asks else "which takes it when a rank can use it, has not taken it"
-            yield self._link(who, f"{lies}, and the driver, {why}", "driver")
+            yield self._link(subject, f"{lies}, and the driver, {why}", "driver")
             return
         if group.task not in ("rollout", "evaluate"):
-            yield from self._taker(who, lies, workers, group.task)
+            yield from self._taker(subject, lies, workers, group.task)
             return
         lies += f", for version {group.low}" if group.low == group.high else f", for versions {group.low} to {group.high}"
         able = [w for w in workers if w.serving is not None and group.low <= w.serving <= group.high and not w.stale]
         if able:
-            yield from self._taker(who, lies, able, group.task)
+            yield from self._taker(subject, lies, able, group.task)
         elif self._at.published < group.low:
-            yield self._link(who, f"{lies}, and the newest that is published is {self._at.published}", self._trainer)
+            yield self._link(subject, f"{lies}, and the newest that is published is {self._at.published}", self._trainer)
             yield from self._publication()
         elif workers:
             late = min(workers, key=self._lateness)
             served = ", ".join(f"{w.name} serves {'none' if w.serving is None else w.serving}" for w in workers[:4])
-            yield self._link(who, f"{lies}, which no worker serves ({served})", late.name)
+            yield self._link(subject, f"{lies}, which no worker serves ({served})", late.name)
             yield from self.of_worker(late.name)
         else:
-            yield self._link(who, f"{lies}, and there is no {pool} worker")
+            yield self._link(subject, f"{lies}, and there is no {pool} worker")
 
-    def _taker(self, who: str, lies: str, workers: list[SeenWorker], task: str) -> Iterator[Link]:
+    def _taker(self, subject: str, lies: str, workers: list[SeenWorker], task: str) -> Iterator[Link]:
         """Links of a group that one of these workers is to take."""
         names = {worker.name for worker in workers}
         leases = [wait for wait in self._at.waits if wait.name == LEASE.name and wait.facts.get("task") == task]
         asking = [wait.worker for wait in leases if wait.worker in names]
         if asking and all(self._off(worker) is None for worker in workers):
-            yield self._link(who, f"{lies}, and {asking[0]} asks for such rows: the queue has not handed it out")
+            yield self._link(subject, f"{lies}, and {asking[0]} asks for such rows: the queue has not handed it out")
             return
         if not workers:
-            yield self._link(who, f"{lies}, and there is no worker for that")
+            yield self._link(subject, f"{lies}, and there is no worker for that")
             return
         first = min(workers, key=self._lateness)
-        yield self._link(who, f"{lies}, and no worker has taken it", first.name)
+        yield self._link(subject, f"{lies}, and no worker has taken it", first.name)
         yield from self.of_worker(first.name)
 
     def _lateness(self, worker: SeenWorker) -> tuple[int, float]:
@@ -388,11 +389,11 @@ class _Chain:
     def _parked(self, name: str) -> list[OpenWait]:
         return [wait for wait in self._at.waits if wait.worker == name and wait.name not in (ALL_SERVE.name, FREE_CORES.name)]
 
-    def _link(self, who: str, text: str, on: str = "", ends: str = STALL) -> Link:
+    def _link(self, subject: str, text: str, on: str = "", ends: str = STALL) -> Link:
         """A link, with the seconds behind each configuration key of what ends it."""
         limits = self._at.limits
         ends = re.sub(r"[a-z_]+\.[a-z_]+", lambda key: f"{key[0]} ({limits[key[0]]:g} s)" if key[0] in limits else key[0], ends)
-        return Link(who, text, on, ends)
+        return Link(subject, text, on, ends)
 
 
 def _culprit(worker: SeenWorker) -> OpenWait | None:

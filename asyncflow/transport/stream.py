@@ -200,7 +200,7 @@ def listen(path: Path) -> socket.socket:
     """
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         if path.exists() and probe.connect_ex(socket_path(path)) == 0:
-            raise UserError(f"somebody serves at {path} already: end that one, or choose another path")
+            raise UserError(f"a process serves at {path} already: end it, or choose another path")
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     previous = os.umask(0o177)  # of the whole process, so nothing may be awaited until it is restored

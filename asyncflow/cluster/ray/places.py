@@ -89,15 +89,15 @@ class RayPlaces:
 
     def __init__(self, connection: RayConnection) -> None:
         self.by_name: dict[str, WorkerPlace] = {}  # of workers that have one
-        self.is_closed = False  # nobody is placed any more
+        self.is_closed = False  # no worker is placed any more
         self._connection = connection
         self._pools: list[_Pool] = []
         self._guests: dict[str, int] = {}  # how many share the devices of a worker, by its name
 
     def check_open(self) -> None:
-        """Raises `RunError` when nobody is placed any more."""
+        """Raises `RunError` when no worker is placed any more."""
         if self.is_closed:
-            raise RunError("the run is ending: nobody is placed on its Ray cluster any more")
+            raise RunError("the run is ending: no worker is placed on its Ray cluster any more")
 
     async def reserve(self, name: str, specs: Sequence[WorkerSpec], options: RayOptions, config: Config) -> None:
         """A bundle for each of these workers of one pool: one that another has left, or else of a new placement group.

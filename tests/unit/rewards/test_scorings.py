@@ -41,7 +41,7 @@ async def compute(given: Sample) -> float:
         ("eat", "memory", "reward model judge ran out of memory: 4096 tokens"),
         ("number nan", "invalid", "reward model judge returned nan, which is no finite number"),
         ("number inf", "invalid", "reward model judge returned inf, which is no finite number"),
-        ("sleep 60", "timeout", "reward model judge answered nobody for 0.2 s (reward.deadline_seconds)"),
+        ("sleep 60", "timeout", "reward model judge answered no request for 0.2 s (reward.deadline_seconds)"),
     ],
 )
 async def test_a_sample_without_an_answer_fails_and_is_counted(response: str, kind: str, words: str) -> None:

@@ -53,7 +53,7 @@ def test_helpers_are_as_many_as_the_rollout_workers_have_cores_for(
         ({"plan": {"train": {"tp": 2}}}, "only train.engine=torch on one device has them"),
         ({"train": {"engine": "deepspeed"}}, "only train.engine=torch"),
         ({"train": {"device": "cuda:1"}}, "train.device=cuda:1, and no other device is theirs .* plan.shares.helpers=rollout"),
-        ({"cluster": "ray"}, "with cluster=ray nobody knows"),
+        ({"cluster": "ray"}, "with cluster=ray it is not known"),
         ({"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "previous"}}, r"the old policy \(train.old=previous\)"),
     ],
 )
@@ -103,7 +103,7 @@ def test_helpers_are_on_the_devices_that_the_plan_gives_them(sections: dict[str,
             "train.device=cuda:2 is one of the devices",
         ),
         ({"rollout": {"device": "cuda:1", "engine": "vllm"}}, "rollout.engine=vllm takes all memory of its devices"),
-        ({"cluster": "ray"}, "with cluster=ray nobody knows which cores or devices"),
+        ({"cluster": "ray"}, "with cluster=ray it is not known which cores or devices"),
         ({"train": {"device": "cuda", "helpers": 0}}, "train.helpers=0 says that there are none"),
         ({"train": {"device": "cpu"}}, "they compute on cores, by train.helpers alone"),
     ],
@@ -115,7 +115,7 @@ def test_helpers_that_cannot_be_on_devices_are_refused_with_the_reason(sections:
 
 @pytest.mark.parametrize("shares", [{"helpers": "train"}, {"reference": "rollout"}])
 def test_devices_of_rollout_are_for_helpers_alone(shares: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="helpers of the trainer compute on devices of rollout, and nobody else does"):
+    with pytest.raises(UserError, match="helpers of the trainer compute on devices of rollout, and nothing else does"):
         parse({**NEEDED, "plan": {"shares": shares}})
 
 

@@ -171,7 +171,7 @@ class Generation:
             made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
         first = made.version_spans[0, 1] if len(made.version_spans) else version
         if first != version and self._weights.version == version:
-            raise ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
+            raise ServerLost(f"it generates by version {first} and was given {version}: has another program changed its weights?")
         # Of another version it waited there while weights were installed, and began under the new ones with the salt of the old:
         # the keys of its prompt may be those of the old weights, which its spans do not say.
         return made if first == version or self._recomputes else None
