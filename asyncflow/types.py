@@ -241,6 +241,9 @@ class WeightSource(Protocol):
     are_lasting: bool
     """Whether the tensors exist without having been gathered, so that they cost nothing to keep until the next `optim_step`."""
 
+    are_gathered: bool
+    """Whether the engine computes nothing until the last one has come: what can wait is best done afterwards."""
+
     def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
         """Pairs (name, tensor) of `specs`, in that order. Tensors are on the CPU, contiguous, and as their specs say.
 
@@ -250,9 +253,9 @@ class WeightSource(Protocol):
         ...
 
     async def gathered(self) -> None:
-        """Wait until the engine may be called again. Where the engine gathers tensors, that is when `tensors` has ended.
+        """Wait until the engine may be called again. If tensors `are_gathered`, that is when the last one has been gathered.
 
-        At once where it does not: only `optim_step` and `discard` have to wait for the end then.
+        At once if they are not. Either way `optim_step` and `discard` have to wait for the end of `tensors`.
         """
         ...
 
@@ -260,6 +263,8 @@ class WeightSource(Protocol):
 class HeldWeights:
     """`WeightSource` of tensors that are already there. Contiguous tensors on the CPU are not copied, others are copied one at a
     time."""
+
+    are_gathered = False
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(sorted(tensors.items()))

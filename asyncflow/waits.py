@@ -242,7 +242,8 @@ BROADCAST: Final = _wait(
 PUBLISHING: Final = _wait(
     "publishing",
     "version {version} to be published",
-    "weight_sync/shared_memory.py:SharedMemorySender.__init__ engines/train/leader_engine.py:_GatheredWeights.gathered",
+    "weight_sync/shared_memory.py:SharedMemorySender.__init__ engines/train/leader_engine.py:_GatheredWeights.gathered"
+    " _GatheredWeights.tensors",
 )
 PROCESS: Final = _wait(
     "process",

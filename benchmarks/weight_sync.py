@@ -85,7 +85,7 @@ class OneByOne(HeldWeights):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
-        self.are_lasting = False
+        self.are_lasting, self.are_gathered = False, True
 
 
 def new_decoder() -> Decoder:

@@ -300,8 +300,8 @@ class Publishing:
     """The weights of one step after another, published beside the computation of the next one, which may not change them until
     that has ended.
 
-        |-- gather --|- copy, hash, tell `PolicyVersions` -|            `publish`, beside the lane
-         the trainer | computes the next step ...  | updates      gathers only if the weights lie on several ranks
+        |-- gather, copy --|- hash, tell `PolicyVersions` -|         `publish`, beside the lane
+               the trainer | computes the next step ...    | updates      gathers only if the weights lie on several ranks
     """
 
     def __init__(

@@ -58,8 +58,10 @@ class SharedMemorySender:
             arrived: list[tuple[str, Tensor]] = []
             async for named in source.tensors():
                 arrived.append(named)
-                del named  # `write` is to hold the last reference
-                if not source.are_lasting:
+                del named  # the thread is to hold the last reference
+                if source.are_gathered:
+                    await self._thread.run(filling.copy, arrived)  # its ranks are held meanwhile, and not by the hash
+                elif not source.are_lasting:
                     await self._thread.run(filling.write, arrived)
             digest = await self._thread.run(filling.finish, arrived)  # lasting ones in one call: one for each would cost time
             path = await self._thread.run(self._files.commit, version)

@@ -7,7 +7,7 @@ in a file that it holds, is what is used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -36,9 +36,10 @@ def wire_specs(source: Mapping[str, TensorSpec], dtype: str | None) -> dict[str,
 
 
 class Filling:
-    """A version's file as its tensors come: `write` them, then `finish`.
+    """A version's file as its tensors come: `write` or `copy` them, then `finish`.
 
-    A tensor whose turn it is in the file is hashed as it is copied, one that comes too early when its turn has come.
+    A tensor that is written is hashed as it is copied, if it is its turn in the file. What came too early, and what was only
+    copied, is hashed from the file when its turn has come.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Filling:
         """
         self.layout = layout
         self.sums: dict[str, int] = {}
-        """Sums of the bits of the tensors that have come, in `attested_dtype`; see attestation.py."""
+        """Sums of the bits of the tensors that have been hashed, in `attested_dtype`; see attestation.py."""
         self._attested = None if attested_dtype is None else _torch_dtype(attested_dtype)
         self._file, self._source = file, source
         self._digest = xxhash.xxh3_128()
@@ -59,7 +60,7 @@ class Filling:
         copy_and_hash(file[: len(layout.head)], np.frombuffer(layout.head, np.uint8), self._digest)
 
     def write(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Copy tensors (CPU, contiguous) by their names, and empty the list, so that nothing keeps them any longer.
+        """Copy and hash tensors (CPU, contiguous) by their names, and empty the list, so that nothing keeps them any longer.
 
         Raises `WeightSyncError` for one that is not as the source said.
         """
@@ -67,37 +68,69 @@ class Filling:
         while tensors:
             self._write(*tensors.pop())
 
+    def copy(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """`write` without the hash and the sums, which `finish` takes then."""
+        tensors.reverse()
+        while tensors:
+            name, tensor = tensors.pop()
+            self._expect(name, tensor)
+            torch.from_numpy(self._bytes_of(name)).view(self._dtype_of(name)).copy_(tensor.reshape(-1))
+
     def finish(self, tensors: list[tuple[str, Tensor]]) -> str:
         """`write`, then the xxh3_128 of the whole file in hexadecimal. Raises `WeightSyncError` when a tensor has not come."""
         self.write(tensors)
         if self._missing:
             raise WeightSyncError(f"the weights ended before {min(self._missing)!r} came ({len(self._missing)} are missing)")
+        self._hash_those_there()
         return self._digest.hexdigest()
 
     def _write(self, name: str, tensor: Tensor) -> None:
+        self._expect(name, tensor)
+        copied = _copied(self._bytes_of(name), tensor.reshape(-1), self._dtype_of(name))
+        if name != self._waiting[0]:
+            self._sum(name, copied)
+            return
+        self._waiting.popleft()
+        self._sum(name, self._hashed(copied))
+        self._hash_those_there()
+
+    def _expect(self, name: str, tensor: Tensor) -> None:
         if name not in self._missing:
             raise WeightSyncError(f"the weights brought {name!r}, which is not one of their specs, or has come before")
         if TensorSpec.of(tensor) != self._source[name]:
             raise WeightSyncError(f"the weights brought {name!r} as {TensorSpec.of(tensor)}, and had said {self._source[name]}")
         self._missing.remove(name)
-        digest = self._digest if name == self._waiting[0] else None
-        dtype, total = _torch_dtype(self.layout.specs[name].dtype), 0
-        for chunk in _copied(self._bytes_of(name), tensor.reshape(-1), dtype):
-            if digest is not None:
-                digest.update(chunk.data)
+
+    def _hash_those_there(self) -> None:
+        while self._waiting and self._waiting[0] not in self._missing:
+            name = self._waiting.popleft()
+            chunks = self._hashed(_chunks(self._bytes_of(name)))
+            if name in self.sums:
+                deque(chunks, maxlen=0)
+            else:
+                self._sum(name, chunks)
+
+    def _hashed(self, chunks: Iterable[Array]) -> Iterator[Array]:
+        for chunk in chunks:
+            self._digest.update(chunk.data)
+            yield chunk
+
+    def _sum(self, name: str, chunks: Iterable[Array]) -> None:
+        """Go through a tensor's bytes, and take their sum if one is wanted."""
+        dtype, total = self._dtype_of(name), 0
+        for chunk in chunks:
             if self._attested is not None:
                 sent = torch.from_numpy(chunk).view(dtype)
                 total += sum_of_bits(sent.to(self._attested) if dtype.is_floating_point else sent)
         if self._attested is not None:
             self.sums[name] = total % MODULUS
-        if digest is not None:
-            self._waiting.popleft()
-            while self._waiting and self._waiting[0] not in self._missing:
-                self._digest.update(self._bytes_of(self._waiting.popleft()).data)
 
     def _bytes_of(self, name: str) -> Array:
         begin, end = self.layout.spans[name]
         return self._file[begin:end]
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return _torch_dtype(self.layout.specs[name].dtype)
 
 
 def copy_and_hash(target: Array, source: Array, digest: xxhash.xxh3_128) -> None:
@@ -122,8 +155,8 @@ def verified(file: Array, layout: FileLayout, manifest: Manifest) -> dict[str, T
     """The tensors in a version's file (uint8 [num_bytes]), not copied. Raises `WeightSyncError` when it is not the manifest's."""
     check_head(file, layout, manifest)
     digest = xxhash.xxh3_128()
-    for begin in range(0, len(file), _CHUNK_BYTES):
-        digest.update(file[begin : begin + _CHUNK_BYTES].data)
+    for chunk in _chunks(file):
+        digest.update(chunk.data)
     check_hash(digest.hexdigest(), manifest)
     return tensors_in(file, layout)
 
@@ -150,6 +183,11 @@ def check_hash(digest: str, manifest: Manifest) -> None:
             f"what arrived of {manifest.address} does not have the hash of its manifest: it is damaged, or no longer "
             f"kept and written over"
         )
+
+
+def _chunks(file: Array) -> Iterator[Array]:
+    for begin in range(0, len(file), _CHUNK_BYTES):
+        yield file[begin : begin + _CHUNK_BYTES]
 
 
 def _copied(target: Array, source: Tensor, dtype: torch.dtype) -> Iterator[Array]:

@@ -15,7 +15,7 @@ from asyncflow.types import TensorSpec
 class Gathered:
     """`WeightSource` of copies, one at a time. `num_made` have been made, and `most_alive` were there at once."""
 
-    are_lasting = False
+    are_lasting, are_gathered = False, True
 
     def __init__(self, tensors: Mapping[str, Tensor], order: Sequence[str] = ()) -> None:
         self._tensors = tensors

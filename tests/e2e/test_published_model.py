@@ -29,7 +29,7 @@ class Dying(TorchEngine):
         return source if self.versions < 2 else HalfOf(source)
 
 class HalfOf:
-    are_lasting = False
+    are_lasting = are_gathered = False
 
     def __init__(self, source):
         self.specs, self._source = source.specs, source

@@ -242,7 +242,7 @@ class SlotEngine(ThreadedEngine):
 class InstalledWeights(WeightSource):
     """`WeightSource` of what installs write in a decoder: its weights, or its adapter."""
 
-    are_lasting = False
+    are_lasting = are_gathered = False
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder

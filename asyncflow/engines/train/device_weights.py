@@ -11,13 +11,38 @@ the next one, which is being copied.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from itertools import pairwise
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from itertools import cycle, pairwise
 
 import torch
 from torch import Tensor
 
+from asyncflow.devices import CPU
 from asyncflow.types import TensorSpec, WeightSource
+
+
+def pinned(num_bytes: int) -> Tensor:
+    """Pinned host memory: uint8 [num_bytes]."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class HostCopies:
+    """Copies on the host of weights that have been gathered, one after another: two at a time lie in pinned memory."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], memory: Callable[[int], Tensor] = pinned) -> None:
+        """`specs`: of all weights, which are float32."""
+        self._num_bytes = max(4 * math.prod(spec.shape) for spec in specs.values())
+        self._memory = memory
+        self._turns: Iterator[Tensor] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A tensor on the CPU as it is, contiguous; of one on a device a copy, which the copy after the next one is written over."""
+        if tensor.device.type == CPU:
+            return tensor.contiguous()
+        if self._turns is None:
+            self._turns = cycle([self._memory(self._num_bytes), self._memory(self._num_bytes)])
+        return next(self._turns)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class CopyStream:
@@ -30,7 +55,7 @@ class CopyStream:
 
     def memory(self, num_bytes: int) -> Tensor:
         """Pinned host memory to copy to: uint8 [num_bytes]."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return pinned(num_bytes)
 
     def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         """Begin to copy `source` to `target`. Returns a function that waits until the copy is complete."""
@@ -42,7 +67,7 @@ class CopyStream:
 class DeviceWeights(WeightSource):
     """`WeightSource` of tensors on an accelerator. The tensors may change after `tensors` has come to its end."""
 
-    are_lasting = False
+    are_lasting = are_gathered = False
 
     def __init__(self, tensors: Mapping[str, Tensor], copies: CopyStream) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in sorted(tensors.items())}

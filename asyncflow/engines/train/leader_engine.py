@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -153,25 +154,37 @@ class LeaderEngine(TrainingEngine[PolicyTraining], TrainEngine):
 
 
 class _GatheredWeights(WeightSource):
-    """`WeightSource` of weights that are sharded over several ranks, gathered one at a time."""
+    """`WeightSource` of weights that are sharded over several ranks. The ranks gather a tensor while the one before it is used, so
+    that the first rank has two at a time."""
 
-    are_lasting = False
+    are_lasting, are_gathered = False, True
 
     def __init__(self, specs: Mapping[str, TensorSpec], gather: Callable[[str], Awaitable[Tensor | None]]) -> None:
         self.specs, self._gather = specs, gather
+        *_, self._last = specs
         self._gathered = asyncio.Event()
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
-        for number, name in enumerate(self.specs, 1):
-            tensor = await self._gather(name)
-            if number == len(self.specs):  # now, since the consumer may stop after the last tensor
-                self._gathered.set()
-            if tensor is not None:
-                yield name, tensor
-                del tensor  # one at a time
+        coming = asyncio.create_task(self._next(next(iter(self.specs))))
+        try:
+            for name, following in pairwise([*self.specs, ""]):
+                tensor = await coming
+                if following:
+                    coming = asyncio.create_task(self._next(following))
+                if tensor is not None:
+                    yield name, tensor
+                    del tensor  # two at a time
+        finally:
+            coming.cancel()  # a reader that fails needs no more
 
     async def gathered(self) -> None:
         await self._gathered.wait()
+
+    async def _next(self, name: str) -> Tensor | None:
+        tensor = await self._gather(name)
+        if name == self._last:  # now, not when the reader comes to it
+            self._gathered.set()
+        return tensor
 
 
 def _look_at(written: Any) -> None:

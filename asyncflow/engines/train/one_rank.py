@@ -117,14 +117,14 @@ class OneRank(OneModel, PolicyTraining):
     def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         return self.policy.response_log_probs(prompt_ids, response_ids, target_ids)
 
-    def gather(self, name: str) -> Tensor:
-        return self.policy.parameters[name].detach().cpu().contiguous()
+    def _whole(self, name: str) -> Tensor:
+        return self.policy.parameters[name].detach()
 
     def save(self, path: Path) -> None:
         if self._lora is None:
             self.policy.module.save_pretrained(path)
         else:
-            write_lora(path, self._lora, self._model_path, {name: self.gather(name).numpy() for name in self.specs})
+            write_lora(path, self._lora, self._model_path, {name: self._whole(name).cpu().numpy() for name in self.specs})
 
     def _update(self, normaliser: int) -> OptimResult:
         for passes in self._of_helpers:

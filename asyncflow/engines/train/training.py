@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import Hyperparameters, MicroBatch, MicroBatchResult, OptimResult
+from asyncflow.engines.train.device_weights import HostCopies
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.state import EngineState
@@ -105,6 +107,18 @@ class PolicyTraining(Training):
     def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
         """See `LogProbEngine.log_probs`."""
 
-    @abstractmethod
     def gather(self, name: str) -> Tensor | None:
-        """Whole weight of that name, on the CPU, contiguous; None on all ranks but rank 0."""
+        """Whole weight of that name, on the CPU, contiguous; None on all ranks but rank 0.
+
+        It is to be published: valid until the one after the next is gathered.
+        """
+        whole = self._whole(name)
+        return None if whole is None else self._copies.of(whole)
+
+    @abstractmethod
+    def _whole(self, name: str) -> Tensor | None:
+        """Whole weight of that name, on any device; None on all ranks but rank 0."""
+
+    @cached_property
+    def _copies(self) -> HostCopies:
+        return HostCopies(self.specs)

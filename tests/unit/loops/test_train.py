@@ -32,7 +32,7 @@ class Weights:
 
     def __init__(self, calls: list[str], may_gather: asyncio.Event | None) -> None:
         self.specs: Mapping[str, TensorSpec] = {"w": TensorSpec((1,), "float32")}
-        self.are_lasting = may_gather is None
+        self.are_lasting, self.are_gathered = may_gather is None, may_gather is not None
         self._calls, self._may_gather, self._is_gathered = calls, may_gather, asyncio.Event()
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:

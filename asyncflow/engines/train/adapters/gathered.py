@@ -62,9 +62,9 @@ class GatheredTraining(PolicyTraining):
         self._random = torch.get_rng_state()
         self.models.begin_step()
 
-    def gather(self, name: str) -> Tensor | None:
+    def _whole(self, name: str) -> Tensor | None:
         tensor = self._weight(name) if self._gathers else None
-        return tensor.detach().cpu().contiguous() if tensor is not None and self._is_writer else None
+        return tensor.detach() if tensor is not None and self._is_writer else None
 
     def fingerprint(self) -> Mapping[str, str]:
         if not self._gathers:

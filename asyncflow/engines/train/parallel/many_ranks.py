@@ -15,7 +15,7 @@ turn. What a rank alone finds out later (a loss that is not finite) changes valu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -156,24 +156,14 @@ class ManyRanks(PolicyTraining):
         log_probs_T = self._pipeline.log_probs_from_last(made[0] if made else None, len(response_ids.values))
         return Ragged(log_probs_T.numpy(), response_ids.offsets)
 
-    def gather(self, name: str) -> Tensor | None:
+    def _whole(self, name: str) -> Tensor | None:
         return self._to_first(name, self._policy.parameters.get(name), self.specs[name].shape, torch.float32)
 
     def fingerprint(self) -> Mapping[str, str]:
-        hashes: dict[str, str] = {}
-        states = {(name, kind): state for name, kind, state in self._optimizer.states()}
-        for name, spec in self.specs.items():
-            found = {f"weights/{name}": self.gather(name)}
-            for kind in STATES if self._optimizer.num_updates else ():
-                state, shape = states.get((name, kind)), () if kind == "step" else spec.shape
-                if state is not None and kind != "step":
-                    state = placed_like(state, self._policy.parameters[name])
-                found[f"optimizer/{name}/{kind}"] = self._to_first(name, state, shape, torch.float32)
-            hashes |= fingerprint_of((key, tensor) for key, tensor in found.items() if tensor is not None)
-        return hashes
+        return fingerprint_of((key, tensor) for key, tensor in self._everything() if tensor is not None)
 
     def save(self, path: Path) -> None:
-        tensors = ((name, tensor) for name in self.specs if (tensor := self.gather(name)) is not None)
+        tensors = ((name, tensor) for name in self.specs if (tensor := self._whole(name)) is not None)
         if self.ranks.rank == 0 and self._lora is not None:
             write_lora(path, self._lora, self._model_path, {name: tensor.cpu().numpy() for name, tensor in tensors})
         elif self.ranks.rank == 0:
@@ -296,13 +286,26 @@ class ManyRanks(PolicyTraining):
         self._sums.clear()
         self._num_added = self._fill_tokens = 0
 
+    def _everything(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Tensors of the state by name, each gathered when the iteration comes to it."""
+        states = {(name, kind): state for name, kind, state in self._optimizer.states()}
+        for name, spec in self.specs.items():
+            yield f"weights/{name}", self._whole(name)
+            for kind in STATES if self._optimizer.num_updates else ():
+                state, shape = states.get((name, kind)), () if kind == "step" else spec.shape
+                if state is not None and kind != "step":
+                    state = placed_like(state, self._policy.parameters[name])
+                yield f"optimizer/{name}/{kind}", self._to_first(name, state, shape, torch.float32)
+
     def _to_first(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Whole tensor on the CPU of rank 0, from the ranks of the stage that has it (`tensor` is their part of it); None
-        elsewhere."""
+        """Whole tensor on rank 0, from the ranks of the stage that has it (`tensor` is their part of it); None elsewhere.
+
+        It is on the device, or, from another stage, on the CPU.
+        """
         owner, ranks = self._stage_of[name], self.ranks
         made = whole(tensor) if tensor is not None and ranks.pp_rank == owner else None
         if owner == 0 or ranks.dp_rank or ranks.tp_rank or ranks.pp_rank not in (0, owner):
-            return made.cpu() if made is not None and ranks.rank == 0 else None
+            return made if ranks.rank == 0 else None
         with ranks.named(f"the weights of {name}"):
             if made is not None:
                 dist.send(made.cpu().contiguous(), 0)

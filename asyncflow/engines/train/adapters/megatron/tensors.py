@@ -52,10 +52,10 @@ class StageTensors:
         return not (origin.cut == "whole" and self._policy.tp > 0) and (self._policy.stage, name) in self._places
 
     def weight(self, name: str) -> Tensor:
-        """Whole float32 tensor of that Hugging Face name, on the CPU, contiguous, gathered from all processes of the group."""
+        """Whole float32 tensor of that Hugging Face name, gathered from all processes of the group."""
         found = self._rest if name in self._rest else self._gather(*self._place_of[name], "weights")
         self._rest = {other: tensor for other, tensor in found.items() if other != name}
-        return found[name].cpu().contiguous()
+        return found[name]
 
     def everything(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the state by name, each gathered when the iteration comes to it."""

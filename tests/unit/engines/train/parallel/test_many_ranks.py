@@ -95,6 +95,21 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(
     assert by_loss == sorted(alone.results, key=lambda result: result.loss_sum)
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), pytest.param(Layout(pp=2), marks=depth.deep)], ids=str)
+def test_ranks_make_the_next_step_while_the_weights_that_they_have_gathered_are_hashed(
+    ranks: Processes, model_path: ModelPath, tmp_path: Path, layout: Layout
+) -> None:
+    """Were they held meanwhile, none would come to an end; and what is published is what one process has published."""
+    options = {**OPTIONS, "accumulate": "exact"}
+    (rounds,) = on_ranks.make_steps(layout.dp, num_steps=1)
+    made, *others = ranks.run(on_ranks.publish, model_path("qwen2-tiny"), rounds, layout, options, tmp_path / "many", size=2)
+    assert made[0] == made[1] and made[0].sums and others == [None]
+    if layout.dp == 2:
+        joined = [[[batch for group in round_ for batch in group]] for round_ in rounds]
+        alone = on_ranks.publish(model_path("qwen2-tiny"), joined, Layout(), options, tmp_path / "alone")
+        assert alone == made
+
+
 @pytest.mark.parametrize("is_shared", in_gate(True, of=[True, False]), ids=["shared", "rows"])
 @pytest.mark.parametrize(
     ("layout", "family", "family_in_rows"),

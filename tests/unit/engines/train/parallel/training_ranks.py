@@ -7,6 +7,7 @@ import contextlib
 import gc
 import math
 import os
+import threading
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ from asyncflow.engines.train.parallel.fsdp import ExactSums, HandedSums
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 from asyncflow.engines.train.state import placed_like
 from asyncflow.engines.train.torch_engine import TorchEngine
-from asyncflow.types import Array, Layout, LossSums, Objective, Ragged, TokenBatch, UserError
+from asyncflow.types import Array, HeldWeights, Layout, LossSums, Objective, Ragged, TokenBatch, UserError, WeightSource
+from asyncflow.weight_sync.base import WeightSyncOptions
+from asyncflow.weight_sync.shared_memory import SharedMemory
+from asyncflow.weight_sync.staging import Filling
 from tests.unit.engines.train.parallel.processes import end_itself
 from tests.unit.engines.train.training import torch_engine, train_options, weights_of
 
@@ -84,6 +88,60 @@ def train_as_a_worker(folder: Path, *arguments: Any) -> Made | None:
     except Exception as error:
         (folder / os.environ["RANK"]).write_text(f"{type(error).__name__}: {error}")
         os._exit(1)
+
+
+@dataclass(frozen=True)
+class Version:
+    """What a publication has made: `hash` of the file, `sums` of its tensors."""
+
+    hash: str
+    sums: dict[str, int]
+
+
+def publish(path: Path, rounds: list[Round], layout: Layout, options: dict[str, Any], folder: Path) -> list[Version] | None:
+    """On each rank: a step, whose weights are published while the ranks make the next one but for its update; the hash waits for
+    that. On rank 0: what was published, and what comes of the same weights if they lie there in one piece. Else None."""
+    return asyncio.run(_publish(torch_engine(path, layout=layout, **options), rounds, folder))
+
+
+async def _publish(engine: TorchEngine, rounds: list[Round], folder: Path) -> list[Version] | None:
+    rank, objective = engine.data_parallel_rank, Clipped()
+    if rank is None:
+        await engine.follow(objective, lambda what: contextlib.nullcontext())
+        return None
+    await engine.begin_step()
+    for round_ in rounds:
+        await engine.forward_backward(round_[rank], objective)
+    await engine.optim_step(100)
+    senders = [SharedMemory(WeightSyncOptions(directory=folder / name, attested_dtype="bfloat16")).sender("s") for name in "ab"]
+    may_hash, finish, source = threading.Event(), Filling.finish, await engine.export_weights()
+
+    def finish_then(*arguments: Any) -> str:
+        assert may_hash.wait(60)
+        return finish(*arguments)
+
+    with patch.object(Filling, "finish", finish_then):
+        publishing = asyncio.create_task(senders[0].publish(1, source) if rank == 0 else read(source))
+        await source.gathered()
+        await engine.begin_step()
+        for round_ in rounds:
+            await engine.forward_backward(round_[rank], objective)
+        may_hash.set()
+        manifests = [await publishing]
+    held = HeldWeights(await weights_of(engine))
+    await engine.close()
+    if rank:
+        return None
+    manifests.append(await senders[1].publish(1, held))
+    for sender in senders:
+        await sender.close()
+    return [Version(made.hash, made.sums) for made in manifests if made is not None]
+
+
+async def read(source: WeightSource) -> None:
+    """Help to gather."""
+    async for _ in source.tensors():
+        raise AssertionError("this rank was given a tensor")
 
 
 def train_alone(path: Path, steps: list[list[Round]], options: dict[str, Any], objective: Objective = Clipped()) -> Made:
