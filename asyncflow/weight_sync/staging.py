@@ -1,7 +1,7 @@
 """Casting, copying and hashing weights on their way, and the copy of a worker whose machine has no file of them.
 
-Bytes are hashed as they are copied, while they are in the processor's cache. What a receiver has verified, in a copy of its own or
-in a file that it holds, is what is used.
+Bytes are hashed as they are copied, while they are in the processor's cache; those that ranks gather afterwards, in the file, since
+ranks wait for the copy. What a receiver has verified, in a copy of its own or in a file that it holds, is what is used.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class HostCopies:
         self._turns: Iterator[Tensor] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A tensor on the CPU as it is, contiguous; of one on a device a copy, which the copy after the next one is written over."""
+        """A tensor on the CPU as it is, contiguous; of one on a device a copy, which lasts until the one after the next."""
         if tensor.device.type == CPU:
             return tensor.contiguous()
         if self._turns is None:

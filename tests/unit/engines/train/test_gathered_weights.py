@@ -29,7 +29,7 @@ WEIGHTS = {name: torch.arange(1000.0) + number for number, name in enumerate(NAM
 
 
 class Gathering:
-    """Gathers copies of `WEIGHTS`, or nothing. `asked`: for these, in order. `most` were there at once; `fails` is not to be had."""
+    """Gathers copies of `WEIGHTS`, or nothing. `asked`: for these, in order. `most` were there at once; `fails`: not to be had."""
 
     def __init__(self, *, is_first: bool = True, fails: str = "") -> None:
         self.asked: list[str] = []
