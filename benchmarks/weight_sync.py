@@ -10,8 +10,9 @@ include the hash; a fetch from shared memory is the hash alone. Then, in the sam
     TLS         the same by TLS, as `network` travels
 
 A ratio is the median of the ratios within each repeat; the first repeat, which allocates, is dropped. `bfloat16` casts the same
-weights on their way; its rates count the bytes of float32. `one by one` are tensors that would have to be gathered: each is written
-before the next one is there. The broadcast goes through gloo on loopback.
+weights on their way; its rates count the bytes of float32. `one by one` are tensors that would have to be gathered: each is copied
+before the next one is there, and ranks would be held until the last one is; all are hashed then. The broadcast goes through gloo on
+loopback.
 
 With `--model`, that alone: the folder's model makes steps of AdamW at a learning rate of 1e-6 on sums (cross-entropy of prompt and
 answer), and each version travels by `network` in bfloat16 to two receivers of one sender: one that has the version before, so that
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,11 +82,16 @@ CHUNK_BYTES = 1 << 20
 
 
 class OneByOne(HeldWeights):
-    """Weights as they come when they have to be gathered; that takes no time."""
+    """Weights as they come when they have to be gathered; that takes no time. `ended`: when the last one had been taken."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
-        self.are_lasting, self.are_gathered = False, True
+        self.are_lasting, self.are_gathered, self.ended = False, True, 0.0
+
+    async def tensors(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        async for named in super().tensors():
+            yield named
+        self.ended = time.perf_counter()
 
 
 def new_decoder() -> Decoder:
@@ -119,8 +125,9 @@ async def serve(variant: str, folder: Path) -> None:
             continue
         start = time.perf_counter()
         manifest = await sender.publish(int(line), source)
-        seconds = time.perf_counter() - start
-        print(seconds, msgspec.json.encode(manifest).decode(), flush=True)
+        end = time.perf_counter()
+        held = (source.ended if isinstance(source, OneByOne) else end) - start
+        print(end - start, held, msgspec.json.encode(manifest).decode(), flush=True)
 
 
 def send(server: socket.socket, payload: memoryview, context: ssl.SSLContext | None) -> None:
@@ -172,8 +179,8 @@ async def measure(variant: str, folder: Path, decoder: Decoder, repeats: int) ->
 
         for version in range(repeats + 1):
             tell(str(version))
-            published, _, manifest = process.stdout.readline().partition(" ")
-            times = {"publish": float(published)}
+            published, held, manifest = process.stdout.readline().split(" ", 2)
+            times = {"publish": float(published), "held": float(held)}
             start = time.perf_counter()
             tensors = await receiver.fetch(msgspec.json.decode(manifest, type=Manifest))
             times["fetch"] = time.perf_counter() - start
@@ -290,7 +297,9 @@ def of_variant(variant: str, seconds: dict[str, list[float]]) -> list[Figure]:
         times = zip(seconds["publish"], seconds["fetch"], seconds["memcpy"], strict=True)
         both = statistics.median(memcpy / (publish + fetch) for publish, fetch, memcpy in times)
         install = statistics.median(a / b for a, b in zip(seconds["install"], seconds["memcpy"], strict=True))
+        gathered = [Figure(f"{variant}: rate of the copy that holds ranks / memcpy", rate("held", "memcpy"), "")]
         return [
+            *(gathered if variant.endswith("one by one") else ()),
             Figure(f"{variant}: rate of publish / memcpy", rate("publish", "memcpy"), "", target),
             Figure(f"{variant}: rate of fetch / memcpy", rate("fetch", "memcpy"), "", target),
             Figure(f"{variant}: rate of both, one after the other / memcpy", both, "", target),
