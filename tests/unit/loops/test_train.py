@@ -150,8 +150,13 @@ async def test_weights_on_several_ranks_are_gathered_before_the_engine_is_called
         run.training.cancel()
 
 
-async def test_a_publication_that_fails_ends_the_training_before_the_next_update() -> None:
-    async with a_run() as (_, run):
+@pytest.mark.parametrize("gathers", [False, True])
+async def test_a_publication_that_fails_ends_the_training_before_the_next_update(gathers: bool) -> None:
+    async with a_run(gathers=gathers) as (_, run):
+        if run.may_gather is not None:
+            run.may_gather.set()
+            await loop_turns(500)
+        assert run.calls[-3:] == ["begin", "forward", "forward"]
         run.failure = "no room"
         run.may_publish.set()
         with pytest.raises(BaseExceptionGroup) as raised:
