@@ -75,7 +75,7 @@ class AttemptProcess:
         if by is not None and self._process.is_alive():
             assert self._process.pid is not None
             os.kill(self._process.pid, by)
-        self._process.join(seconds)
+        self._process.join(patience(seconds))
         if self._process.is_alive():
             self._process.kill()
             raise AssertionError(f"it did not end: {self.said()}")
@@ -157,7 +157,7 @@ def _slow(load: Callable[..., Any], number: int) -> Callable[..., Any]:
     async def load_slowly(engine: Any, folder: Path) -> None:
         if number:
             os.kill(os.getpid(), number)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5)  # the meaning is a time: longer than `run.stop_grace_seconds` of whoever is interrupted
         await load(engine, folder)
 
     return load_slowly

@@ -23,11 +23,11 @@ def command_line(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-c", "from asyncflow.cli import main; main()", *map(str, arguments)]
 
 
-def run_command(*arguments: str | Path, timeout: float = 600.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`asyncflow ARGUMENTS`, finished. `environment`: what is added to this process's."""
+def run_command(*arguments: str | Path, seconds: float = 600.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`asyncflow ARGUMENTS`, finished, in so many seconds of a quiet machine. `environment`: what is added to this process's."""
     command = Command(*arguments, **environment)
     try:
-        output, errors = command.communicate(timeout)
+        output, errors = command.communicate(patience(seconds))
     finally:
         command.kill()
     return subprocess.CompletedProcess(command.args, command.wait(), output, errors)

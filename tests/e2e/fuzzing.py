@@ -10,6 +10,8 @@ import httpx2
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.patience import patience
+
 if TYPE_CHECKING:
     from schemathesis.generation.case import Case
 
@@ -31,7 +33,7 @@ def fuzz(address: str, key: str, num_cases: int) -> Counter[int]:
     import schemathesis  # half a second, which every process that collects the tests would pay
     from schemathesis import GenerationMode
 
-    with httpx2.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=60.0) as http:
+    with httpx2.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=patience(60.0)) as http:
         described = http.get("/openapi.json").json()
         schema, statuses = schemathesis.openapi.from_dict(described), Counter[int]()
         operations = [found.ok() for found in schema.get_all_operations() if found.ok().path not in LEFT_OUT]

@@ -21,6 +21,7 @@ from asyncflow.user_file import import_file
 from tests.conftest import MODEL, ROOT
 from tests.depth import deep, in_gate
 from tests.e2e.commands import command_line, rows, run_command, write_config
+from tests.patience import patience
 from tests.unit.algorithms.batches import random_batch, scored_group
 
 Small = Callable[..., dict[str, Any]]
@@ -134,7 +135,7 @@ def test_an_algorithm_of_an_installed_package_trains(small: Small, tmp_path: Pat
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

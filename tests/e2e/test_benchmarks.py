@@ -16,6 +16,7 @@ import pytest
 from asyncflow.telemetry.equivalence import overlap_seconds
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from tests.depth import deep, in_gate
+from tests.patience import patience
 from tests.report_page import check_chart
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -30,7 +31,7 @@ def benchmark(command: str, **environment: str) -> str:
         [sys.executable, str(BENCHMARKS / name), *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
         check=False,
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), **environment},
     )

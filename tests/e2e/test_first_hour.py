@@ -83,7 +83,7 @@ def scored_by(small: Callable[..., dict[str, Any]], tmp_path: Path, name: str, *
 
 def test_a_scorer_that_always_hangs_is_told_at_once_and_ends_the_run(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     config = scored_by(small, tmp_path, "hangs", deadline_seconds=0.5)
-    command = run_command("train", config, timeout=patience(120.0))
+    command = run_command("train", config, seconds=120.0)
     assert command.returncode == 1
     first = next(line for line in command.stdout.splitlines() if "could not be scored" in line)
     assert "scorers.py:hangs" in first and "gave no answer within 0.5 s" in first and "raise reward.deadline_seconds" in first

@@ -119,12 +119,12 @@ def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     wrong = subprocess.run(
         [torchrun, "--nproc-per-node", "1", "-m", "asyncflow", "train", config],
-        capture_output=True, text=True, timeout=60, env=environment, check=False,
+        capture_output=True, text=True, timeout=patience(60), env=environment, check=False,
     )  # fmt: skip
     assert wrong.returncode != 0 and "--nproc-per-node 2" in wrong.stderr
     done = subprocess.run(
         [torchrun, "--nproc-per-node", "2", "-m", "asyncflow", "train", config],
-        capture_output=True, text=True, timeout=120, env=environment, check=False,
+        capture_output=True, text=True, timeout=patience(120), env=environment, check=False,
     )  # fmt: skip
     run_dir = tmp_path / "runs" / "test"
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,7 +133,7 @@ def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
     for more, status, words in few(AGAIN[:1], AGAIN):
         again = subprocess.run(  # every rank ends with the driver, which has nothing for them to do
             [torchrun, "--nproc-per-node", "2", "-m", "asyncflow", "train", config, *more],
-            capture_output=True, text=True, timeout=60, env=environment, check=False,
+            capture_output=True, text=True, timeout=patience(60), env=environment, check=False,
         )  # fmt: skip
         assert again.returncode == status and words in again.stdout + again.stderr
 

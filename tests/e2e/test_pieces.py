@@ -15,6 +15,7 @@ from asyncflow.threads import num_cores
 from asyncflow.trainer import Trainer
 from tests.conftest import merged
 from tests.e2e.test_parallel import of_metric, prints
+from tests.patience import patience
 
 Small = Callable[..., dict[str, Any]]
 
@@ -27,7 +28,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait(helpers: Helpers, is_over: Callable[[], bool]) -> None:
         with helpers._turn:
-            assert helpers._turn.wait_for(is_over, 60)
+            assert helpers._turn.wait_for(is_over, patience(60))
 
     def compute_later(helpers: Helpers, *arguments: Any) -> list[Any]:
         wait(helpers, lambda: helpers.allowed > 0)

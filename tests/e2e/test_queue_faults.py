@@ -76,7 +76,9 @@ class Town:
     async def put(self, *groups: int) -> None:
         metas = [GroupMeta(group, GROUP_SIZE, 0, Interval(0, 0)) for group in groups]
         prompts = Ragged.from_arrays([np.full(group % 5, group) for group in groups], "int64")
-        await asyncio.wait_for(self.client.put(metas, Batch(np.empty(0, np.int64), np.array(groups), {"prompt": prompts})), 30)
+        await asyncio.wait_for(
+            self.client.put(metas, Batch(np.empty(0, np.int64), np.array(groups), {"prompt": prompts})), patience(30)
+        )
 
     async def feed(self) -> None:
         """For ever: all that this says it has put has been acknowledged."""

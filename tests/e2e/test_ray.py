@@ -22,6 +22,7 @@ from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
 from tests.e2e.commands import command_line, processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
+from tests.patience import patience
 from tests.processes import alive, below, name_of, words_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-deep SUITES=ray")
@@ -65,7 +66,7 @@ def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
     small: Small, tmp_path: Path, background: Callable[..., Command]
 ) -> None:
     config = write_config(tmp_path, recipe(small, run={"steps": 6}))
-    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    local = run_command("train", config, "run.name=local", seconds=SECONDS)
     assert local.returncode == 0, local.stderr
     command = background("train", config, "run.name=ray", "cluster=ray")
     run_dirs = [tmp_path / "runs" / name for name in ("local", "ray")]
@@ -74,7 +75,7 @@ def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
     victim = next(p for p in processes_of(run_dirs[1]) if "rollout/1" in words_of(p))
     assert [p for p in victim.parents() if name_of(p).startswith("ray::RayHost")]
     victim.kill()
-    output, errors = command.communicate(timeout=SECONDS)
+    output, errors = command.communicate(timeout=patience(SECONDS))
     assert command.returncode == 0, output + errors
     assert "worker rollout/1 (process" in output and "was ended by SIGKILL" in output and "it is started again in 0.5 s" in output
 
@@ -96,9 +97,9 @@ def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
 def test_evaluators_on_ray_give_the_figures_and_the_training_of_a_run_without_them(small: Small, tmp_path: Path) -> None:
     evaluation = {"path": "generated:arithmetic", "num_prompts": 4, "every_steps": 2}
     config = write_config(tmp_path, recipe(small, run={"steps": 4}, schedule="delayed", eval=evaluation))
-    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    local = run_command("train", config, "run.name=local", seconds=SECONDS)
     assert local.returncode == 0, local.stderr
-    ray = run_command("train", config, "run.name=ray", "cluster=ray", "eval.num_workers=1", timeout=SECONDS)
+    ray = run_command("train", config, "run.name=ray", "cluster=ray", "eval.num_workers=1", seconds=SECONDS)
     assert ray.returncode == 0, ray.stdout + ray.stderr
     run_dirs = [tmp_path / "runs" / name for name in ("local", "ray")]
     assert [row["step"] for row in rows(run_dirs[1] / "eval.jsonl")] == [0, 2, 4]
@@ -125,7 +126,7 @@ def test_workers_join_and_leave_a_run_on_ray(small: Small, tmp_path: Path, backg
     before = num_steps(run_dir)
     wait_for(lambda: num_steps(run_dir) > before + 1, command)
     command.send_signal(signal.SIGINT)
-    assert command.wait(SECONDS) == 130
+    assert command.wait(patience(SECONDS)) == 130
     wait_for(lambda: not alive(everyone), seconds=20.0)
 
 
@@ -150,7 +151,7 @@ def test_a_run_on_ray_ends_in_order_when_it_is_told_to(small: Small, tmp_path: P
     wait_for(lambda: num_steps(run_dir) >= 1, command)
     everyone = leaves_of(command)
     command.send_signal(signal.SIGTERM)
-    output, errors = command.communicate(timeout=SECONDS)
+    output, errors = command.communicate(timeout=patience(SECONDS))
     assert command.returncode == 143, errors
     assert (
         "interrupted after" in output and (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
@@ -172,7 +173,7 @@ def ray_dies(request: pytest.FixtureRequest, small: Small, tmp_path: Path, backg
         wait_for(lambda: num_steps(tmp_path / "runs" / "test") >= after, command)
         everyone = leaves_of(command)
         next(process for process in everyone if name_of(process) == request.param).kill()
-        output, errors = command.communicate(timeout=SECONDS)
+        output, errors = command.communicate(timeout=patience(SECONDS))
         wait_for(lambda: not alive(everyone), seconds=20.0)
         return command, output, errors
 
@@ -274,7 +275,7 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
 ) -> None:
     monkeypatch.setenv("A_SECRET", "of the driver's shell")
     config = write_config(tmp_path, recipe(small, run={"steps": 4}))
-    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    local = run_command("train", config, "run.name=local", seconds=SECONDS)
     assert local.returncode == 0, local.stderr
     units = ["queue.place=workers", "queue.num_units=2", *SPREAD_UNITS]
     arguments = ["train", config, "run.name=nodes", *on_nodes(nodes), *units]
@@ -295,7 +296,7 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
             assert connections and not [c for c in process.net_connections("unix") if "control.sock" in str(c.laddr) + str(c.raddr)]
         key = (run_dirs[1] / "key.pem").read_text().splitlines()[1]
         assert not [p for p in psutil.process_iter() if key in " ".join(words_of(p))]
-        output, errors = command.communicate(timeout=SECONDS)
+        output, errors = command.communicate(timeout=patience(SECONDS))
     finally:
         command.kill()
     assert command.returncode == 0, output + errors
@@ -312,7 +313,7 @@ def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits_when_the_run_is
     small: Small, tmp_path: Path, nodes: str, background: Callable[..., Command]
 ) -> None:
     config = write_config(tmp_path, recipe(small, run={"steps": 4}, plan={"train": {"dp": 2}}, checkpoint={"every_steps": 2}))
-    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    local = run_command("train", config, "run.name=local", seconds=SECONDS)
     assert local.returncode == 0, local.stderr
     apart = ["cluster.trainers=anywhere", "cluster.placement.trainer=STRICT_SPREAD", "cluster.resources.trainer.CPU=0.5"]
     units = ["queue.place=workers", "queue.num_units=2", *SPREAD_UNITS]
@@ -328,7 +329,7 @@ def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits_when_the_run_is
     wait_for(lambda: num_steps(run_dirs[1]) >= 2, command)
     command.kill()  # and whoever comes back goes on from the checkpoint of both nodes' ranks
     wait_for(lambda: not alive([*workers.values()]), seconds=SECONDS)
-    resumed = run_command("train", config, "run.name=nodes", *on_nodes(nodes), *apart, *units, "--resume", timeout=SECONDS)
+    resumed = run_command("train", config, "run.name=nodes", *on_nodes(nodes), *apart, *units, "--resume", seconds=SECONDS)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert learned(run_dirs[0]) == learned(run_dirs[1])
     models = [(run_dir / "model" / "model.safetensors").read_bytes() for run_dir in run_dirs]
@@ -341,7 +342,7 @@ def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits_when_the_run_is
 def test_a_rank_that_would_not_see_the_runs_folder_is_refused(small: Small, tmp_path: Path, nodes: str) -> None:
     config = write_config(tmp_path, recipe(small, plan={"train": {"dp": 2}}))
     apart = ["cluster.trainers=anywhere", "cluster.placement.trainer=STRICT_SPREAD"]
-    refused = run_command("train", config, *on_nodes(nodes), *apart, timeout=SECONDS)
+    refused = run_command("train", config, *on_nodes(nodes), *apart, seconds=SECONDS)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "trainer/1 would be on a node that does not see" in refused.stderr and "share it" in refused.stderr
     assert not [process for process in psutil.process_iter() if works_in(process, str(tmp_path))]

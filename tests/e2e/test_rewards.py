@@ -15,6 +15,7 @@ import pytest
 from asyncflow.telemetry.trace import read_spans
 from tests.depth import deep, in_gate
 from tests.e2e.commands import rows, run_command, write_config
+from tests.patience import patience
 
 Small = Callable[..., dict[str, Any]]
 
@@ -126,7 +127,7 @@ def test_the_process_of_a_run_evaluates_nothing_that_the_model_wrote_and_has_no_
         telemetry={"samples_per_step": 16},
     )
     command = subprocess.run(
-        [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(tree)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(tree)], capture_output=True, text=True, timeout=patience(120), check=False
     )
     assert command.returncode == 0, command.stderr
     run_dir = Path(tree["run"]["dir"]) / "test"

@@ -25,7 +25,7 @@ Small = Callable[..., dict[str, Any]]
 
 def equal(config: Path, steps: int, names: tuple[str, str] = ("synchronous", "periodic")) -> Path:
     """Verifies, with verdict equal: the folder of both runs."""
-    command = run_command("verify", config, "--steps", str(steps), timeout=240.0)
+    command = run_command("verify", config, "--steps", str(steps), seconds=240.0)
     assert command.returncode == 0, command.stdout + command.stderr
     assert f"EQUAL: {names[0]} and {names[1]} gave the same bits in {steps} steps" in command.stdout
     folder = config.parent / "runs" / "test-verify"
@@ -89,7 +89,7 @@ NO_OVERLAP = "periodic never trained while responses were made or scored"
 @deep
 def test_reinforce_plus_plus_s_periodic_equals_synchronous_and_that_is_no_proof(small: Small, tmp_path: Path) -> None:
     """Its training waits for the last group of a step, so that nobody has rows in hand when a worker is to be killed."""
-    command = run_command("verify", config_of(small, tmp_path, {"algorithm": "reinforce_plus_plus"}), "--steps", "2", timeout=240.0)
+    command = run_command("verify", config_of(small, tmp_path, {"algorithm": "reinforce_plus_plus"}), "--steps", "2", seconds=240.0)
     assert command.returncode == 2, command.stdout + command.stderr
     assert f"VOID, no proof: {NO_OVERLAP}; periodic lost no row with a killed worker\n" in command.stdout
     folder = tmp_path / "runs" / "test-verify"

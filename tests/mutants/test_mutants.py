@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.depth import IS_DEEP
+from tests.patience import patience
 from tests.sim.test_simulation import IN_GATE
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def run(where: Path, *arguments: str, writes_bytecode: bool = False) -> subproce
     environment = {**os.environ, "PYTHONPATH": str(where), "PYTHONDONTWRITEBYTECODE": "" if writes_bytecode else "1"}
     environment.pop("ASYNCFLOW_TESTS", None)  # what `make test` runs has to notice each
     return subprocess.run(
-        [sys.executable, *arguments], cwd=where, env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *arguments], cwd=where, env=environment, capture_output=True, text=True, timeout=patience(600), check=False
     )
 
 

@@ -53,7 +53,7 @@ async def test_a_cancelled_call_does_not_hold_the_loop() -> None:
     await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(call, 0.5)
+        await asyncio.wait_for(call, patience(0.5))
     release.set()
     assert await thread.run(lambda: 1) == 1
     thread.close()

@@ -24,6 +24,7 @@ from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.transport import ConnectionLost, Credentials, Server
 from asyncflow.types import Batch, Column, Ragged, Values
 from tests.builders import meta
+from tests.patience import patience
 
 T = TypeVar("T")
 BITS = 2
@@ -115,7 +116,7 @@ class House:
     async def _joined(self, name: str, serving: Coroutine[Any, Any, None]) -> None:
         before = self.queue.directory.current.version
         self.serving[name] = asyncio.create_task(serving)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(patience(5)):
             while self.queue.directory.current.version == before or name not in self.queue.directory.current.places:
                 await asyncio.sleep(0.005)
                 if self.serving[name].done():
@@ -161,7 +162,7 @@ async def leased(
 
 
 async def until(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         while not await condition():
             await asyncio.sleep(0.01)
 

@@ -18,6 +18,7 @@ from asyncflow.cli.join import JoinedGenerator, RunPlace
 from asyncflow.client import OutOfReach, PromptsData, PromptToAnswer, RunOver
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.types import RunError
+from tests.patience import patience
 
 
 class Run:
@@ -130,7 +131,7 @@ async def test_a_run_that_ends_is_no_error_of_the_generators_and_one_that_goes_o
     for is_live in (False, True):
         engine = Engine(has_weights=ends_at == "installed")
         generator = joined(Run(ends_at, is_live=is_live, is_known=True), engine, tmp_path)
-        running = asyncio.wait_for(generator.run(asyncio.Event()), 10)
+        running = asyncio.wait_for(generator.run(asyncio.Event()), patience(10))
         if not is_live:
             assert await running == "over"  # responses that were under way do not keep it
             continue
@@ -149,13 +150,13 @@ async def test_who_is_not_known_any_more_joins_again_with_the_first_version(
     run, engine = Run("get_prompts_data", is_live=has_begun, has_begun=has_begun), Engine(has_weights=False)
     place = place_in(run)
     generator = JoinedGenerator(place, cast(Any, engine), tmp_path / "model")
-    assert await asyncio.wait_for(generator.run(asyncio.Event()), 10) == "forgotten"
+    assert await asyncio.wait_for(generator.run(asyncio.Event()), patience(10)) == "forgotten"
     assert engine.installed == []
-    assert await asyncio.wait_for(place.join_again(asyncio.Event(), is_new=True), 10)
-    assert await asyncio.wait_for(generator.run(asyncio.Event()), 10) == "over"
+    assert await asyncio.wait_for(place.join_again(asyncio.Event(), is_new=True), patience(10))
+    assert await asyncio.wait_for(generator.run(asyncio.Event()), patience(10)) == "over"
     assert engine.installed == [1]
     run._asked = 0
-    assert await asyncio.wait_for(generator.run(asyncio.Event()), 10) == "over"  # as whoever was forgotten once more
+    assert await asyncio.wait_for(generator.run(asyncio.Event()), patience(10)) == "over"  # as whoever was forgotten once more
     assert engine.installed == [1, 0, 1]
 
 
@@ -166,10 +167,10 @@ async def test_a_change_that_is_cut_off_is_undone_where_this_process_joins_again
     run, engine = Run("installed", is_live=True), Engine(has_weights=True)
     place = place_in(run)
     generator = JoinedGenerator(place, cast(Any, engine), tmp_path / "model")
-    assert await asyncio.wait_for(generator.run(asyncio.Event()), 10) == "forgotten"
+    assert await asyncio.wait_for(generator.run(asyncio.Event()), patience(10)) == "forgotten"
     assert engine.installed == [1] and engine.is_going_on
-    assert await asyncio.wait_for(place.join_again(asyncio.Event(), is_new=True), 10)
-    assert await asyncio.wait_for(generator.run(asyncio.Event()), 10) == "over"
+    assert await asyncio.wait_for(place.join_again(asyncio.Event(), is_new=True), patience(10))
+    assert await asyncio.wait_for(generator.run(asyncio.Event()), patience(10)) == "over"
     assert engine.installed == [1, 0, 1] and engine.is_going_on and generator.has_put
 
 
@@ -178,7 +179,7 @@ async def test_another_run_at_the_same_address_is_not_joined() -> None:
     other.facts.run = "two"
     place = RunPlace(cast(Any, other), cast(Any, run), Engine.num_slots)
     with pytest.raises(RunError, match="another run"):
-        await asyncio.wait_for(place.join_again(asyncio.Event(), is_new=True), 10)
+        await asyncio.wait_for(place.join_again(asyncio.Event(), is_new=True), patience(10))
 
 
 async def test_a_run_that_takes_nobody_is_told_so() -> None:
@@ -186,7 +187,7 @@ async def test_a_run_that_takes_nobody_is_told_so() -> None:
     run = Run("", is_live=True)
     run.refuses = True
     with pytest.raises(RunError, match="takes no more workers"):
-        await asyncio.wait_for(place_in(run).join_again(asyncio.Event(), is_new=True), 10)
+        await asyncio.wait_for(place_in(run).join_again(asyncio.Event(), is_new=True), patience(10))
 
 
 def test_a_place_that_was_of_no_use_is_asked_for_later_each_time() -> None:
@@ -213,9 +214,9 @@ async def test_a_service_that_is_out_of_reach_is_no_run_that_is_over(tmp_path: P
     run = Run("get_prompts_data", is_live=True)
     run.is_away = True
     with pytest.raises(RunError, match="no worker 'outside-0'"):
-        await asyncio.wait_for(joined(run, Engine(has_weights=False), tmp_path).run(asyncio.Event()), 10)
+        await asyncio.wait_for(joined(run, Engine(has_weights=False), tmp_path).run(asyncio.Event()), patience(10))
     with pytest.raises(OutOfReach):
-        await asyncio.wait_for(place_in(run).join_again(asyncio.Event(), is_new=True), 10)
+        await asyncio.wait_for(place_in(run).join_again(asyncio.Event(), is_new=True), patience(10))
 
 
 async def test_a_service_that_has_said_that_the_run_is_over_may_be_away_then(
@@ -225,8 +226,8 @@ async def test_a_service_that_has_said_that_the_run_is_over_may_be_away_then(
     monkeypatch.setattr(join, "POLL_SECONDS", 0.01)
     run = Run("get_prompts_data", is_live=False)
     place = place_in(run)
-    await asyncio.wait_for(place.give_signs_of_life(), 10)  # it ends with the run
+    await asyncio.wait_for(place.give_signs_of_life(), patience(10))  # it ends with the run
     run.is_away = True
     assert await place.verdict(OutOfReach("the service does not answer")) == "over"
     generator = JoinedGenerator(place, cast(Any, Engine(has_weights=False)), tmp_path / "model")
-    assert await asyncio.wait_for(generator.run(asyncio.Event()), 10) == "over"
+    assert await asyncio.wait_for(generator.run(asyncio.Event()), patience(10)) == "over"

@@ -415,7 +415,9 @@ async def test_maths_is_scored_in_time_and_off_the_main_thread(open_pool: Open, 
 
     def in_thread() -> float:
         return (
-            asyncio.run_coroutine_threadsafe(pool.score(sample(r"\boxed{\sqrt{8}}", answer=r"2\sqrt{2}")), loop).result(30).reward
+            asyncio.run_coroutine_threadsafe(pool.score(sample(r"\boxed{\sqrt{8}}", answer=r"2\sqrt{2}")), loop)
+            .result(patience(30))
+            .reward
         )
 
     loop = asyncio.get_running_loop()

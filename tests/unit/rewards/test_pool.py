@@ -353,7 +353,7 @@ async def test_a_worker_that_died_while_idle_costs_no_sample(open_pool: Open) ->
     pid = int(await pool.score(sample("worker")))
     (worker,) = pool._living
     os.kill(pid, signal.SIGKILL)
-    await asyncio.wait_for(asyncio.shield(worker.ended), DEADLINE_SECONDS)
+    await asyncio.wait_for(asyncio.shield(worker.ended), patience(DEADLINE_SECONDS))
     assert await pool.score(sample("number 3")) == 3.0
     assert not pool.failures
 

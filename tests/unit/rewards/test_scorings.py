@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from asyncflow.engines.train.reward_model import RewardModelEngine
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import by_model, delay_seconds, delayed
+from tests.patience import patience
 
 
 def sample(response: str) -> Sample:
@@ -74,7 +75,7 @@ async def test_all_who_wait_for_a_model_that_hangs_fail_together() -> None:
 
     failures: Counter[str] = Counter()
     score = by_model(one_by_one, "judge", failures, 0.3)
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(patience(2.0)):
         found = await asyncio.gather(*(score(sample("sleep 60")) for _ in range(20)), return_exceptions=True)
     assert all(isinstance(each, RewardFailure) for each in found) and failures == {"timeout": 20}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,7 @@ from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transport import Server
 from asyncflow.types import Array, Batch, Column, GroupMeta, Interval, Ragged
+from tests.patience import patience
 
 T = TypeVar("T")
 BITS = 2
@@ -93,7 +95,7 @@ class ServedQueue:
         self.address, self._loop, self.queue = address, loop, queue
 
     def run(self, call: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
-        return asyncio.run_coroutine_threadsafe(call(self.queue.client()), self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(call(self.queue.client()), self._loop).result(patience(60))
 
     def put(self, groups: Sequence[int], step: int = 0) -> list[int]:
         metas = [GroupMeta(group, GROUP, step, Interval(0, 0)) for group in groups]
@@ -122,10 +124,9 @@ class ServedQueue:
 
         def wait() -> None:
             while self.counts(task).get("done", 0) < count:
-                ended.wait(0.02)
+                time.sleep(0.02)
             then()
 
-        ended = threading.Event()
         threading.Thread(target=wait, daemon=True).start()
 
 
@@ -145,7 +146,7 @@ def served_queue(path: Path, num_units: int = 2, lease_seconds: float = 60.0) ->
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True, name="served queue")
     thread.start()
-    served = opened.result(60)
+    served = opened.result(patience(60))
     yield served
     served._loop.call_soon_threadsafe(stop.set)
-    thread.join(60)
+    thread.join(patience(60))

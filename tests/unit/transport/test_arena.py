@@ -17,6 +17,7 @@ import pytest
 from asyncflow.transport import arena as arena_module
 from asyncflow.transport.arena import Arena, ArenaPlace, ArenaReader
 from asyncflow.types import RunError
+from tests.patience import patience
 
 MIB = 1 << 20
 
@@ -228,7 +229,7 @@ def test_any_thread_may_free_and_a_holder_of_the_lock_too(arena: Arena) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(patience(30))
         assert not thread.is_alive()
     array = arena.allocate(10)
     with arena._lock:  # as if the garbage collector ran inside `allocate`

@@ -41,6 +41,7 @@ from asyncflow.engines.rollout.vllm.weights import WeightsFile, shapes_of
 from asyncflow.run.preparation.prepare import check_choices, check_rollout_engine
 from asyncflow.run.services.scaling import Scaling
 from asyncflow.types import LoraSpec, RunError, UserError
+from tests.builders import loop_turns
 from tests.conftest import MODEL, ROOT
 from tests.depth import in_gate
 from tests.patience import patience
@@ -120,6 +121,18 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
+def asked_for(instance: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a server is being waited for that does not answer yet."""
+    is_asked, wait = asyncio.Event(), instance._until_it_answers
+
+    async def until_it_answers(client: VllmClient) -> None:
+        is_asked.set()
+        await wait(client)
+
+    monkeypatch.setattr(instance, "_until_it_answers", until_it_answers)
+    return is_asked
+
+
 async def under_way(engine: VllmEngine, count: int) -> None:
     """Wait until so many responses have tokens, over all instances."""
     async with asyncio.timeout(patience(20)):
@@ -165,8 +178,8 @@ async def test_prompts_go_to_the_instance_with_the_fewest_outstanding_tokens(mod
 async def test_no_instance_is_given_more_than_its_slots(model: Path, python: str) -> None:
     async with opened(model, python, instances=2, num_slots=4) as engine:
         tasks = [asyncio.create_task(responses(engine, range(4), 60, index=i)) for i in range(4)]
-        for _ in range(10):
-            await asyncio.sleep(0.03)
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
             for instance in engine.instances:
                 assert not instance.is_up or (await state_of(instance))["running"] <= 2
         await asyncio.gather(*tasks)
@@ -181,8 +194,9 @@ async def test_a_request_that_is_given_up_is_dropped_by_the_server(model: Path, 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.1)
-        state = await state_of(instance)
+        async with asyncio.timeout(patience(10)):
+            while (state := await state_of(instance))["dropped"] < 3:
+                await asyncio.sleep(0.01)
         assert state["running"] == 0 and state["dropped"] == 3 and instance.outstanding_tokens == 0
 
 
@@ -329,7 +343,7 @@ async def test_without_staleness_there_is_one_version_in_memory(model: Path, pyt
         lock, fd = engine.instances[0].unchanged(), weights.file._fd
         async with lock:
             installing = asyncio.create_task(engine.install(3, changed(0.3)))
-            await asyncio.sleep(0.1)
+            await until(lambda: bool(engine.instances[0]._lock._waiters))  # type: ignore[attr-defined]
             assert weights.file.version == weights.version == 2  # which somebody reads
         await installing
         assert weights.file.version == weights.version == 3 and weights.file._fd == fd
@@ -342,16 +356,19 @@ async def test_without_staleness_there_is_one_version_in_memory(model: Path, pyt
 async def test_a_cancelled_install_leaves_a_whole_version(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(model, python) as engine:
         await engine.install(1, changed(0.1))
-        write = WeightsFile.write
+        write, is_writing, may_write = WeightsFile.write, threading.Event(), threading.Event()
 
         def slow(file: WeightsFile, version: int, tensors: Any) -> None:
-            time.sleep(0.3)
+            is_writing.set()
+            may_write.wait(patience(10))
             write(file, version, tensors)
 
         monkeypatch.setattr(WeightsFile, "write", slow)
         installing = asyncio.create_task(engine.install(2, changed(0.2)))
-        await asyncio.sleep(0.1)
+        await until(is_writing.is_set)
         installing.cancel()
+        await loop_turns()
+        may_write.set()
         with pytest.raises(asyncio.CancelledError):
             await installing
         assert engine._weights.file is not None and engine._weights.file.version == engine._weights.version == 2
@@ -383,7 +400,7 @@ def answers_within_a_second(instance: ServerHandle, monkeypatch: pytest.MonkeyPa
 
     async def soon() -> bool:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(patience(1.0)):
                 return await is_ready()
         return False
 
@@ -527,8 +544,9 @@ async def test_whatever_an_update_raises_the_server_is_lost(model: Path, python:
 async def test_closing_ends_a_wait_for_a_server_that_never_answers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "x")
     async with opened(model, "", addresses=["unix:/nowhere"]) as engine:
+        is_waited_for = asked_for(engine.instances[0], monkeypatch)
         task = asyncio.create_task(responses(engine))
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(is_waited_for.wait(), patience(20))
         await engine.close()
         with pytest.raises(RunError, match="not wanted any more"):
             await asyncio.wait_for(task, patience(5))
@@ -603,9 +621,9 @@ async def test_a_given_server_that_dies_does_not_keep_the_others_from_new_weight
     with running(model, python, 2, monkeypatch) as (one, other):
         async with opened(model, python, addresses=[one.address, other.address]) as engine:
             await responses(engine)
+            is_waited_for = asked_for(engine.instances[0], monkeypatch)
             one.stop()
-            await until(lambda: engine.instances[0].num_restarts == 1)
-            await asyncio.sleep(0.5)  # until it is waited for
+            await asyncio.wait_for(is_waited_for.wait(), patience(20))
             for version in (1, 2):
                 await asyncio.wait_for(engine.install(version, changed(0.1 * version)), patience(10))
                 assert (await asyncio.wait_for(responses(engine), patience(10)))[0].version_spans.tolist() == [[0, version]]

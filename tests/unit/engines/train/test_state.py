@@ -94,7 +94,7 @@ def test_tensors_may_change_as_soon_as_they_are_staged(tmp_path: Path, monkeypat
     written = StateWriter().begin(tensors, tmp_path / "state")
     for tensor in tensors.values():
         tensor.zero_()
-    written.result(60)
+    written.result(patience(60))
     files = sorted((tmp_path / "state").iterdir())
     assert len(files) == 2 and all(file.suffix == ".safetensors" for file in files)  # nothing else: no pickle
     assert sorted(name for file in files for name in load_file(file)) == ["a", "b", "c"]
@@ -119,7 +119,7 @@ def test_nothing_is_written_before_the_caller_goes_on(tmp_path: Path, monkeypatc
     tensor.zero_()
     assert not written.done() and not [*tmp_path.iterdir()]
     may_write.set()
-    written.result(60)
+    written.result(patience(60))
     assert len(writers) == 1 and writers[0] is not threading.current_thread()
     assert [load_file(file)["a"].tolist() for file in tmp_path.iterdir()] == [[1, 1, 1]]
 
@@ -127,15 +127,15 @@ def test_nothing_is_written_before_the_caller_goes_on(tmp_path: Path, monkeypatc
 def test_torch_does_not_warn_that_a_rank_is_on_its_own(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        StateWriter().begin({"a": torch.ones(2)}, tmp_path).result(60)
+        StateWriter().begin({"a": torch.ones(2)}, tmp_path).result(patience(60))
         load_tensors_into({"a": torch.zeros(2)}, tmp_path)
     assert not [warning for warning in told if "torch.distributed" in str(warning.message)]
 
 
 def test_who_holds_a_copy_writes_nothing_but_its_own(tmp_path: Path) -> None:
     own: Mapping[str, torch.Tensor] = {"random/1": torch.tensor([1])}
-    StateWriter(1, 2).begin({"a": torch.ones(2)}, tmp_path, own=own).result(60)
-    StateWriter(0, 2).begin({"a": torch.zeros(2)}, tmp_path).result(60)
+    StateWriter(1, 2).begin({"a": torch.ones(2)}, tmp_path, own=own).result(patience(60))
+    StateWriter(0, 2).begin({"a": torch.zeros(2)}, tmp_path).result(patience(60))
     assert sorted(file.name[:11] for file in tmp_path.iterdir()) == ["shard-00001", "shard-00002"]
     loaded = {"a": torch.ones(2), "random/1": torch.zeros(1, dtype=torch.int64)}
     load_tensors_into(loaded, tmp_path)
@@ -152,9 +152,9 @@ async def test_a_disk_without_room_is_told_to_who_waits(tmp_path: Path, monkeypa
             await asyncio.wrap_future(StateWriter().begin({"a": torch.ones(1)}, tmp_path / "one"))
         other = StateWriter(1, 2).begin({"a": torch.ones(1)}, tmp_path / "two", own={"b": torch.ones(1)})
         with pytest.raises(OSError, match="No space left"):
-            other.result(60)
+            other.result(patience(60))
     with pytest.raises(RunError, match=r"rank 1 could not write its part of the checkpoint: .*No space left"):
-        StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / "two").result(60)
+        StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / "two").result(patience(60))
     make, write_text = Path.mkdir, Path.write_text
 
     def mkdir(path: Path, *args: Any, **options: Any) -> None:
@@ -170,10 +170,10 @@ async def test_a_disk_without_room_is_told_to_who_waits(tmp_path: Path, monkeypa
             patch.setattr(state._RankWriter, "write_data", full)
             patch.setattr(Path, name, harm)
             with pytest.raises(OSError, match="No space left"):
-                StateWriter(1, 2).begin({}, tmp_path / name, own={"b": torch.ones(1)}).result(60)
+                StateWriter(1, 2).begin({}, tmp_path / name, own={"b": torch.ones(1)}).result(patience(60))
         why = "No space left" if name == "mkdir" else "the disk has not even had room for the reason"
         with pytest.raises(RunError, match=f"rank 1 could not write its part of the checkpoint: .*{why}"):
-            StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / name).result(5)
+            StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / name).result(patience(5))
     monkeypatch.setattr(state, "WRITE_SECONDS", 0.2)
     with pytest.raises(RunError, match=r"rank 1 has not written its part of the checkpoint within 0\.2 s"):
-        StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / "three").result(60)
+        StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / "three").result(patience(60))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.transfer_queue.loader import dataloader
 from asyncflow.transfer_queue.loader.dataloader import StreamDataLoader
+from tests.patience import patience
 
 PHASES = ("score", "train", "update")
 
@@ -41,12 +42,13 @@ def failure(loader: StreamDataLoader) -> str:
     return "none"
 
 
-def main(address: str, folder: Path) -> None:
+def main(address: str, folder: Path, timeout: float) -> None:
+    """`timeout`: seconds within which the ranks of a group come to a collective."""
     dataloader.WAITING_SECONDS = 0.2  # so that peers are told to wait while this test waits
     # A peer that is not told would give up before the rows come.
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", os.environ[RANKS_STORE], timeout=timedelta(seconds=20), rank=rank, world_size=size)
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=1)), dist.new_group([2, 3], timeout=timedelta(seconds=1))]
+    dist.init_process_group("gloo", os.environ[RANKS_STORE], timeout=timedelta(seconds=patience(20)), rank=rank, world_size=size)
+    groups = [dist.new_group(each, timeout=timedelta(seconds=timeout)) for each in ([0, 1], [2, 3])]
     group = groups[rank // 2]
     seen: dict[str, Any] = {name: [] for name in PHASES}
 

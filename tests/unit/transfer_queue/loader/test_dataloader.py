@@ -130,7 +130,7 @@ def test_two_loaders_share_a_task(queue: ServedQueue) -> None:
             seen = []
             for i, (_, indices) in enumerate(loader):
                 if i == 0:
-                    together.wait(SECONDS)
+                    together.wait(patience(SECONDS))
                 seen += indices.tolist()
             return seen
 
@@ -202,7 +202,7 @@ def test_closing_the_task_ends_all(queue: ServedQueue) -> None:
         counts = [threads.submit(consume, prefetch) for prefetch in (0, 1, 2)]
         until(lambda: queue.status("train").parked == 3)
         queue.close_task("train")
-        assert [count.result(SECONDS) for count in counts] == [0, 0, 0]
+        assert [count.result(patience(SECONDS)) for count in counts] == [0, 0, 0]
 
 
 def test_rows_that_are_ready_when_the_step_ends_still_come(queue: ServedQueue) -> None:
@@ -248,7 +248,7 @@ def test_the_next_request_does_not_wait_for_the_transfer(queue: ServedQueue) -> 
         until(lambda: queue.counts("train").get("leased") == 12)  # while nothing has been read yet
         assert not first.done()
         queue._loop.call_soon_threadsafe(may_read.set)
-        assert first.result(SECONDS).indices.tolist() == rows_of([0])
+        assert first.result(patience(SECONDS)).indices.tolist() == rows_of([0])
 
 
 def test_a_slow_consumer_keeps_its_rows(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_dropped_rows_are_left_out(queue: ServedQueue) -> None:
         until(lambda: queue.counts("train").get("leased") == 12)
         queue.run(lambda client: client.drop([0, 1, 2, 3, 5]))
         queue._loop.call_soon_threadsafe(may_read.set)
-        batches = [first.result(SECONDS), next(stream)]
+        batches = [first.result(patience(SECONDS)), next(stream)]
         assert sorted(indices.tolist() for _, indices in batches) == [[4, 6, 7], [8, 9, 10, 11]]
         assert all(batch["reward"].tolist() == indices.tolist() for batch, indices in batches)
         stream.close()
@@ -440,7 +440,7 @@ def test_leases_that_cannot_be_renewed_are_an_error(queue: ServedQueue, monkeypa
             until(lambda: queue.status("train").parked == 1)
             may_fail.set()
             with pytest.raises(RunError, match="no more renewals"):
-                waiting.result(SECONDS)
+                waiting.result(patience(SECONDS))
         feed = loader._opened()
         until(lambda: feed._failure is not None)  # before a pass has begun
         with pytest.raises(RunError, match="no more renewals"):
@@ -470,7 +470,7 @@ def test_a_queue_that_goes_ends_the_wait(tmp_path: Path) -> None:
             waiting = thread.submit(next, iter(loader))
             until(lambda: queue.status("train").parked == 1)
         with pytest.raises((ConnectionLost, StopIteration)):
-            waiting.result(SECONDS)
+            waiting.result(patience(SECONDS))
         loader.close()
 
 
@@ -506,7 +506,7 @@ def test_a_consumer_that_is_killed_leaves_nothing(queue: ServedQueue, tmp_path: 
         os.kill(consumer.pid, signal.SIGKILL)
         consumer.wait()
     until(lambda: queue.counts("train") == {"ready": 12})
-    psutil.wait_procs(readers, timeout=SECONDS)
+    psutil.wait_procs(readers, timeout=patience(SECONDS))
     assert not alive(readers)
 
 
@@ -534,12 +534,12 @@ def test_close_does_not_wait_for_a_unit_that_hangs(queue: ServedQueue) -> None:
         assert feed is not None
         closing = threading.Thread(target=feed.close, daemon=True)
         closing.start()
-        closing.join(SECONDS)
+        closing.join(patience(SECONDS))
         is_closed = not closing.is_alive()
         if not is_closed:  # so that this test ends
             for reader in psutil.Process().children():
                 reader.kill()
         assert is_closed
         with pytest.raises(CancelledError):
-            waiting.result(SECONDS)
+            waiting.result(patience(SECONDS))
     until(lambda: queue.counts("train").get("leased", 0) == 0)

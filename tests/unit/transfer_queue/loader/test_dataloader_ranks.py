@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
 from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.transfer_queue.loader import dataloader_ranks
 from tests.unit.transfer_queue.served import served_queue
@@ -23,6 +24,7 @@ def ranks() -> Iterator[Processes]:
 
 
 def test_peers_see_what_their_lead_reads(ranks: Processes, tmp_path: Path) -> None:
+    timeout = patience(1.0)  # of the groups' collectives
     with served_queue(tmp_path / "queue.sock") as queue:
         rows = queue.put(range(6))
         more = list(range(24, 52))
@@ -30,13 +32,13 @@ def test_peers_see_what_their_lead_reads(ranks: Processes, tmp_path: Path) -> No
         def put_late() -> None:
             while queue.counts("score").get("done", 0) < 24:
                 time.sleep(0.02)
-            time.sleep(1.5)  # longer than the groups' timeout: the lead has to tell its peers that it waits
+            time.sleep(1.5 * timeout)  # the meaning is a time: the lead has to tell its peers that it waits
             queue.put(range(6, 13))
 
         threading.Thread(target=put_late, daemon=True).start()
         for task in ("score", "train", "update"):
             queue.when_done(task, 52, lambda task=task: queue.end_partition(task))  # type: ignore[misc]
-        ranks.run(dataloader_ranks.main, queue.address, tmp_path)
+        ranks.run(dataloader_ranks.main, queue.address, tmp_path, timeout)
         assert queue.counts("train") == {"done": 52}
     seen_by = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for phase in ("score", "train", "update"):

@@ -18,6 +18,7 @@ from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.servers.mooncake import MooncakeKeyValue, MooncakeStorage
 from asyncflow.transfer_queue.storage.servers.redis import RedisStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, RunError, UserError
+from tests.patience import patience
 from tests.unit.transfer_queue.dictionary import Dictionary
 
 SCHEMA = Schema((Column("prompt", "int64", ragged=True, per="group"), Column("reward", "float32"), Column("flag", "bool")), (), 3)
@@ -276,7 +277,7 @@ class Mooncake:
         return [self.codes.get("remove", 0 if self.values.pop(key, None) else -704) for key in keys]
 
     def get_batch(self, keys: list[str]) -> list[bytes]:
-        self.can_answer.wait(5)
+        self.can_answer.wait(patience(5))
         return [self.values.get(key, b"") for key in keys]
 
     def close(self) -> None:
