@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncflow.run.situations import DRIVER_SECONDS
 from tests.depth import deep, in_gate
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
@@ -133,8 +131,7 @@ def test_a_driver_that_is_stopped_is_named_from_its_file_alone(long: Long, backg
     command = background("train", config)
     wait_for(lambda: (run_dir / "now.json").exists(), command)
     stop(command.pid)
-    time.sleep(DRIVER_SECONDS + 1.0)
-    assert re.search(rf"its driver \(process {command.pid}, stopped\) has written nothing for \d+ s", why(run_dir))
+    named(run_dir, command, rf"its driver \(process {command.pid}, stopped\) has written nothing for \d+ s")
 
 
 @deep

@@ -47,8 +47,8 @@ async def test_settle_waits_for_the_slowest_worker_and_gives_up(tmp_path: Path, 
     fast, slow = (Reporter(hub, f"rollout/{i}", loop.time, "cpu", 0.01) for i in range(2))
     await fast.flush()
     await slow.flush()
-    moment = loop.time()
     await asyncio.sleep(0.001)
+    moment = loop.time()
     settling = asyncio.create_task(hub.settle(moment))
     await fast.flush()
     await asyncio.sleep(0.02)
@@ -66,6 +66,7 @@ async def test_nobody_waits_for_a_worker_that_has_gone_and_what_it_said_is_kept(
     gone.reward_failures, again.reward_failures = {"timeout": 2}, {"timeout": 1}
     await alive.flush()
     await gone.flush()
+    await asyncio.sleep(0.001)
     settling = asyncio.create_task(hub.settle(loop.time()))
     await asyncio.sleep(0.01)
     await alive.flush()

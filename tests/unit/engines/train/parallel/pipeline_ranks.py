@@ -284,6 +284,6 @@ def die(made_PH: Tensor) -> Tensor:
 
 
 def sleep(made_PH: Tensor) -> Tensor:
-    """For longer than others wait."""
+    """For longer than others wait: the meaning is a time, twice theirs."""
     time.sleep(4)
     return made_PH
