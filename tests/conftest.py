@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import forked
-from tests.depth import IS_DEEP
+from tests.depth import IS_DEEP, IS_SMOKE
 
 if TYPE_CHECKING:
     from asyncflow.engines.rollout.vllm.process import ServerProcess
@@ -92,10 +92,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without ASYNCFLOW_TESTS=deep, what is marked deep is not there. The folders whose files take longest come first, so that no
+    """Without ASYNCFLOW_TESTS, what is marked deep is not there. The folders whose files take longest come first, so that no
     process is left with one of them at the end."""
     items.sort(key=lambda item: FOLDERS.index(next(folder for folder in FOLDERS if item.nodeid.startswith(folder))))
-    if not IS_DEEP:
+    if not IS_DEEP and not IS_SMOKE:
         left = [item for item in items if item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("deep")]

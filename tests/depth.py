@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import pytest
 
 IS_DEEP = os.environ.get("ASYNCFLOW_TESTS") == "deep"
+IS_SMOKE = os.environ.get("ASYNCFLOW_TESTS") == "smoke"
+"""Smoke tests of a suite with an environment of its own: those marked deep, too, with as few seeds or examples as in the gate."""
 deep = pytest.mark.deep
 T = TypeVar("T")
 

@@ -196,7 +196,7 @@ def run(suite: Suite, *, is_deep: bool) -> Result:
     command += ["-n", str(suite.processes), "--dist", "loadfile", "--no-loadscope-reorder"] if suite.processes > 1 else []
     began = time.monotonic()
     report.unlink(missing_ok=True)
-    variables = {"ASYNCFLOW_TESTS": "deep", **suite.variables}
+    variables = {"ASYNCFLOW_TESTS": "deep" if is_deep else "smoke", **suite.variables}
     deadline = None if suite is EVERYTHING else SECONDS
     limit = math.inf if is_deep else smoke_limit()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -117,6 +118,26 @@ def test_a_run_that_fails_leaves_the_row_of_the_last_one_that_passed() -> None:
     assert rows(text) == [("third", "0", "0"), ("first", "40", "0")] and suites.read_page(text) == {"ray": "first"}
     assert rows(suites.page(text, [Result("vllm", True, 1, 0, 0, 1.0)], "other")) == [*rows(text), ("other", "1", "0")]
     assert rows(suites.page(text, [Result("ray", True, 41, 0, 0, 1.0)], "fourth")) == [("fourth", "41", "0")]
+
+
+@pytest.mark.parametrize(("depth", "ran", "examples"), [("", 1, 12), ("smoke", 2, 12), ("deep", 2, 100)])
+def test_smoke_tests_are_all_that_are_marked_so_with_the_gate_s_examples(
+    tmp_path: Path, depth: str, ran: int, examples: int
+) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    for name in ("__init__.py", "depth.py", "conftest.py", "forked.py", "patience.py"):
+        (folder / name).write_text((ROOT / "tests" / name).read_text() if (ROOT / "tests" / name).is_file() else "")
+    (folder / "test_it.py").write_text(
+        "import pytest\nfrom tests.depth import deep, few\n\n"
+        "@pytest.mark.smoke\n@pytest.mark.parametrize('one', [1, pytest.param(2, marks=deep)])\n"
+        f"def test_it(one):\n    assert few(12, 100) == {examples}\n"
+    )
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    command = [sys.executable, "-m", "pytest", "-m", "smoke", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests"]
+    environment = {**os.environ, "ASYNCFLOW_TESTS": depth, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert f"{ran} passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("body", "failed"), [("assert True", False), ("assert False", True), ("import no_such_module", True)])
