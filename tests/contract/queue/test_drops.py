@@ -96,7 +96,7 @@ async def test_of_a_lease_what_lies_on_other_units_is_delivered(house: House, cl
     assert client.leases.held == {}
 
 
-async def test_a_controller_whose_table_refuses_a_row_ends_the_queue_instead_of_going_on(tmp_path: Path) -> None:
+async def test_a_controller_whose_ledger_refuses_a_row_ends_the_queue_instead_of_going_on(tmp_path: Path) -> None:
     def broken(rows: list[int]) -> None:
         raise KeyError(f"the ledger does not know row {rows[0]}")
 
@@ -112,5 +112,5 @@ async def test_a_controller_whose_table_refuses_a_row_ends_the_queue_instead_of_
     await client.complete((await leased(client)).lease, outputs(1))
     with pytest.raises(ExceptionGroup) as ended:
         await within(running)
-    assert "do not know row 1" in str(ended.value.exceptions[0])
+    assert "does not know row 1" in str(ended.value.exceptions[0])
     await queue.close()
