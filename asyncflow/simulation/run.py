@@ -215,9 +215,9 @@ class SimulatedJob(Job):
         self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
         shared = shared_devices(config)
-        self._takes_turns = bool(shared) and costs.contention is None  # else workers share all cores of a machine
+        self._shares_devices = bool(shared) and costs.contention is None  # else workers share all cores of a machine
         self._cores = Cores(costs.contention)
-        self._devices = Cores(_shared_devices(config, shared)) if self._takes_turns else self._cores
+        self._devices = Cores(_shared_devices(config, shared)) if self._shares_devices else self._cores
         self._scorers = [part.scorer.name for part in config.reward.parts.values()]
         self._rng = random.Random(f"{config.run.seed}/wire")
         self._hangs_rng = random.Random(
@@ -326,7 +326,7 @@ class SimulatedJob(Job):
 
     def _place_of(self, name: str, pool: str) -> dict[str, Any]:
         """Pool and cores of an engine: on devices of its own that others may share, or on a machine's cores."""
-        return {"pool": name, "cores": self._devices} if self._takes_turns else {"pool": pool, "cores": self._cores}
+        return {"pool": name, "cores": self._devices} if self._shares_devices else {"pool": pool, "cores": self._cores}
 
     # -- workers ------------------------------------------------------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class SimulatedJob(Job):
 
     async def computed(self, name: str, seconds: float) -> None:
         """A reward model's work, on a device that others may share."""
-        if self._takes_turns:
+        if self._shares_devices:
             await self._devices.compute(name, seconds)
         else:
             await asyncio.sleep(seconds)

@@ -87,7 +87,9 @@ async def step(engine: TrainEngine, batches: Sequence[MicroBatch], normaliser: i
         return plain(known, *others, **more)
 
     with patch.object(micro_step, "losses", counted):
-        results = [result for turn in (own[:1], own[1:]) for result in await engine.forward_backward(turn, Sum(policy_gradient))]
+        results = [
+            result for round_ in (own[:1], own[1:]) for result in await engine.forward_backward(round_, Sum(policy_gradient))
+        ]
     if len(batches) == 7 and sizes:  # on the last stage
         assert max(sizes) > 1, sizes
     assert all(result.is_finite for result in results) and len(results) == len(own)
@@ -110,10 +112,10 @@ async def lead(engine: TrainEngine, dp: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"steps": []}
     for number, (batches, normaliser) in enumerate(zip(STEPS, NORMALISERS, strict=True)):
         if number == 1:  # a step that comes to nothing
-            turn = [broken(TOLD[0])] if engine.data_parallel_rank == dp - 1 else [TOLD[1]]
+            round_ = [broken(TOLD[0])] if engine.data_parallel_rank == dp - 1 else [TOLD[1]]
             await engine.begin_step()
-            turn = [replace(batch, told_rows=(1,)) for batch in turn]
-            results = await engine.forward_backward(turn, Sum(policy_gradient))
+            round_ = [replace(batch, told_rows=(1,)) for batch in round_]
+            results = await engine.forward_backward(round_, Sum(policy_gradient))
             seen["told"] = {row: figures["log-prob of the trainer"] for row, figures in results[0].token_figures.items()}
             seen["is_finite"] = [result.is_finite for result in results]
             await engine.discard()
