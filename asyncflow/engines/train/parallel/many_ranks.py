@@ -10,7 +10,7 @@ waits for: the other ranks, as ranks.py says
 is unblocked by: the same call there
 
 What decides how many collectives there are (how many micro-batches, whether the old model is asked) is agreed on at the start of a
-turn. What a rank alone finds out later (a loss that is not finite) changes values, and never which rank calls what.
+round. What a rank alone finds out later (a loss that is not finite) changes values, and never which rank calls what.
 """
 
 from __future__ import annotations
