@@ -27,8 +27,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, take = Helpers.compute, Helpers._take_pieces_until
 
     def wait(helpers: Helpers, is_over: Callable[[], bool]) -> None:
-        with helpers._turn:
-            assert helpers._turn.wait_for(is_over, patience(60))
+        with helpers._changed:
+            assert helpers._changed.wait_for(is_over, patience(60))
 
     def compute_later(helpers: Helpers, *arguments: Any) -> list[Any]:
         wait(helpers, lambda: helpers.allowed > 0)
