@@ -61,6 +61,7 @@ ROOT = Path(__file__).parents[1]
 LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2)}
 PRODUCT = 512
 MOST_NORM = 1e-6  # so that there is something to clip
+WARM_UP = 3  # updates until no fresh pages are taken
 THREADS = int(os.environ["OMP_NUM_THREADS"])
 
 
@@ -228,7 +229,7 @@ def update(folder: Path, repeats: int) -> list[Figure]:
         seconds[name].append(time.perf_counter() - began)
         return made
 
-    for _ in range(repeats + 1):
+    for _ in range(repeats + WARM_UP):
         engine.forward_backward(batches, GRPO())
         timed("plain pass", lambda: [target.copy_(source) for _ in range(5)])  # 4 bytes read and 4 written, each
         gradients = timed("division", lambda: engine._sums.gradients(100))
@@ -237,7 +238,7 @@ def update(folder: Path, repeats: int) -> list[Figure]:
         assert not result.skipped and norm > MOST_NORM, "the clip is measured, too"
         engine._sums.clear()
         seconds["update"].append(sum(seconds[part][-1] for part in ("division", "norm", "clip and AdamW")))
-    ratios = {name: np.array(each[1:]) / seconds["plain pass"][1:] for name, each in seconds.items()}  # the first one warms up
+    ratios = {name: np.array(each[WARM_UP:]) / seconds["plain pass"][WARM_UP:] for name, each in seconds.items()}
     rate = 40 * count / statistics.median(seconds["plain pass"]) / 1e9
     print(f"update: {count:,} parameters, {statistics.median(seconds['update']):.2f} s; a plain pass at {rate:.1f} GB a second")
     return [

@@ -55,6 +55,11 @@ class Grid:
         """Largest sum of magnitudes up to which sums of multiples are exact."""
         return 2.0**53 * self.spacing
 
+    @property
+    def shift(self) -> float:
+        """Number whose addition rounds: from 2**52 to 2**53 steps, float64 holds the grid and nothing between."""
+        return 1.5 * 2.0**52 * self.spacing
+
     def add_steps(self, sums: Tensor, steps: Tensor) -> None:
         """Add numbers of steps, which are rounded in place to whole ones, to `sums` (float64). In float32 they are, too: from 2**23
         on it holds nothing between two whole numbers."""
@@ -62,9 +67,7 @@ class Grid:
 
     def round_(self, values: Tensor) -> Tensor:
         """Round float64 `values` to the nearest multiples, in place. NaN and infinities become NaN."""
-        # From 2**52 to 2**53 steps, float64 holds the grid and nothing between: the first addition is what rounds.
-        shift = 1.5 * 2.0**52 * self.spacing
-        return values.add_(shift).sub_(shift)
+        return values.add_(self.shift).sub_(self.shift)
 
 
 GRADIENT_GRID = Grid(2.0**-36)
@@ -370,10 +373,13 @@ def sum_of_squares(gradients: Sequence[Tensor], largest: float) -> int:
     coarse, fine = _square_grids(largest)
     sums = []
     for gradient in gradients:
-        for gradient_C in _chunks(gradient):
-            squares_C = gradient_C.double().square_()  # exact: 48 bits
-            rounded_C = coarse.round_(squares_C.clone())
-            sums += [rounded_C.sum(), fine.round_(squares_C.sub_(rounded_C)).sum()]
+        chunks = _chunks(gradient)
+        shift_C = torch.full_like(chunks[0], coarse.shift, dtype=torch.float64) if chunks else gradient
+        for gradient_C in chunks:
+            values_C = gradient_C.double()  # whose squares are exact, 48 bits, as a part of an operation, too
+            rounded_C = torch.addcmul(shift_C[: len(values_C)], values_C, values_C).sub_(coarse.shift)
+            sums.append(rounded_C.sum())
+            sums.append(fine.round_(rounded_C.addcmul_(values_C, values_C, value=-1)).sum().neg_())
     return sum(int(total / fine.spacing) for total in torch.stack(sums).tolist()) if sums else 0
 
 

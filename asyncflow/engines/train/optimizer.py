@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from asyncflow.devices import CPU
 from asyncflow.engines.base import Hyperparameters, OptimResult, TrainEngineOptions
@@ -83,14 +82,15 @@ class Optimizer:
         learning_rate = self.learning_rate
         if not gradients or not math.isfinite(grad_norm):
             return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate, skipped=True)
-        if grad_norm > self._max_grad_norm:
-            self.pieces.over(lambda some: torch._foreach_mul_(some, self._max_grad_norm / grad_norm), gradients)
+        clip = min(1.0, self._max_grad_norm / grad_norm) if grad_norm else 1.0
+        if clip < 1 and (self._offloads or not self._is_on_cpu):
+            torch._foreach_mul_(gradients, clip)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         if self._offloads:
             self._step_by_piece()
         elif self._is_on_cpu:
-            self._step_in_cache()
+            self._step_in_cache(clip)
         else:
             self.adamw.step()
         self.num_updates += 1
@@ -103,8 +103,9 @@ class Optimizer:
         for parameter in self._parameters.values() if num_updates else ():
             self.adamw.state[parameter] = _state(parameter, num_updates, CPU if self._offloads else parameter.device)
 
-    def _step_in_cache(self) -> None:
-        """AdamW's step over pieces that fit the cache, of large parameters and of several small ones. The bits are the same."""
+    def _step_in_cache(self, clip: float) -> None:
+        """Clip and AdamW's step over pieces that fit the cache, of large parameters and of several small ones. The bits are the
+        same."""
         state = self.adamw.state
         for group in self.adamw.param_groups:
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -113,7 +114,7 @@ class Optimizer:
                     state[parameter] = _state(parameter, 0, parameter.device)
             pieces = chain.from_iterable(_Piece(p, p.grad, **state[p]).cut() for p in updated)
             for together in cut_by_size(pieces, lambda piece: piece.parameter.numel(), CACHED_ELEMENTS):
-                self.pieces.add(partial(_update, together, group))
+                self.pieces.add(partial(_update, together, group, clip))
             self.pieces.end()
             for parameter in updated:
                 state[parameter]["step"] += 1
@@ -193,22 +194,16 @@ class _Piece:
 
 
 @torch.no_grad()
-def _update(together: Sequence[_Piece], group: Mapping[str, Any]) -> None:
-    """AdamW's step over some pieces."""
-    beta1, beta2 = group["betas"]
-    adamw(
-        [piece.parameter for piece in together],
-        [piece.gradient for piece in together],
-        [piece.exp_avg for piece in together],
-        [piece.exp_avg_sq for piece in together],
-        [],
-        [piece.step.clone() for piece in together],  # it is counted up, and a parameter may be in several pieces
-        foreach=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+def _update(together: Sequence[_Piece], group: Mapping[str, Any], clip: float) -> None:
+    """Clip and AdamW's step over some pieces."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    for piece in together:  # as torch's AdamW computes it, to the bit, in fewer calls
+        step, gradient, second = piece.step.item() + 1, piece.gradient, piece.exp_avg_sq
+        if clip < 1:
+            gradient.mul_(clip)
+        if group["weight_decay"]:
+            piece.parameter.mul_(1 - lr * group["weight_decay"])
+        piece.exp_avg.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        piece.parameter.addcdiv_(piece.exp_avg, root, value=-lr / (1 - beta1**step))
