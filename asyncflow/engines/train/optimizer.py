@@ -93,6 +93,8 @@ class Optimizer:
             self._step_in_cache(clip)
         else:
             self.adamw.step()
+        # Copies of weights know by it that they are behind (model/cast_weights.py), and not every kernel of every device counts.
+        torch.autograd.graph.increment_version(list(self._parameters.values()))
         self.num_updates += 1
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
 

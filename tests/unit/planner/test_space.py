@@ -239,14 +239,12 @@ def test_helpers_are_on_devices_of_rollout_where_they_gain_and_memory_allows_bot
     assert best.bound.seconds <= best.step_seconds < 0.8 * without.step_seconds
     assert best.memory_gib["rollout"] > without.memory_gib["rollout"] + 70  # 7.6 billion weights, and their sums
     offloaded = config.model_copy(update={"train": config.train.model_copy(update={"offload_optimizer": True})})
-    for gib, has_helpers in {
-        150.0: True,
-        125.0: False,
-    }.items():  # a helper takes 117 of them, as the trainer does, and the engine 18
+    # A helper takes 132 of them, as the trainer does, and the engine 18.
+    for gib, has_helpers in {150.0: True, 140.0: False}.items():
         usable = model.hardware.model_copy(update={"memory_gib": gib / model.hardware.usable_memory})
         every = candidates(offloaded, replace(slow, hardware=usable), fields, 2)
         assert every and any(each.config.plan.shares for each in every) == has_helpers
     asked = offloaded.model_copy(update={"plan": offloaded.plan.model_copy(update={"shares": {"helpers": "rollout"}})})
-    with pytest.raises(UserError, match=r"no device of rollout.device=cuda:1-2, with 125.0 GiB, has room"):
+    with pytest.raises(UserError, match=r"no device of rollout.device=cuda:1-2, with 140.0 GiB, has room"):
         candidates(asked, replace(slow, hardware=usable), fields, 2)
     assert not any(each.config.plan.shares for each in candidates(config, slow, fields, 5) if each.config.rollout.num_workers > 2)
