@@ -206,7 +206,7 @@ def test_eval_of_the_saved_model(finished: tuple[Path, subprocess.CompletedProce
 def test_check_says_what_there_is() -> None:
     command = run_command("check")
     assert command.returncode == 0
-    for word in ("python", "cores", "torch", "ray", "cuda"):
+    for word in ("python", "cores", "torch", "ray", "accelerators"):
         assert word in command.stdout
 
 

@@ -109,7 +109,7 @@ def test_passes_that_helpers_take_cost_what_the_trainers_own_do() -> None:
 
 
 def test_a_pass_of_several_groups_costs_a_call_once() -> None:
-    of = config("train.tokens_per_micro_batch=700")
+    of = config("train.tokens_per_micro_batch=700", "run.steps=16")
     done, spans = run_of(of, TRUE)
     costs = fitted(of, join_pieces(spans), done.rows, cores=2).costs
     assert max(span.rows for span in spans if span.task == "forward_backward") > 8

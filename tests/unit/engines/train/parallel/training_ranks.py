@@ -35,6 +35,7 @@ from asyncflow.types import Array, HeldWeights, Layout, LossSums, Objective, Rag
 from asyncflow.weight_sync.base import WeightSyncOptions
 from asyncflow.weight_sync.shared_memory import SharedMemory
 from asyncflow.weight_sync.staging import Filling
+from tests.patience import patience
 from tests.unit.engines.train.parallel.processes import end_itself
 from tests.unit.engines.train.training import torch_engine, train_options, weights_of
 
@@ -117,7 +118,7 @@ async def _publish(engine: TorchEngine, rounds: list[Round], folder: Path) -> li
     may_hash, finish, source = threading.Event(), Filling.finish, await engine.export_weights()
 
     def finish_then(*arguments: Any) -> str:
-        assert may_hash.wait(60)
+        assert may_hash.wait(patience(60))
         return finish(*arguments)
 
     with patch.object(Filling, "finish", finish_then):
