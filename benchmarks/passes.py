@@ -1,7 +1,7 @@
 """Training passes of several micro-batches against one micro-batch a pass, and both against the machine's matrix products. CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/passes.py [--models tiny smollm2] [--sums fp32 exact] [--layouts dp2 pp2] [--repeats N]
-        [--parts passes update] [--json FILE]
+        [--parts passes fixed update] [--json FILE]
 
 tiny       the quickstart's model (0.44M parameters), 32 groups of 8 responses
 smollm2    a model of SmolLM2-135M's shape with random weights (its time does not depend on them), 8 groups of 8 responses of some
@@ -16,7 +16,9 @@ those of attention (3.5 times the forward's), by the rate right before and after
 
 The process has the environment of a trainer's, by which the allocator keeps freed memory.
 
-After that the cost of exact sums alone: a step's time above that with plain sums, by parameters and micro-batches. Then the update
+After that the cost of exact sums alone: a step's time above that with plain sums, by parameters and micro-batches. `fixed`: exact
+sums where the gradients of linear layers are taken of a pass as a whole, as they could be if it were fixed by number which groups
+are in a pass together, over those taken of each micro-batch. Then the update
 with SmolLM2-135M's shape and exact sums: their division, the norm, the clip and AdamW, over a plain pass over the bytes that it
 cannot do without, in turns: 40 for each parameter (a sum read, its gradient written; gradient, weight and moments read, weight and
 moments written), as copies. With
@@ -37,6 +39,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -51,6 +54,7 @@ from asyncflow.engines.base import RANKS_STORE, MicroBatch
 from asyncflow.engines.train.accumulate import order_free_norm
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
+from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.model_folder import read_json
 from asyncflow.run.factories import tokens_per_pass, train_engine_options
 from asyncflow.run.worker_start import training
@@ -210,6 +214,34 @@ def measure(name: str, folder: Path, kinds: list[Literal["exact", "fp32"]], repe
     return figures
 
 
+def fixed(name: str, folder: Path, repeats: int) -> list[Figure]:
+    """Time of passes whose composition is fixed, over those that may have any, with exact sums, in turns."""
+    case = CASES[name]
+    config = load(ROOT / f"recipes/{case.recipe}.yaml")
+    path = ROOT / config.model.path if name == "tiny" else smollm2(folder)
+    fields = read_json(path / "config.json")
+    options = replace(train_engine_options(config), accumulate="exact", num_threads=THREADS, check_shared_prompt=False)
+    engine = OneRank(path, replace(options, tokens_per_pass=tokens_per_pass(config, fields)))
+    batches, of_each = micro_batches(case, fields["vocab_size"]), PassGradients._add_products
+
+    def of_all(self: PassGradients, layer: str, left: Any, right: Any, parts: list[slice], change: Any = None) -> None:
+        is_head = change is not None  # whose rows of each micro-batch wait for the embedding's
+        of_each(self, layer, left, right, parts if is_head or not parts else [slice(parts[0].start, parts[-1].stop)], change)
+
+    ratios = []
+    for number in range(repeats + 1):
+        took = []
+        for way in (of_each, of_all):
+            with patch.object(PassGradients, "_add_products", way):
+                began = time.process_time()
+                engine.forward_backward(batches, GRPO())
+                took.append(time.process_time() - began)
+                engine.discard()
+        if number:  # the first one warms up
+            ratios.append(took[1] / took[0])
+    return [Figure(f"{name}, exact: passes fixed by number / of any groups, CPU time", statistics.median(ratios), "")]
+
+
 def update(folder: Path, repeats: int) -> list[Figure]:
     """Figures of the update of SmolLM2-135M's shape, with exact sums."""
     config = load(ROOT / f"recipes/{CASES['smollm2'].recipe}.yaml")
@@ -300,7 +332,7 @@ def main() -> int:
     arguments.add_argument("--sums", nargs="+", choices=("fp32", "exact"), default=["fp32", "exact"])
     arguments.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[])
     arguments.add_argument("--repeats", type=int, default=5)
-    arguments.add_argument("--parts", nargs="+", choices=("passes", "update"), default=["passes", "update"])
+    arguments.add_argument("--parts", nargs="+", choices=("passes", "fixed", "update"), default=["passes", "fixed", "update"])
     given = arguments.parse_args()
     begin_again_as(training(load(ROOT / "recipes/quickstart.yaml")))
     torch.set_num_threads(THREADS)
@@ -309,6 +341,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
         for name in given.models if "passes" in given.parts else ():
             figures += measure(name, Path(folder), given.sums, given.repeats)
+        for name in given.models if "fixed" in given.parts else ():
+            figures += fixed(name, Path(folder), given.repeats)
         if "update" in given.parts:
             figures += update(Path(folder), given.repeats)
     for name in given.layouts:
