@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import psutil
 import pytest
@@ -46,7 +47,12 @@ def test_a_run_is_driven_over_http(background: Background, small: Callable[..., 
         status = client.status()
         assert status["committed"] == 1 and status["is_live"] and "rollout" in status["queue"]
         assert 'asyncflow_queue_rows{state="done",task="rollout"}' in client.metrics()
-        with Client.connect(served.url, key=client.make_key("guest", "read", expires_seconds=600.0)) as guest:
+        key = client.make_key("guest", "read", expires_seconds=600.0)
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=served.address.removeprefix("unix:")), base_url="http://run") as page:
+            assert "<title>" in page.get("/watch/").text and page.get("/watch/api/runs").status_code == 401
+            shown = page.get("/watch/api/runs", headers={"Authorization": f"Bearer {key}"}).json()
+            assert shown == [served.run_dir.name], "the live page is the service's, too"
+        with Client.connect(served.url, key=key) as guest:
             assert guest.status()["committed"] == 1
             with pytest.raises(UserError, match="'guest' may read and nothing else"):
                 guest.step()
