@@ -26,6 +26,10 @@ _spec.loader.exec_module(synthetic_run)
 def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
     synthetic_run.write_run(tmp_path / "runs" / "one")
     synthetic_run.write_run(tmp_path / "runs" / "two", num_steps=4)
+    said = [{"by": "policy", "texts": ["I take", " it"], "logprobs": [-0.1, -2.0]}]
+    said.append({"by": "environment", "texts": ["You have it."]})
+    with (tmp_path / "runs" / "one" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 0, "purpose": "train", "row": 99, "prompt": "A lamp.", "turns": said, "reward": 1.0}) + "\n")
     command = background("watch", tmp_path / "runs", "--no-browser")
     (address,) = re.findall(r"http\S+", command.stdout.readline())
     complaints: list[str] = []
@@ -65,6 +69,16 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         page.keyboard.type("nowhere")
         page.keyboard.press("Enter")
         page.wait_for_function("() => document.getElementById('num-samples').textContent === '0 found'")
+
+        page.fill("#search [name=words]", "")
+        page.select_option("#runs", "one")
+        page.wait_for_function("() => document.getElementById('num-samples').textContent === '7 found'")
+        episode = page.locator("#samples article", has_text="A lamp.")
+        assert [turn.strip() for turn in episode.locator(".turn > .soft").all_inner_texts()] == ["policy", "environment"]
+        assert "I take it" in episode.inner_text() and "You have it." in episode.inner_text()
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.emulate_media(color_scheme="dark")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)" != light
 
         page.select_option("#others", ["one", "two"])
         page.locator(".compared-charts .card").first.scroll_into_view_if_needed()
