@@ -22,7 +22,7 @@ _SIGNS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `target`: what it is to reach, as `<= 1.15`, `< 1` or `>= 1.3`; none if it is only told."""
+    """Measured number. `target`: what it is to reach, as `<= 1.15`, `< 1` or `>= 1.3`; none if it is only told."""
 
     name: str
     value: float

@@ -142,7 +142,7 @@ class EnvironmentPool(SandboxPool):
 
 
 class PooledEpisode:
-    """One episode in a process of a pool."""
+    """Episode in a process of a pool."""
 
     def __init__(self, pool: EnvironmentPool, process: SandboxProcess, number: int) -> None:
         self._pool, self._process, self._number = pool, process, number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -102,35 +103,37 @@ class Swapped(SlotEngine):
 """
 
 
-@pytest.mark.parametrize("lora", [pytest.param(None, id="whole", marks=deep), pytest.param({"rank": 4, "alpha": 8}, id="adapter")])
-def test_an_engine_that_installs_nothing_gets_no_prompts_and_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
-    """It says that it has the version, as its responses do; what it attests does not."""
-    (tmp_path / "deaf.py").write_text(DEAF)
+def failed_with(engine: str, source: str, lora: Any, folder: Path) -> CompletedProcess[str]:
+    """A run whose rollout engine is the class of this name and source: it ends with exit 1."""
+    (folder / "own.py").write_text(source)
     changes: dict[str, Any] = {
-        "rollout": {"engine": {"path": f"{tmp_path / 'deaf.py'}:Deaf"}},
+        "rollout": {"engine": {"path": f"{folder / 'own.py'}:{engine}"}},
         "weight_sync": {"deadline_seconds": 2},
         "algorithm": {"name": "grpo", "kl_coefficient": 0.0},
     }
-    config = tree(tmp_path, "run", **changes)
+    config = tree(folder, "run", **changes)
     config["model"]["lora"] = lora
-    done = run_command("train", write_config(tmp_path, config))
+    done = run_command("train", write_config(folder, config))
+    assert done.returncode == 1, done.stderr
+    return done
+
+
+WHOLE_OR_NOT = [pytest.param(None, id="whole", marks=deep), pytest.param({"rank": 4, "alpha": 8}, id="adapter")]
+
+
+@pytest.mark.parametrize("lora", WHOLE_OR_NOT)
+def test_an_engine_that_installs_nothing_gets_no_prompts_and_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
+    """It says that it has the version, as its responses do; what it attests does not."""
+    done = failed_with("Deaf", DEAF, lora, tmp_path)
     what = "without 28 of the 28 tensors" if lora else "with other weights than those"
-    assert done.returncode == 1 and f"the engine generates {what} of version 1" in done.stderr, done.stderr
+    assert f"the engine generates {what} of version 1" in done.stderr, done.stderr
     assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 1, "a step was made by weights that are not its version's"
 
 
-@pytest.mark.parametrize("lora", [pytest.param(None, id="whole", marks=deep), pytest.param({"rank": 4, "alpha": 8}, id="adapter")])
+@pytest.mark.parametrize("lora", WHOLE_OR_NOT)
 def test_an_engine_that_puts_elements_in_other_places_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
     """Its sums of bits are right."""
-    (tmp_path / "swapped.py").write_text(SWAPPED)
-    changes: dict[str, Any] = {
-        "rollout": {"engine": {"path": f"{tmp_path / 'swapped.py'}:Swapped"}},
-        "weight_sync": {"deadline_seconds": 2},
-        "algorithm": {"name": "grpo", "kl_coefficient": 0.0},
-    }
-    config = tree(tmp_path, "run", **changes)
-    config["model"]["lora"] = lora
-    done = run_command("train", write_config(tmp_path, config))
-    assert done.returncode == 1 and "of the probe sequence the log-prob" in done.stderr, done.stderr
+    done = failed_with("Swapped", SWAPPED, lora, tmp_path)
+    assert "of the probe sequence the log-prob" in done.stderr, done.stderr
     assert "under version 1: all of its tokens' differ by" in done.stderr
     assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 1, "a step was made by weights that are not its version's"
