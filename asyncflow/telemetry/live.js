@@ -9,18 +9,32 @@ if (address.get("key")) {
   history.replaceState(null, "", `#${address}`);
 }
 const key = sessionStorage.getItem("key") || "";
-const MOST_BARS = 2500, FIRST_BARS = 1000;
-/* plotly.js takes a second or two to begin: it does so when the figures are shown and the Gantt chart is sketched. */
-let beginPlotly;
+const MOST_BARS = 2500, QUIET_MS = 1000;
+/* plotly.js takes a second to begin, in which the page answers nobody: it does so when a chart that needs it comes into view, or when
+   nobody has touched the page for a while. */
+let beginPlotly, touched = 0;
 const plotly = new Promise((resolve) => {
   beginPlotly = () => {
     beginPlotly = () => {};
     const script = element("script");
     script.src = "plotly.js";
     script.addEventListener("load", resolve);
-    requestAnimationFrame(() => setTimeout(() => document.head.append(script)));
+    document.head.append(script);
   };
 });
+
+const whenNear = new IntersectionObserver((entries) => { if (entries.some((entry) => entry.isIntersecting)) beginPlotly(); }, { rootMargin: "200px" });
+
+/* What is above the charts is there. */
+function letPlotlyBegin() {
+  whenNear.observe(byId("charts"));
+  touched = performance.now();
+  const onceQuiet = () => { const left = touched + QUIET_MS - performance.now(); if (left <= 0) beginPlotly(); else setTimeout(onceQuiet, left); };
+  onceQuiet();
+  letPlotlyBegin = () => {};
+}
+
+for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { touched = performance.now(); }, { passive: true });
 let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, hasBatches = "";
 
 function ask(path, params = {}, signal = undefined) {
@@ -93,11 +107,17 @@ function changed(parts) {
     document.title = `${title} - AsyncFlow`;
     const reading = share < 1 ? `; reading its spans: ${Math.floor(100 * share)}%` : "";
     say((isLive ? "live" : "not running") + reading + (numDamaged ? `; ${numDamaged} lines cannot be read` : ""), isLive ? "live" : "");
-    if (drawnSteps !== steps) { drawnSteps = steps; answer("charts", { run }).then((charts) => plotly.then(() => drawCharts(charts, { isLazy: true }))); }
+    if (drawnSteps !== steps) { drawnSteps = steps; showCharts(); }
     if (samples !== numSamples) { numSamples = samples; search(); }
     if (batches.join() !== hasBatches) { hasBatches = batches.join(); showBatches(batches); }
     present(wall, firstView, isLive);
   }
+}
+
+async function showCharts() {
+  const asked = run, charts = await answer("charts", { run });
+  await plotly;
+  if (asked === run) drawCharts(charts, { isLazy: true });
 }
 
 /* ---- the Gantt chart ---- */
@@ -108,7 +128,7 @@ function present(wall, firstView, isLive) {
   const isEmpty = !wall;
   byId("no-spans").hidden = !isEmpty;
   byId("gantt-place").hidden = isEmpty;
-  if (isEmpty) { beginPlotly(); return; }
+  if (isEmpty) { letPlotlyBegin(); return; }
   if (width === null) width = Math.max(firstView[1] - firstView[0], 1e-3);
   if (gantt) gantt.gantt.wall = wall;
   const isMoved = byId("follow").checked ? gantt?.view.hi !== wall : !gantt;
@@ -126,17 +146,13 @@ async function fetchPart(view) {
       wanted = null;
       const reach = (hi - lo) / 2;
       const asked = run;
-      const found = await answer("gantt", { run, start: lo - reach, end: hi + reach, most: gantt ? MOST_BARS : FIRST_BARS });
-      if (asked === run && !window.Plotly) sketchGantt(byId("gantt"), found, found.levels[0], { lo, hi });
-      beginPlotly();
-      await plotly;
+      const found = await answer("gantt", { run, start: lo - reach, end: hi + reach, most: MOST_BARS });
       if (asked !== run) continue;
       part = { ...found, lo: lo - reach, hi: hi + reach };
       if (!gantt) {
-        byId("gantt").replaceChildren();
-        gantt = new Gantt(found, loaded, (moved) => { byId("follow").checked = moved.hi >= gantt.gantt.wall; width = moved.hi - moved.lo; fetchPart(moved); });
+        gantt = new Gantt(found, loaded, moved);
         gantt.view = { lo, hi };
-        wanted ??= { lo, hi };  // at its full detail
+        letPlotlyBegin();
       }
       const isSame = gantt.gantt.states.length === found.states.length;
       gantt.gantt = found;
@@ -148,8 +164,14 @@ async function fetchPart(view) {
     say(error.message, "lost");
   } finally {
     asking = false;
-    beginPlotly();
   }
+}
+
+/* The chart has been moved: while it is dragged, more is asked for where the part that is here ends. */
+function moved({ lo, hi }, isDragged) {
+  byId("follow").checked = hi >= gantt.gantt.wall;
+  width = hi - lo;
+  if (!isDragged || lo < part.lo || hi > part.hi) fetchPart({ lo, hi });
 }
 
 function loaded() {
@@ -258,6 +280,7 @@ async function compare(names) {
   const response = await fetch(`api/compare?${query}`, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store" });
   const { html, charts } = await response.json();
   byId("compared").innerHTML = html;
+  beginPlotly();
   await plotly;
   drawCharts(charts, { place: byId("compared").querySelector(".compared-charts"), isLazy: true });
   byId("compared").scrollIntoView();
@@ -268,7 +291,6 @@ async function compare(names) {
 function openRun(name) {
   run = name;
   gantt = null; part = null; width = null; numSamples = 0; hasBatches = ""; drawnSteps = "";
-  if (byId("gantt").data) window.Plotly.purge("gantt");
   byId("gantt-place").replaceWith(ganttPlace.cloneNode(true));
   byId("charts").replaceChildren();
   byId("samples").replaceChildren();

@@ -59,12 +59,12 @@ def write_report(run_dir: Path) -> Path:
 
 
 def page_with_charts(template: str, chart_data: object, **content: object) -> str:
-    """A page with charts of this data, for `charts.js`, which needs nothing else."""
+    """A page with charts of this data, for `charts.js` and `gantt.js`, which needs nothing else."""
     return page_template(template).render(
         style=page_style(),
         chart_data=script_json(chart_data),
         plotly_js=Markup(get_plotlyjs()),
-        page_js=Markup(_text("charts.js")),
+        page_js=Markup(_text("charts.js") + _text("gantt.js")),
         nonce=secrets.token_urlsafe(16),
         **content,
     )

@@ -55,7 +55,7 @@ class Opened:
         self.page.goto(self.url)
 
     def num_bars(self) -> int:
-        return self.page.locator("#gantt .bars .point path").count()
+        return int(self.page.locator("#gantt canvas").get_attribute("data-bars") or 0)
 
     def check(self) -> None:
         assert self.complaints == []
@@ -67,11 +67,11 @@ def test_a_finished_run(browser, tmp_path):
     synthetic_run.write_run(tmp_path)
     opened = Opened(browser, write_report(tmp_path))
     page = opened.page
-    page.wait_for_selector("#gantt .bars path")
+    page.wait_for_selector("#gantt canvas")
     few = opened.num_bars()
     assert few > 20
     assert page.locator(".plot .scatterlayer .trace").count() >= 15
-    assert page.locator("#gantt .annotation").first.text_content().startswith("step")
+    assert "step 2 to step 5" in page.locator("#gantt canvas").get_attribute("aria-label")
     page.screenshot(path=str(tmp_path / "report.png"), full_page=True)
     assert (tmp_path / "report.png").stat().st_size > 50_000
 
@@ -83,6 +83,9 @@ def test_a_finished_run(browser, tmp_path):
     before = page.locator("#gantt-view").inner_text()
     page.click("#gantt-forth")
     assert page.locator("#gantt-view").inner_text() != before
+    box = page.locator("#gantt canvas").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 103)
+    assert "rollout/1" in page.inner_text("#gantt .told") and "from" in page.inner_text("#gantt .told")
     page.click("#gantt-legend button:has-text('generate')")
     assert page.locator("#gantt-legend button[aria-pressed=false]").count() == 1
     opened.check()
@@ -93,15 +96,24 @@ def test_dragging_zooms_and_a_double_click_shows_the_whole_run(browser, tmp_path
     synthetic_run.write_run(tmp_path)
     opened = Opened(browser, write_report(tmp_path))
     page = opened.page
-    page.wait_for_selector("#gantt .bars path")
+    page.wait_for_selector("#gantt canvas")
     before = page.locator("#gantt-view").inner_text()
-    box = page.locator("#gantt .nsewdrag").bounding_box()
+    box = page.locator("#gantt canvas").bounding_box()
     middle = box["y"] + box["height"] / 2
     page.mouse.move(box["x"] + box["width"] * 0.3, middle)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=5)
     page.mouse.up()
     page.wait_for_function("before => document.getElementById('gantt-view').textContent !== before", arg=before)
+    start, end = (float(part.split()[0]) for part in page.locator("#gantt-view").inner_text().split(" of ")[0].split(" to "))
+    page.keyboard.down("Shift")
+    page.mouse.move(box["x"] + box["width"] * 0.3, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=5)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    later = [float(part.split()[0]) for part in page.locator("#gantt-view").inner_text().split(" of ")[0].split(" to ")]
+    assert later[0] < start and later[1] - later[0] == pytest.approx(end - start, abs=0.02)  # moved, not zoomed
     page.mouse.dblclick(box["x"] + box["width"] * 0.5, middle)
     page.wait_for_function("() => document.getElementById('gantt-view').textContent.startsWith('0.00 s')")
     opened.check()
@@ -115,7 +127,7 @@ def test_a_run_of_many_spans_draws_no_more_than_a_browser_bears(browser, tmp_pat
         log.append(span)
     log.close()
     opened = Opened(browser, write_report(tmp_path))
-    opened.page.wait_for_selector("#gantt .bars path")
+    opened.page.wait_for_selector("#gantt canvas")
     assert "Every span is drawn" in opened.page.locator("#gantt-level").inner_text()
     opened.page.click("#gantt-all")
     assert 500 < opened.num_bars() <= 2_500

@@ -40,9 +40,18 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
+        held: list[sync_api.Route] = []
+        page.route("**/plotly.js", lambda route: held.append(route))
         page.goto(address)
-        page.wait_for_selector("#gantt .bars path")
+        page.wait_for_selector("#gantt canvas")
         assert "key=" not in page.url  # it is not left in the address
+        before = page.inner_text("#gantt-view")
+        page.keyboard.press("+")
+        assert page.inner_text("#gantt-view") != before  # it moves before the library of the other charts is there
+        page.locator("#charts").scroll_into_view_if_needed()
+        wait_for(lambda: page.evaluate("1") and bool(held))
+        held[0].continue_()
+        page.wait_for_selector("#charts .plot .scatterlayer .trace", state="attached")
         page.select_option("#runs", "two")
         page.wait_for_function("() => document.querySelector('#header .value')?.textContent === '4'")  # steps
         page.wait_for_selector("#samples article:nth-child(6)")
