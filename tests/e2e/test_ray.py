@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -336,6 +337,27 @@ def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits_when_the_run_is
     assert models[0] == models[1]
     shards = [sorted(path.name for path in run_dir.glob("checkpoints/step-000004/trainer/*")) for run_dir in run_dirs]
     assert shards[0] == shards[1] and len(shards[0]) >= 2
+
+
+def test_a_cluster_without_room_is_named_while_the_run_waits(
+    small: Small, tmp_path: Path, nodes: str, background: Callable[..., Command]
+) -> None:
+    """The driver's node has one CPU, which the trainer gets; without `queue.listen` the others may not be elsewhere."""
+    run_dir, seconds = tmp_path / "runs" / "test", round(patience(10.0))
+    on_ray = ["cluster=ray", f"cluster.address={nodes}", f"cluster.start_seconds={seconds}"]
+    command = background("train", write_config(tmp_path, recipe(small)), *on_ray)
+    words = r"the driver waits for room in the Ray cluster for rollout/0, rollout/1, since ([\d.]+) s"
+
+    def says() -> re.Match[str] | None:
+        said = run_command("why", run_dir).stdout if (run_dir / "now.json").exists() else ""
+        found = re.search(rf"{words} \[at the latest until: its deadline, in ([\d.]+) s\]", said)
+        return found if found is not None and float(found[1]) >= 3 else None
+
+    since, left = (float(number) for number in wait_for(says, command).groups())
+    assert seconds - 2 < since + left < seconds + 2  # of the whole wait, however often Ray is asked
+    _, errors = command.communicate(timeout=patience(SECONDS))
+    assert command.returncode == 2 and f"has had no room for 2 rollout worker(s) of {{'CPU': 1.0}} each for {seconds} s" in errors
+    assert not [process for process in psutil.process_iter() if works_in(process, str(run_dir))]
 
 
 @pytest.mark.skipif(not can_hide(), reason="no mounts of its own here")

@@ -108,34 +108,35 @@ class RayPlaces:
         why_here, group = options.why_here(name, config), None
         deadline = asyncio.get_running_loop().time() + options.start_seconds
         try:
-            while wanted:
-                try:
-                    await self._connection.check_head()  # else Ray's functions wait for it
-                except ConnectionError as error:
-                    raise RunError(str(error)) from error
-                self.check_open()
-                if left := self._take_free(name, wanted):  # they may come free at any time, as workers leave
-                    self._remove(group)
-                    wanted, group = [each for each in wanted if each not in left], None
-                    continue
-                if group is None:
-                    group = import_ray().util.placement_group(
-                        [bundle for _, bundle in wanted],
-                        strategy=options.strategy(name),
-                        bundle_label_selector=options.labels(name, wanted, config, {_NODE_LABEL: self._connection.node}),
-                    )
-                with waiting(RAY_ROOM, workers=", ".join(spec.name for spec, _ in wanted)):
+            with waiting(RAY_ROOM, seconds=options.start_seconds) as wait:
+                while wanted:
+                    wait.facts["workers"] = ", ".join(spec.name for spec, _ in wanted)
+                    try:
+                        await self._connection.check_head()  # else Ray's functions wait for it
+                    except ConnectionError as error:
+                        raise RunError(str(error)) from error
+                    self.check_open()
+                    if left := self._take_free(name, wanted):  # they may come free at any time, as workers leave
+                        self._remove(group)
+                        wanted, group = [each for each in wanted if each not in left], None
+                        continue
+                    if group is None:
+                        group = import_ray().util.placement_group(
+                            [bundle for _, bundle in wanted],
+                            strategy=options.strategy(name),
+                            bundle_label_selector=options.labels(name, wanted, config, {_NODE_LABEL: self._connection.node}),
+                        )
                     is_there = await _in_thread(group.wait, ASK_SECONDS)
-                self.check_open()
-                if is_there:
-                    pool = _Pool(group, set(), name, [bundle for _, bundle in wanted])
-                    self._pools.append(pool)
-                    group = None
-                    for number, (spec, bundle) in enumerate(wanted):
-                        self._take(pool, number, spec, bundle)
-                    return
-                if asyncio.get_running_loop().time() > deadline:
-                    _say_no_room(name, [bundle for _, bundle in wanted], options.start_seconds, why_here)
+                    self.check_open()
+                    if is_there:
+                        pool = _Pool(group, set(), name, [bundle for _, bundle in wanted])
+                        self._pools.append(pool)
+                        group = None
+                        for number, (spec, bundle) in enumerate(wanted):
+                            self._take(pool, number, spec, bundle)
+                        return
+                    if asyncio.get_running_loop().time() > deadline:
+                        _say_no_room(name, [bundle for _, bundle in wanted], options.start_seconds, why_here)
         except ValueError as error:  # an amount of a kind of which it knows more than `options_of`
             raise UserError(
                 f"Ray has no such workers as {name} with {wanted[0][1]}: {first_sentence(error)}; change cluster.resources.{name}"
