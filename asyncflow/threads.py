@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import queue
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,6 +26,8 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 PLACE_LINES: Final = 5
+CHECKPOINT_FILES: Final = "checkpoint"
+"""Name of a thread that is at a checkpoint's files, see `at_files`."""
 EXIT_SECONDS: Final = 2.0
 """Seconds that an interpreter which ends gives a thread to end, too: one that is cut off in the middle of C++ takes the process
 with it, by SIGABRT ("terminate called without an active exception")."""
@@ -87,13 +90,7 @@ class ComputeThread:
     @property
     def place(self) -> str:
         """Name of the thread and the innermost lines that it is at, the innermost last; empty while nothing is computed."""
-        frame = sys._current_frames().get(self._thread.ident or 0) if self._is_busy else None
-        lines: list[str] = []
-        while frame is not None and len(lines) < PLACE_LINES and frame.f_code is not ComputeThread._loop.__code__:
-            code = frame.f_code
-            lines.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
-            frame = frame.f_back
-        return f"{self._thread.name}: {' > '.join(reversed(lines))}" if lines else ""
+        return _place(self._thread.name, self._thread.ident or 0) if self._is_busy else ""
 
     def close(self) -> None:
         """End the thread after the calls already handed in."""
@@ -121,9 +118,34 @@ class ComputeThread:
 _living: weakref.WeakSet[ComputeThread] = weakref.WeakSet()
 
 
+_at_files: dict[int, str] = {}  # names of what threads do that may hang with a disk, by the thread
+
+
+@contextlib.contextmanager
+def at_files(name: str) -> Iterator[None]:
+    """Context of work of this thread with files, which a disk may hold up: `places` tells of it, by this name."""
+    ident = threading.get_ident()
+    _at_files[ident] = name
+    try:
+        yield
+    finally:
+        del _at_files[ident]
+
+
 def places() -> list[str]:
-    """Places of this process's compute threads that compute now, see `ComputeThread.place`."""
-    return sorted(place for thread in list(_living) if (place := thread.place))
+    """Places of this process's threads that compute now, see `ComputeThread.place`, or are at files."""
+    found = [thread.place for thread in list(_living)] + [_place(name, ident) for ident, name in list(_at_files.items())]
+    return sorted(filter(None, found))
+
+
+def _place(name: str, ident: int) -> str:
+    """A name for a thread, and the innermost lines that it is at, the innermost last; empty for one that is not there."""
+    frame, lines = sys._current_frames().get(ident), list[str]()
+    while frame is not None and len(lines) < PLACE_LINES and frame.f_code is not ComputeThread._loop.__code__:
+        code = frame.f_code
+        lines.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
+        frame = frame.f_back
+    return f"{name}: {' > '.join(reversed(lines))}" if lines else ""
 
 
 def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

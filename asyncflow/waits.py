@@ -310,7 +310,7 @@ SERVER: Final = _wait(
 )
 SERVER_START: Final = _wait(
     "vLLM start",
-    "a vLLM server that serves",
+    "a vLLM server that serves: {servers}",
     "engines/rollout/vllm/servers.py:ServerPool.least_loaded ServerHandle.until_lost"
     " engines/rollout/vllm/hosts.py:OwnServer.__init__",
     ends="start_seconds of rollout.engine (600 s)",
@@ -336,11 +336,11 @@ COLLECTIVE: Final = _wait(
 )
 CHECKPOINT: Final = _wait(
     "checkpoint",
-    "checkpoint {version} to be on the disk",
+    "files of checkpoint {version} to be written, in {folder}",
     "run/state/saving.py:CheckpointWriter._written_files CheckpointWriter._written CheckpointWriter.written"
     " run/records/record.py:RunRecord.__init__",
-    ends="WRITE_SECONDS (600 s)",
 )
+CHECKPOINT_WHOLE: Final = _wait("whole checkpoint", "the driver to make checkpoint {version} whole, in {folder}")
 WORK_AT_ONCE: Final = _wait("room for work", "work of its own to end, so that there is room for more", "loops/tasks.py:serve")
 OUTSIDE: Final = _wait(
     "outside",

@@ -19,8 +19,10 @@ import psutil
 from asyncflow.control.ledger.step_state import StepState
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.run.driver import Driver
+from asyncflow.telemetry.hub import LONG_SECONDS
 from asyncflow.telemetry.situation import UNKNOWN, SeenGroup, SeenStep, SeenWorker, Situation
 from asyncflow.telemetry.why import GONE
+from asyncflow.threads import places
 from asyncflow.waits import LEASE, PROCESS, OpenWait, OpenWaits
 
 SECONDS: Final = 1.0
@@ -66,6 +68,7 @@ class Situations:
             open_steps=self._open_steps(now, looks=looks),
             queue={task: controller.table.counts() for task, controller in driver.transfer_queue.controllers.items()},
             waits=[*self._waits.now(now), *driver.signal.open_waits(now), *self._asked(now)],
+            threads=places() if idle >= LONG_SECONDS else [],
             ended=ended,
         )
 

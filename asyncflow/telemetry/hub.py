@@ -42,8 +42,8 @@ class WorkerState(msgspec.Struct, frozen=True):
 
     `why_not_deterministic`: why its engine may not make a lost response again exactly; empty if it does. `reward_failures`: by
     kind, since the worker began; `num_scored`: responses that got a reward; `own_metrics`: of scorers, since the last report.
-    `waits`: the oldest ones that are open; `threads`: where its compute threads are, if its lane has been in one state for some
-    seconds.
+    `waits`: the oldest ones that are open; `threads`: where its threads are that compute, or are at files, if its lane has been in
+    one state for some seconds.
     """
 
     worker: str
@@ -210,7 +210,7 @@ class Reporter:
         rss = self._process.memory_info().rss
         now = self._clock()
         open_waits = self._waits.now(asyncio.get_running_loop().time())
-        threads = places() if task != "wait" and now - since >= LONG_SECONDS else []
+        threads = places() if (task != "wait" or cause == "checkpoint") and now - since >= LONG_SECONDS else []
         certified = self.why_not_deterministic, dict(self.reward_failures), self.num_scored, self.own_metrics
         self.own_metrics = {}
         state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, now, rss, *certified, open_waits, threads)

@@ -85,7 +85,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `idle`: since something has last moved. `published`: the newest version, `published_seconds` ago. `limits`: seconds by
     configuration key. `queue`: rows by task and state. `waits`: of the driver, and requests of others (`who`) that are parked
     there. `ended`: why the run has ended; empty while it goes on. `is_held`: a user who drives the run by hand, or works for it
-    from outside, is waited for.
+    from outside, is waited for. `threads`: where the driver's threads are that are at files, if nothing has moved for some
+    seconds.
     """
 
     run: str
@@ -104,6 +105,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     open_steps: list[SeenStep] = []
     queue: dict[str, dict[str, int]] = {}
     waits: list[OpenWait] = []
+    threads: list[str] = []
     ended: str = ""
 
 

@@ -10,18 +10,20 @@ Each link names the one behind it; the last one is the cause. A circle of waits 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from asyncflow.telemetry.idle import WAIT
 from asyncflow.telemetry.situation import DONE, LEASED, READY, UNKNOWN, SeenGroup, SeenStep, SeenWorker, Situation
+from asyncflow.threads import CHECKPOINT_FILES
 from asyncflow.waits import (
     ALL_SERVE,
     CANDIDATES,
     CAPACITY,
     CHECKPOINT,
+    CHECKPOINT_WHOLE,
     CONSUMED,
     CRITIC_VERSION,
     EVALUATIONS,
@@ -58,7 +60,8 @@ TRAINER: Final = "trainer"
 CRITIC: Final = "critic"
 STALL: Final = "run.stall_timeout_seconds"
 _LEASES: Final = "queue.lease_seconds"
-_BACKGROUND: Final = frozenset(wait.name for wait in (FETCH, PULL, PUBLISHING, CHECKPOINT))
+_CHECKPOINTS: Final = frozenset((CHECKPOINT.name, CHECKPOINT_WHOLE.name))
+_BACKGROUND: Final = _CHECKPOINTS | {FETCH.name, PULL.name, PUBLISHING.name}
 """Waits beside a lane that works."""
 _POOLS: Final = {"rollout": "rollout", "evaluate": "evaluator", "train": TRAINER, "critic_update": CRITIC}
 """Pool of workers that works for a task, where it has another name."""
@@ -234,18 +237,33 @@ class _Chain:
 
     def _held_up(self, worker: SeenWorker, wait: OpenWait) -> Iterator[Link]:
         """A worker in an open wait, and the storage unit that it waits for if that is off."""
+        if wait.name in _CHECKPOINTS:
+            yield from self._of_files(worker, wait)
+            return
         link, unit = self._open(worker.name, wait), self._workers.get(f"storage/{wait.facts.get('unit')}")
         off = self._off(unit) if unit is not None and wait.name == UNIT.name else None
         yield link if off is None else msgspec.structs.replace(link, on=off.subject)
         if off is not None:
             yield off
 
-    def _open(self, name: str, wait: OpenWait) -> Link:
-        """An open wait, which is the cause as far as the run knows."""
+    def _of_files(self, worker: SeenWorker, wait: OpenWait) -> Iterator[Link]:
+        """A worker that waits for a checkpoint: for files that it writes, or for what the driver does with them."""
+        link = self._open(worker.name, wait, worker.threads)
+        of_driver = next((each for each in self._at.waits if (each.name, each.facts) == (CHECKPOINT.name, wait.facts)), None)
+        if wait.name == CHECKPOINT.name or of_driver is None:
+            yield link
+            return
+        yield msgspec.structs.replace(link, on="driver")
+        yield self._open("the driver", of_driver, self._at.threads)
+
+    def _open(self, name: str, wait: OpenWait, threads: Sequence[str] = ()) -> Link:
+        """An open wait, which is the cause as far as the run knows. `threads`: of which those are told that it may be for."""
         moved = ""
         if wait.name in (FETCH.name, PULL.name):
             still = wait.seconds if wait.still is None else wait.still
             moved = f": {wait.moved} bytes have come, none for {_s(still)}"
+        if wait.name == CHECKPOINT.name and (places := [each for each in threads if each.startswith(CHECKPOINT_FILES)]):
+            moved = f", in thread {'; '.join(places)}"
         if wait.facts.get("state"):
             moved = f", which is {wait.facts['state']}"
         ends = WAITS[wait.name].ends
@@ -398,8 +416,9 @@ class _Chain:
 
 def _culprit(worker: SeenWorker) -> OpenWait | None:
     """The open wait that a worker's lane is held up by: the oldest one; of those in its background only while the lane waits, and
-    of a fetch the bytes that it waits for."""
-    waits = [wait for wait in worker.waits if wait.name not in _BACKGROUND]
+    of a fetch the bytes that it waits for. A checkpoint that is due waits for the one before."""
+    beside = _BACKGROUND if worker.task != "checkpoint" else _BACKGROUND - _CHECKPOINTS
+    waits = [wait for wait in worker.waits if wait.name not in beside]
     if not waits and worker.task == WAIT:
         waits = sorted(worker.waits, key=lambda wait: wait.name != PULL.name)
     return waits[0] if waits else None

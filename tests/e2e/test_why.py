@@ -179,7 +179,74 @@ def test_a_vllm_server_that_is_stopped_is_named(long: Long, tmp_path: Path, back
     for process in processes_of(run_dir):
         if any(word.endswith("fake_vllm.py") for word in words_of(process)):
             stop(process.pid)
-    named(run_dir, command, r"trainer/0 waits for group \d+", r"rollout/0 waits for vLLM.*, since [\d.]+ s")  # or for its update
+    named(run_dir, command, r"trainer/0 waits for group \d+", r"rollout/0 waits for vLLM 0, since [\d.]+ s")
+
+
+@deep
+def test_a_vllm_server_that_is_dead_is_named_until_it_has_come_back(long: Long, tmp_path: Path, background: Background) -> None:
+    python = fake_python(tmp_path)
+    config, run_dir = long(rollout={"engine": {"name": "vllm", "python": str(python)}})
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    serves, comes = python.read_text(), tmp_path / "comes"
+    comes.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit\nwhile [ ! -e {tmp_path / "may-serve"} ]; do sleep 0.1; done\n{serves}')
+    comes.chmod(0o700)
+    comes.replace(python)  # from now on servers come, and do not serve
+    for process in processes_of(run_dir):
+        if any(word.endswith("fake_vllm.py") for word in words_of(process)):
+            process.kill()
+    lost = r"rollout/0 waits for a vLLM server that serves: vLLM 0 was lost \(.*\), since [\d.]+ s"
+    named(run_dir, command, r"trainer/0 waits for group \d+", rf"{lost} \[at the latest until: start_seconds of rollout.engine")
+    num_steps = len(rows(run_dir / "metrics.jsonl"))
+    (tmp_path / "may-serve").touch()
+    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) > num_steps + 1, command)
+
+
+FILES = {
+    "trainer/0": ("trainer/shard-00001-model-00001-of-00001.safetensors", r"trainer/0 waits for {files}{thread}"),
+    "the driver": (
+        "driver.msgpack",
+        r"trainer/0 waits for the driver to make checkpoint 4 whole, .*\n +the driver waits for {files}{thread}",
+    ),
+}
+
+
+@deep
+@pytest.mark.parametrize("writer", FILES)
+def test_a_disk_that_hangs_under_a_checkpoint_is_named_by_the_file_operation(
+    writer: str, long: Long, background: Background
+) -> None:
+    """A pipe that nobody reads lies where a file is to be written: whoever opens it stands in the kernel, as with a dead disk."""
+    config, run_dir = long(checkpoint={"every_steps": 4})
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "now.json").exists(), command)  # what lay there before is removed by then
+    name, chain = FILES[writer]
+    folder = run_dir / "checkpoints" / "step-000004.partial"
+    (folder / name).parent.mkdir(parents=True)
+    os.mkfifo(folder / name)
+    files = rf"files of checkpoint 4 to be written, in {folder}, since [\d.]+ s"
+    said = named(run_dir, command, chain.format(files=files, thread=r", in thread checkpoint: .* > open \(pathlib.py:\d+\)"))
+    assert ": 8 of 400 steps are committed" in said  # at the checkpoint after it
+    assert re.search(r"open \(pathlib.py:\d+\) \[at the latest until: run.stall_timeout_seconds \(600 s\)\]$", said, re.MULTILINE)
+    os.close(os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK))  # it goes on
+
+
+@deep
+def test_a_disk_that_hangs_under_the_situation_is_named_by_the_age_of_its_file(long: Long, background: Background) -> None:
+    config, run_dir = long()
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    wait_for(lambda: _is_made(run_dir / "now.json.partial"), command)
+    num_steps = len(rows(run_dir / "metrics.jsonl"))
+    named(run_dir, command, rf"its driver \(process {command.pid}, \w+\) has written nothing for \d+ s")
+    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) > num_steps + 1, command)  # nothing else waits for it
+
+
+def _is_made(pipe: Path) -> bool:
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(pipe)
+        return True
+    return False
 
 
 @deep

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 
-from asyncflow.threads import ComputeThread
+from asyncflow.threads import ComputeThread, at_files, places
 from tests.patience import patience
 
 
@@ -109,3 +111,19 @@ def test_an_interpreter_that_ends_waits_for_a_computation_but_not_for_ever(secon
         [sys.executable, "-c", SCRIPT, str(seconds)], capture_output=True, text=True, timeout=patience(30), check=True
     )
     assert done.stdout == said
+
+
+async def test_a_thread_at_files_tells_where_it_is_until_it_is_done(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+
+    def write() -> None:
+        with at_files("notes"):
+            pipe.write_text("words")
+
+    writing = asyncio.create_task(asyncio.to_thread(write))
+    while not (found := places()):
+        await asyncio.sleep(0.01)
+    assert len(found) == 1 and found[0].startswith("notes: ") and "write (test_threads.py:" in found[0]
+    assert await asyncio.to_thread(pipe.read_text) == "words"
+    await writing
+    assert places() == []

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncflow.engines.cuts import cut_by_size
 from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.threads import CHECKPOINT_FILES, at_files
 from asyncflow.types import RunError
 
 FILE_BYTES: Final = 1 << 30
@@ -128,11 +129,12 @@ class StateWriter:
     def _write(self, staged: dict[str, Tensor], folder: Path, written: Future[None]) -> None:
         try:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                if staged:
-                    storage = _RankWriter(str(folder), self._rank, _file_numbers(staged))
-                    _expect_no_group()
-                    save(staged, storage_writer=storage, no_dist=True)
+                with at_files(CHECKPOINT_FILES):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    if staged:
+                        storage = _RankWriter(str(folder), self._rank, _file_numbers(staged))
+                        _expect_no_group()
+                        save(staged, storage_writer=storage, no_dist=True)
             except BaseException as error:
                 if self._rank:
                     with contextlib.suppress(OSError):  # a full disk may have room for the marker's name, and none for the reason

@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,16 +43,19 @@ from asyncflow.run.state.driver_state import TRAINER_DIR, DriverState, as_saved,
 from asyncflow.run.state.memory_pace import MAX_SHARE, MemoryPace
 from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.spans import Recorder
+from asyncflow.threads import CHECKPOINT_FILES, at_files
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import remote
 from asyncflow.types import Array, Batch, CheckpointPlace, Ragged, RunError, Values
-from asyncflow.waits import CHECKPOINT, CRITIC_PART, waiting
+from asyncflow.waits import CHECKPOINT, CHECKPOINT_WHOLE, CRITIC_PART, waiting
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import held
 
 if TYPE_CHECKING:
     from asyncflow.run.in_worker.connection import JobFile
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _COPIED_BYTES: Final = 1 << 20  # at once
 _Key = tuple[CheckpointPlace, int]  # of a checkpoint that is under way: its place and version
 
@@ -197,7 +200,10 @@ class CheckpointCoordinator:
         if not why:
             try:
                 await self._record.rows.finished(version)
-                for trouble in await asyncio.to_thread(self._places[place].commit, version):
+                checkpoints = self._places[place]
+                with waiting(CHECKPOINT, version=version, folder=str(checkpoints.partial(version))):
+                    troubles = await _at_files(checkpoints.commit, version)
+                for trouble in troubles:
                     self._log(trouble)
             except (OSError, RunError) as error:
                 why = _why(error) if isinstance(error, OSError) else str(error)
@@ -244,7 +250,9 @@ class CheckpointCoordinator:
         rows = [] if self._is_made_again_exactly() else await self._completed(steps)
         if place == "disk":
             self._kept = {row for batch in rows for row in batch.indices.tolist()}
-        await asyncio.to_thread(write_driver, self._places[place].partial(version), state, rows)
+        folder = self._places[place].partial(version)
+        with waiting(CHECKPOINT, version=version, folder=str(folder)):
+            await _at_files(write_driver, folder, state, rows)
 
     def _loses_rows(self) -> bool:
         """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier attempt."""
@@ -366,11 +374,11 @@ class CheckpointWriter:
         """Wait for the files. Returns why they could not be written; "" if they were."""
         whys = []
         for part in (
-            asyncio.to_thread(_write_all, folder, older),
+            _at_files(_write_all, folder, older),
             is_written,
         ):  # first what the next publish may want to write over
             try:
-                with waiting(CHECKPOINT, version=version):
+                with waiting(CHECKPOINT, version=version, folder=str(folder)):
                     await part
             except (OSError, RunError) as error:
                 whys.append(error.strerror or str(error) if isinstance(error, OSError) else str(error))
@@ -381,7 +389,18 @@ class CheckpointWriter:
         if self._part == CRITIC_DIR:
             await self._saves.critic_written(version, why, place)
         elif self._is_first:
-            await self._saves.written(version, place, held_seconds, why)
+            with waiting(CHECKPOINT_WHOLE, version=version, folder=str(self._places[place].partial(version))):
+                await self._saves.written(version, place, held_seconds, why)
+
+
+async def _at_files(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Call it in a thread that tells where it is, should the disk hang."""
+
+    def call() -> T:
+        with at_files(CHECKPOINT_FILES):
+            return function(*args, **named)
+
+    return await asyncio.to_thread(call)
 
 
 def _why(error: OSError) -> str:

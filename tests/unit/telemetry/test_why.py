@@ -59,6 +59,8 @@ def test_the_chain_of_the_page() -> None:
 
 
 PROCESS = OpenWait(name=waits.PROCESS.name, seconds=41.0, left=19.0, facts={"process": "reward worker", "pid": 99})
+FILES = parked(waits.CHECKPOINT, version=7, folder="here")
+AT_FILES = "checkpoint: write_driver (driver_state.py:118) > open (pathlib.py:1044)"
 CAUSES: dict[str, tuple[Situation, list[str], str]] = {
     "a process that SIGSTOP has stopped": (
         situation(worker("trainer/0"), worker("rollout/3", "generate", pid=17, process="stopped"), group=leased("rollout/3")),
@@ -142,10 +144,10 @@ CAUSES: dict[str, tuple[Situation, list[str], str]] = {
     "a dead vLLM": (
         situation(
             worker("trainer/0"),
-            worker("rollout/3", "generate", waits=[parked(waits.SERVER_START)]),
+            worker("rollout/3", "generate", waits=[parked(waits.SERVER_START, servers="vLLM 0 was lost (it has ended)")]),
             group=leased("rollout/3"),
         ),
-        [WAITS, HAS, "rollout/3 waits for a vLLM server that serves, since 41 s"],
+        [WAITS, HAS, "rollout/3 waits for a vLLM server that serves: vLLM 0 was lost (it has ended), since 41 s"],
         "start_seconds of rollout.engine (600 s)",
     ),
     "a vLLM that does not answer": (
@@ -173,9 +175,21 @@ CAUSES: dict[str, tuple[Situation, list[str], str]] = {
         "run.stall_timeout_seconds (300 s)",
     ),
     "a disk that hangs under a checkpoint": (
-        situation(worker("trainer/0", cause="checkpoint", waits=[parked(waits.CHECKPOINT, version=7)]), parked_waits=[]),
-        ["trainer/0 waits for checkpoint 7 to be on the disk, since 41 s"],
-        "WRITE_SECONDS (600 s)",
+        situation(worker("trainer/0", "checkpoint", waits=[FILES], threads=[AT_FILES, "trainer: loss (loss.py:12)"])),
+        [f"trainer/0 waits for files of checkpoint 7 to be written, in here, since 41 s, in thread {AT_FILES}"],
+        "run.stall_timeout_seconds (300 s)",
+    ),
+    "a disk that hangs under the driver's part of a checkpoint": (
+        situation(
+            worker("trainer/0", cause="checkpoint", waits=[parked(waits.CHECKPOINT_WHOLE, **FILES.facts)]),
+            parked_waits=[parked(waits.CHECKPOINT, version=6, folder="there"), FILES],
+            threads=[AT_FILES],
+        ),
+        [
+            "trainer/0 waits for the driver to make checkpoint 7 whole, in here, since 41 s",
+            f"the driver waits for files of checkpoint 7 to be written, in here, since 41 s, in thread {AT_FILES}",
+        ],
+        "run.stall_timeout_seconds (300 s)",
     ),
     "receivers that do not take part in a publication": (
         situation(worker("trainer/0", cause="publish", waits=[parked(waits.PUBLISHING, version=7)]), parked_waits=[]),
@@ -221,7 +235,7 @@ def test_a_cause_is_named_with_its_deadline(cause: str) -> None:
 
 
 def test_background_waits_are_not_what_holds_up_a_lane_that_works() -> None:
-    publishes = worker("trainer/0", "forward_backward", waits=[parked(waits.PUBLISHING, version=7)])
+    publishes = worker("trainer/0", "forward_backward", waits=[parked(waits.PUBLISHING, version=7), FILES])
     assert sentence(situation(publishes)).startswith("trainer/0 is in forward_backward, since 41 s (")
     scoring = [OpenWait(name=waits.PROCESS.name, seconds=0.2, facts=PROCESS.facts)]
     seen = situation(worker("trainer/0"), worker("rollout/3", "generate", waits=scoring), group=leased("rollout/3"))

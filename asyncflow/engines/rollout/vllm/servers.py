@@ -58,6 +58,7 @@ class ServerHandle:
         when the server is to be had again, or is lost for good."""
         self.host = host
         self.is_up = False
+        self.why_down = f"{host.name} has not come yet"  # as long as it is not up
         self.error: RunError | None = None  # lost for good
         self.outstanding_tokens = 0
         self.num_outstanding = 0
@@ -172,7 +173,7 @@ class ServerHandle:
         """The server is of no use any more, as was seen after its start number `start`. Has it brought back in the background."""
         if not self.is_up or start != self.num_starts or self._is_closed:
             return
-        self.is_up = False
+        self.is_up, self.why_down = False, f"{self.host.name} was lost ({why})"
         asked, self._asked = self._asked, set()
         for limit in asked:
             limit.reschedule(asyncio.get_running_loop().time())
@@ -317,7 +318,7 @@ class ServerPool:
             errors = [instance.error for instance in self.instances if instance.error is not None]
             if len(errors) == len(self.instances):
                 raise errors[-1]
-            with waiting(SERVER_START):
+            with waiting(SERVER_START, servers="; ".join(instance.why_down for instance in self.instances)):
                 await self._changed.wait()
 
     async def close(self) -> None:
