@@ -8,10 +8,13 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, write_situation
+from asyncflow.waits import ROUND, OpenWait
 from tests.e2e.commands import wait_for
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
@@ -23,6 +26,9 @@ _spec = importlib.util.spec_from_file_location("synthetic_run", _path)
 assert _spec is not None and _spec.loader is not None
 synthetic_run = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(synthetic_run)
+
+
+WAITERS = {"trainer/0": "rows", "trainer/1": "leader", "trainer/2": "leader", "rollout/3": "prompts"}
 
 
 @contextmanager
@@ -84,6 +90,40 @@ def test_a_token_is_told_to_the_keyboard_a_screen_reader_and_a_finger(tmp_path, 
         assert "entropy 0.5" in told.inner_text()
         box, of = told.bounding_box(), card.locator(".token").nth(1).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 400 and abs(box["y"] - of["y"]) < 250  # beside it
+        assert complaints == []
+
+
+def test_waits_are_a_graph_from_each_to_the_cause_with_their_deadlines(tmp_path, background):
+    synthetic_run.write_run(tmp_path / "one")
+    workers = [SeenWorker(name=name, task="wait", cause=cause, seconds=41.0, silence=0.1) for name, cause in WAITERS.items()]
+    group = SeenGroup(group=412, task="rollout", rows=4, state="leased", holder="rollout/3", seconds=41.0, left=101.0)
+    step = SeenStep(topic="train", step=7, groups=[group], lacking=1)
+    asked = OpenWait(name=ROUND.name, worker="trainer/0", seconds=41.0, facts={"step": 7, "number": 1})
+    known = {"run": "one", "time": 0.0, "pid": 1, "host": "h", "committed": 7, "steps": 9, "idle": 41.0}
+    limits = {"run.stall_timeout_seconds": 300.0, "queue.lease_seconds": 120.0}
+    seen = Situation(**known, limits=limits, workers=workers, open_steps=[step], waits=[asked])
+    write_situation(tmp_path / "one", seen)
+    with opened(background, tmp_path / "one") as (page, complaints):
+        graph = page.get_by_role("region", name="Who waits for whom")
+        graph.wait_for()
+        words = [box.inner_text().splitlines() for box in graph.locator(".wait").all()]
+        assert [texts[0].split(" waits")[0].split(" follows")[0] for texts in words] == [
+            "trainer/1",
+            "trainer/2",
+            "trainer/0",
+            "rollout/3 has it for task rollout, since 41 s",
+            "Cause rollout/3",
+        ]
+        assert all(texts[-1].startswith("until ") and " s)" in texts[-1] for texts in words)
+        assert words[3][-1] == "until queue.lease_seconds (120 s), in 101 s, unless it renews"
+        assert graph.get_by_role("listitem").count() == 5
+        for width, along, across in ((1400, "x", "width"), (400, "y", "height")):  # the arrows lead to the right, or down
+            page.set_viewport_size({"width": width, "height": 800})
+            first, second, *path = [box.bounding_box() for box in graph.locator(".wait").all()]
+            assert second["y"] >= first["y"] + first["height"]  # two wait for the same
+            for before, after in pairwise([second, *path]):
+                assert after[along] >= before[along] + before[across] + 10
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert complaints == []
 
 
