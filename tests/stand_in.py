@@ -6,8 +6,9 @@
 A tensor of it holds one of the CPU, so numbers are real, and results can be compared to the bit with a run on the CPU. What an
 accelerator refuses is refused here: an operation on tensors of both sides (but for numbers on the host, which PyTorch passes on), a
 tensor that is read by numpy. Counted are reads (the host waits for the device and takes something from it: `.cpu()`, `.item()`, and
-operations whose shape depends on numbers on the device), and uploads. Not there: streams, pinned memory, and asynchrony itself, so
-that what is read too early is right here; the classes of `torch_npu` that are asked for are stand-ins, too.
+operations whose shape depends on numbers on the device), and uploads. What is read too early is wrong, or refused: streams, events,
+pinned memory and copies that nobody has waited for are in tests/stand_in_streams.py. The classes of `torch_npu` that are asked for
+are stand-ins, too.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from asyncflow.engines.train import one_rank
-from asyncflow.engines.train.device_weights import CopyStream
+from tests import stand_in_streams
+from tests.stand_in_streams import WORK, Stream, current_stream
 
 KIND: Final = "npu"
 aten = torch.ops.aten
@@ -104,6 +105,8 @@ class OnDevice(Tensor):
     def tolist(self) -> Any:
         """Numbers on the host, which PyTorch does not give of a subclass by itself."""
         TRAFFIC.read("tolist")
+        WORK.access("tolist", [self.numbers], [])
+        WORK.finish(current_stream().clock)
         return self.numbers.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -125,21 +128,47 @@ def _compute(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return made
     if strangers := [each for each in tensors if not isinstance(each, OnDevice) and each.dim()]:
         raise RuntimeError(f"{operation} has tensors of both sides: one of shape {tuple(strangers[0].shape)} is on the host")
-    if operation in _READS or (operation in (aten.index.Tensor, aten.index_put_.default) and _has_mask(args[1])):
+    waits = operation in _READS or (operation in (aten.index.Tensor, aten.index_put_.default) and _has_mask(args[1]))
+    if waits:
         TRAFFIC.read(operation)
     to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     found = operation(*_inner(args), **_inner(_on_cpu(kwargs)))
-    return _same(operation, args, kwargs, found if to_host else _outer(found))
+    if to_host:
+        return WORK.pin(found) if kwargs.get("pin_memory") else found
+    _note(operation, args, kwargs, tensors, found)
+    if waits:
+        WORK.finish(current_stream().clock)
+    return _same(operation, args, kwargs, _outer(found))
+
+
+def _note(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], found: Any) -> None:
+    """Tell of the memory that an operation has touched."""
+    if any(kind.alias_info is not None and not kind.alias_info.is_write for kind in operation._schema.returns):
+        return  # a view
+    given = [each.numbers for each in tensors if isinstance(each, OnDevice)]
+    written: list[Tensor] = []
+    for tensor in _written(operation, args, kwargs).values():
+        tree_map(lambda each: written.append(each.numbers) if isinstance(each, OnDevice) else None, tensor)
+    places, new = {each.untyped_storage().data_ptr() for each in given}, list[Tensor]()
+    tree_map(
+        lambda each: new.append(each) if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in places else None,
+        found,
+    )
+    WORK.access(operation, given, written, new)
+
+
+def _written(operation: Any, args: Any, kwargs: dict[str, Any]) -> dict[frozenset[str], Any]:
+    """Arguments that an operation writes to, by the names that its schema has for their memory."""
+    return {
+        frozenset(argument.alias_info.before_set): kwargs.get(argument.name) if argument.name in kwargs else args[number]
+        for number, argument in enumerate(operation._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and (argument.name in kwargs or number < len(args))
+    }
 
 
 def _same(operation: Any, args: Any, kwargs: dict[str, Any], found: Any) -> Any:
     """What an operation returns: of what it has written to, the very tensors that it was given."""
-    schema = operation._schema
-    written = {
-        frozenset(argument.alias_info.before_set): kwargs.get(argument.name) if argument.name in kwargs else args[number]
-        for number, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write and (argument.name in kwargs or number < len(args))
-    }
+    schema, written = operation._schema, _written(operation, args, kwargs)
     for tensor in written.values():
         for each in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
             if isinstance(each, OnDevice) and (each.shape, each.stride()) != (each.numbers.shape, each.numbers.stride()):
@@ -159,18 +188,33 @@ def _copy(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         (source,) = args
         asked = kwargs.get("device")
         is_to_device = isinstance(source, OnDevice) if asked is None else torch.device(asked).type == KIND
-        if not is_to_device:
-            TRAFFIC.read(operation)
         found = operation(*_inner(args), **_on_cpu(kwargs))
+        _count(operation, found if not is_to_device else OnDevice(found), source, is_late=kwargs.get("non_blocking", False))
         return OnDevice(found) if is_to_device else found
     targets, sources = (each if isinstance(each, (list, tuple)) else [each] for each in args[:2])
+    is_late = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     for target, source in zip(targets, sources, strict=True):
-        if isinstance(source, OnDevice) and not isinstance(target, OnDevice):
-            TRAFFIC.read(operation)
-        elif isinstance(target, OnDevice) and not isinstance(source, OnDevice):
-            TRAFFIC.upload(operation)
-    operation(*_inner(args), **kwargs)
+        _count(operation, target, source, is_late=is_late)
+    if not is_late or isinstance(targets[0], OnDevice):
+        operation(*_inner(args), **kwargs)
     return args[0] if operation is aten.copy_.default else None
+
+
+def _count(operation: Any, target: Tensor, source: Tensor, *, is_late: bool) -> None:
+    """Count a copy, and have it be late if nobody waits for it. A late one to the host is made by whoever waits for it."""
+    if isinstance(source, OnDevice) and isinstance(target, OnDevice):
+        WORK.access(operation, [source.numbers], [target.numbers])
+    elif isinstance(source, OnDevice) and is_late:
+        stand_in_streams.copy_to_host(operation, target, source.numbers)
+    elif isinstance(source, OnDevice):
+        TRAFFIC.read(operation)
+        WORK.access(operation, [source.numbers], [])
+        WORK.finish(current_stream().clock)
+    elif isinstance(target, OnDevice):
+        TRAFFIC.upload(operation)
+        WORK.access(operation, [], [target.numbers])
+        if is_late:
+            stand_in_streams.copy_from_host(source, operation)
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
@@ -195,16 +239,6 @@ def _has_mask(indices: Any) -> bool:
     return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
-class _Stream:
-    """The only stream: all that was asked for is done."""
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        TRAFFIC.read("synchronize")
-
-
 class _Module(_DummyBackendModule):
     """What PyTorch asks of `torch.npu`."""
 
@@ -221,13 +255,13 @@ class _Module(_DummyBackendModule):
         return nullcontext()
 
     def synchronize(self, device: Any = None) -> None:
-        TRAFFIC.read("synchronize")
+        stand_in_streams.synchronize()
 
-    def current_stream(self, device: Any = None) -> _Stream:
-        return _Stream()
+    def current_stream(self, device: Any = None) -> Stream:
+        return current_stream()
 
-    def stream(self, stream: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    def stream(self, stream: Stream) -> AbstractContextManager[Stream]:
+        return stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -295,23 +329,9 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal:
     return out, maxima.t(), sums.t()
 
 
-class _CopiesAtOnce(CopyStream):
-    """Copies to the host where there is no stream and no pinned memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        target.copy_(source)
-        return lambda: None
-
-
 def install() -> None:
     """Make the stand-in this process's accelerator."""
-    one_rank.CopyStream = _CopiesAtOnce  # type: ignore[misc]
+    stand_in_streams.install()
     hook, guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
     _setup_privateuseone_for_python_backend(KIND, _Module(), hook, guard)
     library = torch.library.Library("aten", "IMPL")

@@ -14,7 +14,8 @@ from typing import Literal, Unpack
 import numpy as np
 
 from asyncflow.algorithms import functional
-from asyncflow.algorithms.shared_advantages import DividedOptions, GroupRelativeLoss
+from asyncflow.algorithms.policy_loss import SharedOptions
+from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Advantages, Ragged, ScoredGroup, UserError
 
@@ -27,8 +28,9 @@ class GRPO(GroupRelativeLoss):
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.28,
+        advantage_epsilon: float = 1e-6,
         credit: Literal["episode", "turn"] = "episode",
-        **shared: Unpack[DividedOptions],
+        **shared: Unpack[SharedOptions],
     ) -> None:
         """`clip_high` above `clip_low` lets an unlikely token that did well grow further than one that did badly shrinks.
 
@@ -37,7 +39,7 @@ class GRPO(GroupRelativeLoss):
 
         Raises `UserError` if an option lies outside its range, or contradicts another.
         """
-        super().__init__(ClippedRatio(clip_low, clip_high), **shared)
+        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **shared)
         if credit not in ("episode", "turn"):
             raise UserError(f"algorithm.credit={credit!r} is none: take episode or turn")
         self.needs_turns = credit == "turn"

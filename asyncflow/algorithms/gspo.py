@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from asyncflow.algorithms.shared_advantages import DividedOptions, GroupRelativeLoss
+from asyncflow.algorithms.policy_loss import SharedOptions
+from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedSequenceRatio
 
 
@@ -24,8 +25,9 @@ class GSPO(GroupRelativeLoss):
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
-        **shared: Unpack[DividedOptions],
+        advantage_epsilon: float = 1e-6,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         """The clip range is the paper's (section 5.1). Raises `UserError` if an option lies outside its range."""
-        options: DividedOptions = {"loss_normaliser": "sequences", **shared}
-        super().__init__(ClippedSequenceRatio(clip_low, clip_high), **options)
+        options: SharedOptions = {"loss_normaliser": "sequences", **shared}
+        super().__init__(ClippedSequenceRatio(clip_low, clip_high), advantage_epsilon, **options)

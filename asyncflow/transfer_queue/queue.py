@@ -52,6 +52,7 @@ class TransferQueue:
         tasks: Sequence[str] | None = None,
         events: Mapping[str, TaskEvents] | None = None,
         unit_options: UnitOptions = AS_USUAL,
+        patience_seconds: float = 60.0,
         credentials: Credentials | None = None,
         owner: QueueOwner | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class TransferQueue:
             "queue",
             here=self._here,
             credentials=credentials,
+            patience_seconds=patience_seconds,
             known=self.directory.current,
         )
         self.controllers: dict[str, Controller] = {}

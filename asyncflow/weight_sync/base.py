@@ -95,8 +95,7 @@ class WeightSender(Protocol):
         ...
 
     def retain(self, versions: Collection[int]) -> None:
-        """Keep these of the versions that are available now (`max_retained` at most), until the next call names others: called
-        before each `publish`, with what `PolicyVersions` needs still."""
+        """Keep these of the versions that are available now (`max_retained` at most), until the next call names others."""
         ...
 
     async def close(self) -> None:

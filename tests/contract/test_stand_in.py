@@ -4,11 +4,12 @@ is a number how often the host waits for the device."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 
+from asyncflow.engines.train.device_weights import HostCopies
 from asyncflow.engines.train.model import attention
-from asyncflow.types import LoraSpec
+from asyncflow.types import LoraSpec, TensorSpec
 from tests.conftest import MODEL
 from tests.depth import deep
 from tests.patience import patience
 from tests.stand_in import KIND, TRAFFIC, install
+from tests.stand_in_streams import WORK, RaceError
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.engines.train.training import ModelPath, Sum, hold_back, policy_gradient, torch_engine, weights_of
@@ -67,11 +70,68 @@ def test_it_refuses_what_a_device_refuses_and_counts_what_waits(own: Processes) 
     assert seen["reads"] == 5 and seen["uploads"] == 1
 
 
-def trained(path: Path, device: str) -> dict[str, Any]:
+def asynchrony() -> dict[str, Any]:
+    """What is there too late, what is refused, and that it helps to wait."""
+    stream, default = torch.Stream(torch.device(KIND)), torch.accelerator.current_stream()
+    there = torch.tensor([1.0, 2.0, 3.0, 4.0], device=KIND)
+    host, source = torch.empty(4, pin_memory=True), torch.empty(4, pin_memory=True).fill_(1)
+    refused: list[str] = []
+
+    def copied(wait: Callable[[], object]) -> list[bool]:
+        """Whether a copy is there at once, when what lay before it is waited for, and when it is."""
+        stream.wait_stream(default)
+        before = stream.record_event()
+        with stream:
+            host.copy_(there, non_blocking=True)
+        waits: list[Callable[[], object]] = [lambda: None, before.synchronize, wait]
+        return [(each(), host.tolist() == [1.0, 2.0, 3.0, 4.0])[1] for each in waits]
+
+    def reads_too_early() -> None:
+        fresh = there + 1
+        with stream:
+            host.copy_(fresh, non_blocking=True)
+
+    def writes_too_early() -> None:
+        stream.wait_stream(default)
+        with stream:
+            host.copy_(there, non_blocking=True)
+        there.add_(1)
+
+    def changes_what_is_uploaded() -> None:
+        there.copy_(source, non_blocking=True)
+        source.add_(1)
+        there.cpu()
+
+    waits = [lambda: stream.record_event().synchronize(), stream.synchronize, torch.accelerator.synchronize]
+    late = [copied(wait) for wait in waits]
+    early = there.to("cpu", non_blocking=True)
+    late.append([early.isfinite().any().item()] * 2 + [there.tolist() == early.tolist()])
+    for wrong in (reads_too_early, writes_too_early, changes_what_is_uploaded):
+        try:
+            wrong()
+        except RaceError as error:
+            refused.append(str(error))
+        torch.accelerator.synchronize()
+    there.copy_(torch.ones(4))  # whoever waits may read and write
+    stream.wait_stream(default)
+    with stream:
+        doubled = there * 2
+    default.wait_event(stream.record_event())
+    doubled.add_(there)
+    return {"late": late, "refused": refused, "sum": doubled.sum().item()}
+
+
+def test_what_nobody_has_waited_for_is_not_there_and_what_has_no_order_is_refused(own: Processes) -> None:
+    (seen,) = own.run(asynchrony)
+    assert seen["late"] == [[False, False, True]] * 4 and seen["sum"] == 12.0
+    assert [word in error for word, error in zip(("reads", "writes", "was changed"), seen["refused"], strict=True)] == [True] * 3
+
+
+def trained(path: Path, device: str, **changes: Any) -> dict[str, Any]:
     """Two steps of two micro-batches: results, weights, and what crossed."""
 
     async def steps() -> dict[str, Any]:
-        engine = torch_engine(path, device=device, learning_rate=1e-3)
+        engine = torch_engine(path, device=device, learning_rate=1e-3, **changes)
         seen: dict[str, Any] = {"losses": [], "reads": [], "norms": []}
         for step in range(2):
             await engine.begin_step()
@@ -104,6 +164,56 @@ def test_training_on_a_device_is_that_of_the_cpu(of_training: tuple[dict[str, An
     np.testing.assert_allclose(there["norms"], here["norms"], rtol=1e-5)
     for name, weights in here["weights"].items():
         np.testing.assert_allclose(there["weights"][name], weights, atol=2e-5, err_msg=name)
+
+
+def published_late(path: Path) -> dict[str, Any]:
+    """Weights that travel while the next micro-step computes, and how often the host has waited for one."""
+
+    async def steps() -> dict[str, Any]:
+        engine = torch_engine(path, device=KIND, learning_rate=1e-2)
+        await engine.begin_step()
+        await engine.forward_backward([micro_batch(0)], Sum(policy_gradient))
+        await engine.optim_step(20)
+        WORK.waited.clear()
+        tensors, seen = (await engine.export_weights()).tensors(), {}
+        for turn in range(2):
+            async for name, tensor in tensors:
+                seen[name] = tensor.clone().numpy()
+                if not turn:
+                    break
+            await engine.forward_backward([micro_batch(1)], Sum(policy_gradient))
+        waited, fingerprint = dict(WORK.waited), await engine.fingerprint()
+        await engine.close()
+        return {"seen": seen, "waited": waited, "fingerprint": fingerprint}
+
+    return asyncio.run(steps())
+
+
+def test_weights_travel_beside_the_next_micro_step_and_each_is_waited_for(own: Processes, model_path: ModelPath) -> None:
+    (found,) = own.run(published_late, model_path("qwen2-tiny"))
+    assert found["waited"] == {"event": len(found["seen"])}
+    for name, weights in found["seen"].items():
+        assert hashlib.sha256(weights.tobytes()).hexdigest() == found["fingerprint"][f"weights/{name}"]
+
+
+def gathered() -> list[list[float]]:
+    """Copies of three gathered weights, the first as it is after the second."""
+    tensors = {str(number): torch.full((3,), float(number), device=KIND) for number in range(3)}
+    copies = HostCopies({name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+    first, second = copies.of(tensors["0"]), copies.of(tensors["1"])
+    return [first.tolist(), second.tolist(), copies.of(tensors["2"]).tolist()]
+
+
+def test_copies_of_gathered_weights_are_there_when_they_are_handed_out(own: Processes) -> None:
+    assert own.run(gathered) == [[[0.0] * 3, [1.0] * 3, [2.0] * 3]]
+
+
+def test_an_optimizers_state_in_host_memory_changes_no_weight_on_a_device(
+    own: Processes, model_path: ModelPath, of_training: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    (found,) = own.run(partial(trained, offload_optimizer=True), model_path("qwen2-tiny"), KIND)
+    for name, weights in of_training[1]["weights"].items():
+        np.testing.assert_array_equal(found["weights"][name], weights, err_msg=name)
 
 
 MICRO_STEP_READS = {"aten.equal.default": 1, "tolist": 1}  # are the positions those of the layout; all figures together

@@ -87,8 +87,9 @@ def publishes_never(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver never takes note of a version."""
 
     @remote
-    async def publish(self: PolicyVersions, manifest: Any) -> None:
+    async def publish(self: PolicyVersions, manifest: Any) -> list[int]:
         await self.stopped()
+        return []
 
     monkeypatch.setattr(PolicyVersions, "publish", publish)
 

@@ -110,11 +110,9 @@ class Noted:
     async def probe_ids(self, version: int) -> list[int]:
         return []
 
-    async def retained(self) -> list[int]:
-        return []
-
-    async def publish(self, manifest: Manifest) -> None:
+    async def publish(self, manifest: Manifest) -> list[int]:
         self._run.calls.append(f"published {manifest.version}")
+        return []
 
 
 @contextlib.asynccontextmanager
