@@ -26,6 +26,8 @@ _LISTS: Final = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
 _MAPPINGS: Final = (dict, Mapping)
 _BITS: Final = 63
 """Bits of whole numbers, without the sign: larger ones cannot be sent between processes."""
+_LEFT_OUT: Final = object()
+"""Default of an option that may be left out, and does not say what it is then."""
 
 
 class _Option(NamedTuple):
@@ -111,7 +113,7 @@ def _options_of(target: Callable[..., Any]) -> tuple[Mapping[str, _Option], bool
         if each.kind is each.VAR_KEYWORD:
             others = get_args(kind)[0] if get_origin(kind) is Unpack else None
             if is_typeddict(others):
-                known |= {name: _Option(of, None) for name, of in get_type_hints(others).items()}
+                known |= {name: _Option(of, _LEFT_OUT) for name, of in get_type_hints(others).items()}
             else:
                 is_open = True
                 known = {**_passed_on(target), **known}

@@ -1,21 +1,27 @@
 """Choices by name, by `package.module:Name`, or by a user's own `file.py:Name`. A choice is imported when it is made, not before.
 
 A name is a built-in one, or one that an installed package gives by an entry point: a train engine in the group
-`asyncflow.train_engines`, and so for each kind.
+`asyncflow.train_engines`, and so for each kind. Its options are the parameters of its class, or the fields of the record that
+this takes (`by_name`).
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Collection, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, update_wrapper
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 from asyncflow.options import checked_options
 from asyncflow.types import RunError, UserError
 from asyncflow.user_file import CannotImport, is_of_user, is_shortage, named, traces_of, words_of
+
+Made = TypeVar("Made")
+Record = TypeVar("Record")
+Fields = ParamSpec("Fields")
 
 
 def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
@@ -76,6 +82,24 @@ def check_options(
     Raises `UserError`, as `build` would.
     """
     checked_options(f"{kind} {choice!r}", _loaded(kind, choice, known), options, given)
+
+
+def by_name(
+    record: Callable[Fields, Record],
+) -> Callable[[Callable[[Made, Record], None]], Callable[Concatenate[Made, Fields], None]]:
+    """Decorator of a constructor that takes a record, such as a frozen dataclass: it is called with the record's fields by name."""
+
+    def decorated(constructor: Callable[[Made, Record], None]) -> Callable[Concatenate[Made, Fields], None]:
+        def by_fields(made: Made, /, *args: Fields.args, **kwargs: Fields.kwargs) -> None:
+            constructor(made, record(*args, **kwargs))
+
+        itself, _ = inspect.signature(constructor).parameters.values()
+        kinds = get_type_hints(record, include_extras=True)  # the annotations are of the record's module
+        fields = [each.replace(annotation=kinds[each.name]) for each in inspect.signature(record).parameters.values()]
+        update_wrapper(by_fields, constructor).__signature__ = inspect.Signature([itself, *fields])  # type: ignore[attr-defined]
+        return by_fields
+
+    return decorated
 
 
 def _loaded(kind: str, choice: str, known: Mapping[str, str]) -> Any:

@@ -65,7 +65,7 @@ def vllm_server() -> Iterator[ServerProcess]:
 
     if VLLM_PYTHON is None:
         pytest.skip("ASYNCFLOW_VLLM_PYTHON names no interpreter that has vLLM: make test-deep SUITES=vllm installs one")
-    server = ServerProcess(server_options(VLLM_PYTHON, MODEL, max_num_seqs=16, max_context=CONTEXT), "vLLM")
+    server = ServerProcess(server_options(VLLM_PYTHON, MODEL, num_slots=16, max_context=CONTEXT), "vLLM")
     try:
         server.spawn()
         server.wait_until_ready()

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from asyncflow.algorithms.policy_loss import SharedOptions
-from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
+from asyncflow.algorithms.shared_advantages import DividedOptions, GroupRelativeLoss
 from asyncflow.algorithms.surrogate import WeightedLogProb
 
 
@@ -26,12 +25,11 @@ class CISPO(GroupRelativeLoss):
         *,
         clip_low: float = 1.0,
         clip_high: float = 4.0,
-        advantage_epsilon: float = 1e-6,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[DividedOptions],
     ) -> None:
         """By default the weight has no bound from below, as in the paper, and 5 for the one from above, which the paper does not
         say: ScaleRL found 4, 5 and 8 alike (appendix A.17).
 
         Raises `UserError` if an option lies outside its range.
         """
-        super().__init__(WeightedLogProb(clip_low, clip_high), advantage_epsilon, **shared)
+        super().__init__(WeightedLogProb(clip_low, clip_high), **shared)

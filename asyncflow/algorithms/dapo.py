@@ -21,8 +21,7 @@ from typing import Unpack
 import numpy as np
 
 from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import SharedOptions
-from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
+from asyncflow.algorithms.shared_advantages import DividedOptions, GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Array, ScoredGroup, UserError
 
@@ -35,18 +34,17 @@ class DAPO(GroupRelativeLoss):
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.28,
-        advantage_epsilon: float = 1e-6,
         overlong_length: int | None = None,
         overlong_buffer: int | None = None,
         overlong_filter: bool = False,
         dynamic_sampling: bool = False,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[DividedOptions],
     ) -> None:
         """`overlong_length` and `overlong_buffer` are in tokens; without them there is no penalty.
 
         Raises `UserError` if an option lies outside its range, or contradicts another.
         """
-        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **shared)
+        super().__init__(ClippedRatio(clip_low, clip_high), **shared)
         if (overlong_length is None) != (overlong_buffer is None):
             raise UserError("algorithm.overlong_length and overlong_buffer go together: give both, or neither.")
         if overlong_length is not None and overlong_buffer is not None and not 0 < overlong_buffer <= overlong_length:

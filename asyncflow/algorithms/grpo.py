@@ -14,8 +14,7 @@ from typing import Literal, Unpack
 import numpy as np
 
 from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import SharedOptions
-from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
+from asyncflow.algorithms.shared_advantages import DividedOptions, GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Advantages, Ragged, ScoredGroup, UserError
 
@@ -28,9 +27,8 @@ class GRPO(GroupRelativeLoss):
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.28,
-        advantage_epsilon: float = 1e-6,
         credit: Literal["episode", "turn"] = "episode",
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[DividedOptions],
     ) -> None:
         """`clip_high` above `clip_low` lets an unlikely token that did well grow further than one that did badly shrinks.
 
@@ -39,7 +37,7 @@ class GRPO(GroupRelativeLoss):
 
         Raises `UserError` if an option lies outside its range, or contradicts another.
         """
-        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **shared)
+        super().__init__(ClippedRatio(clip_low, clip_high), **shared)
         if credit not in ("episode", "turn"):
             raise UserError(f"algorithm.credit={credit!r} is none: take episode or turn")
         self.needs_turns = credit == "turn"

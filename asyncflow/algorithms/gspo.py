@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from asyncflow.algorithms.policy_loss import SharedOptions
-from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
+from asyncflow.algorithms.shared_advantages import DividedOptions, GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedSequenceRatio
 
 
@@ -25,9 +24,8 @@ class GSPO(GroupRelativeLoss):
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
-        advantage_epsilon: float = 1e-6,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[DividedOptions],
     ) -> None:
         """The clip range is the paper's (section 5.1). Raises `UserError` if an option lies outside its range."""
-        options: SharedOptions = {"loss_normaliser": "sequences", **shared}
-        super().__init__(ClippedSequenceRatio(clip_low, clip_high), advantage_epsilon, **options)
+        options: DividedOptions = {"loss_normaliser": "sequences", **shared}
+        super().__init__(ClippedSequenceRatio(clip_low, clip_high), **options)

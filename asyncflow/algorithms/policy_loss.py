@@ -25,7 +25,8 @@ what two of them share is a function, a part that both are given, or a class of 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, Literal, TypedDict, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
@@ -45,7 +46,7 @@ ESTIMATORS: Final = {"k1": functional.k1_divergence, "k2": functional.k2_diverge
 
 
 class SharedOptions(TypedDict, total=False):
-    """The options that every algorithm here takes, see `PolicyLoss`."""
+    """The options that every algorithm here takes, by name: those of `LossOptions`."""
 
     kl_coefficient: float
     kl_estimator: Estimator
@@ -59,52 +60,62 @@ class SharedOptions(TypedDict, total=False):
     correction_high: float | None
 
 
-class PolicyLoss(Algorithm):
-    """Base of the algorithms here, see the module's head. A subclass says what `advantages` are, from `rewards`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """Options of a `PolicyLoss`. `loss_constant` is in tokens, and for `loss_normaliser: constant` alone, which has no other.
 
-    def __init__(
-        self,
-        surrogate: Surrogate,
-        *,
-        kl_coefficient: float = 0.0,
-        kl_estimator: Estimator = "k3",
-        kl_place: Place = "loss",
-        entropy_coefficient: float = 0.0,
-        loss_normaliser: LossNormaliser = "tokens",
-        loss_constant: float | None = None,
-        correction: Correction = "none",
-        correction_level: Level = "token",
-        correction_low: float | None = None,
-        correction_high: float | None = None,
-    ) -> None:
-        """`loss_constant` is in tokens, and for `loss_normaliser: constant` alone, which has no other.
+    Raises `UserError` if an option lies outside its range, or contradicts another (`correction...`: `ImportanceWeights`).
+    """
 
-        Raises `UserError` if an option lies outside its range, or contradicts another (`correction...`: `ImportanceWeights`).
-        """
-        check_from_zero(kl_coefficient=kl_coefficient, entropy_coefficient=entropy_coefficient)
-        check_choice("kl_estimator", kl_estimator, get_args(Estimator))
-        check_choice("kl_place", kl_place, get_args(Place))
-        check_choice("loss_normaliser", loss_normaliser, get_args(LossNormaliser))
-        if loss_normaliser == "constant" and loss_constant is None:
+    kl_coefficient: float = 0.0
+    kl_estimator: Estimator = "k3"
+    kl_place: Place = "loss"
+    entropy_coefficient: float = 0.0
+    loss_normaliser: LossNormaliser = "tokens"
+    loss_constant: float | None = None
+    correction: Correction = "none"
+    correction_level: Level = "token"
+    correction_low: float | None = None
+    correction_high: float | None = None
+
+    def __post_init__(self) -> None:
+        check_from_zero(kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient)
+        check_choice("kl_estimator", self.kl_estimator, get_args(Estimator))
+        check_choice("kl_place", self.kl_place, get_args(Place))
+        check_choice("loss_normaliser", self.loss_normaliser, get_args(LossNormaliser))
+        if self.loss_normaliser == "constant" and self.loss_constant is None:
             raise UserError(
                 "algorithm.loss_normaliser=constant needs loss_constant, a number of tokens, such as rollout.max_new_tokens."
             )
-        if loss_normaliser != "constant" and loss_constant is not None:
-            raise UserError(f"algorithm.loss_constant is for loss_normaliser=constant, and it is {loss_normaliser}.")
-        if loss_constant is not None:
-            check_above_zero(loss_constant=loss_constant)
-        self.surrogate = surrogate
-        self.kl_coefficient, self.kl_estimator, self.kl_place = kl_coefficient, kl_estimator, kl_place
-        self.entropy_coefficient = entropy_coefficient
-        self.loss_normaliser, self.loss_constant = loss_normaliser, loss_constant
-        self.normaliser: Normaliser = "tokens" if loss_normaliser == "tokens" else "sequences"
-        self.needs_reference = kl_coefficient > 0
-        self.needs_reference_ahead = kl_coefficient > 0 and kl_place == "reward"
+        if self.loss_normaliser != "constant" and self.loss_constant is not None:
+            raise UserError(f"algorithm.loss_constant is for loss_normaliser=constant, and it is {self.loss_normaliser}.")
+        if self.loss_constant is not None:
+            check_above_zero(loss_constant=self.loss_constant)
+
+    @property
+    def has_kl_in_loss(self) -> bool:
+        """Whether a KL term is in the loss itself."""
+        return self.kl_coefficient > 0 and self.kl_place == "loss"
+
+    def importance_weights(self) -> ImportanceWeights:
+        """The weights that `correction...` ask for."""
+        return ImportanceWeights(self.correction, self.correction_level, self.correction_low, self.correction_high)
+
+
+class PolicyLoss(Algorithm):
+    """Base of the algorithms here, see the module's head. A subclass says what `advantages` are, from `rewards`."""
+
+    def __init__(self, surrogate: Surrogate, **shared: Unpack[SharedOptions]) -> None:
+        """Raises as `LossOptions`."""
+        self.surrogate, self.loss_options = surrogate, LossOptions(**shared)
+        options = self.loss_options
+        self.normaliser: Normaliser = "tokens" if options.loss_normaliser == "tokens" else "sequences"
+        self.needs_reference = options.kl_coefficient > 0
+        self.needs_reference_ahead = options.kl_coefficient > 0 and options.kl_place == "reward"
         has_own_loss = type(self).loss is not PolicyLoss.loss  # which may add what it likes
-        has_other_terms = entropy_coefficient > 0 or (kl_coefficient > 0 and kl_place == "loss")
-        self.is_zero_without_advantages = not has_own_loss and not has_other_terms
-        self.correction: Correction = correction
-        self.importance_weights = ImportanceWeights(correction, correction_level, correction_low, correction_high)
+        self.is_zero_without_advantages = not (has_own_loss or options.entropy_coefficient > 0 or options.has_kl_in_loss)
+        self.correction: Correction = options.correction
+        self.importance_weights = options.importance_weights()
         self.is_token_local = surrogate.is_token_local and self.importance_weights.is_token_local
 
     def rewards(self, group: ScoredGroup) -> Array:
@@ -130,7 +141,8 @@ class PolicyLoss(Algorithm):
                 "algorithm.kl_place=reward needs the reference's log-probs ahead of training: set train.reference=task."
             )
         rows = zip(group.ref_logprobs, group.rollout_logprobs, group.loss_mask, strict=True)
-        return [self.kl_coefficient * functional.sampled_divergence(*row, self.kl_estimator) for row in rows]
+        coefficient, estimator = self.loss_options.kl_coefficient, self.loss_options.kl_estimator
+        return [coefficient * functional.sampled_divergence(*row, estimator) for row in rows]
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """The sum of the module's head over the masked tokens of one micro-batch, or of a piece of it.
@@ -142,7 +154,7 @@ class PolicyLoss(Algorithm):
 
         Raises `UserError` if a KL term is asked for, but the batch has no reference log-probs.
         """
-        mask_T = batch.mask_T
+        options, mask_T = self.loss_options, batch.mask_T
         log_ratio_T = functional.log_ratio(batch.logprobs_T, batch.old_logprobs_T, mask_T)
         objective_T, clipped_T = self.surrogate(batch, log_ratio_T)
         weighing: dict[str, Tensor] = {}
@@ -152,10 +164,10 @@ class PolicyLoss(Algorithm):
             objective_T = importance_T * objective_T
             tokens["importance weight"] = importance_T
         log_s_T = self._log_ratio_to_reference(batch, log_ratio_T)
-        if self.kl_coefficient and self.kl_place == "loss":
-            objective_T = objective_T - self.kl_coefficient * ESTIMATORS[self.kl_estimator](log_s_T)
-        if self.entropy_coefficient:
-            objective_T = objective_T + self.entropy_coefficient * batch.entropy_T
+        if options.has_kl_in_loss:
+            objective_T = objective_T - options.kl_coefficient * ESTIMATORS[options.kl_estimator](log_s_T)
+        if options.entropy_coefficient:
+            objective_T = objective_T + options.entropy_coefficient * batch.entropy_T
         kl_T = functional.k3_divergence(log_s_T.detach())
         rollout_kl_T = functional.k3_divergence(functional.log_ratio(batch.logprobs_T.detach(), batch.rollout_logprobs_T, mask_T))
         return LossSums(
@@ -174,15 +186,16 @@ class PolicyLoss(Algorithm):
         """log pi_ref - log pi_theta, float32 [T] with gradient; without a reference log pi_theta - log pi_old, for the metric."""
         if batch.ref_logprobs_T is not None:
             return functional.log_ratio(batch.ref_logprobs_T, batch.logprobs_T, batch.mask_T)
-        if self.kl_coefficient and self.kl_place == "loss":
+        if self.loss_options.has_kl_in_loss:
             raise UserError("algorithm.kl_coefficient needs a reference model's log-probs, and none are computed: set it to 0.")
         return log_ratio_T
 
     def _weights(self, batch: TokenBatch) -> Tensor:
         """w of the module's head, float32 [T], 0 where the mask is."""
-        if self.loss_normaliser == "sequences":
+        if self.loss_options.loss_normaliser == "sequences":
             return functional.sequence_weights(batch.mask_T, batch.row_T, batch.row_tokens_R)
-        return batch.mask_T if self.loss_constant is None else batch.mask_T / self.loss_constant
+        constant = self.loss_options.loss_constant
+        return batch.mask_T if constant is None else batch.mask_T / constant
 
 
 def check_from_zero(**options: float) -> None:

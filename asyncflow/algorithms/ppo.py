@@ -24,8 +24,8 @@ import numpy as np
 
 from asyncflow.algorithms import functional
 from asyncflow.algorithms.base import Critic, Normaliser
-from asyncflow.algorithms.policy_loss import SharedOptions, check_above_zero
-from asyncflow.algorithms.shared_advantages import StandardisedLoss
+from asyncflow.algorithms.policy_loss import check_above_zero
+from asyncflow.algorithms.shared_advantages import DividedOptions, StandardisedLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Array, LossSums, Ragged, ScoredGroup, UserError, ValueBatch
 
@@ -45,16 +45,15 @@ class PPO(StandardisedLoss):
         decay: float = 0.95,
         value_clip: float | None = 0.2,
         normalise_advantages: bool = False,
-        advantage_epsilon: float = 1e-6,
         held_steps: int = 0,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[DividedOptions],
     ) -> None:
         """`discount`: gamma; `decay`: lambda. `value_clip`: how far a value may move in a step's loss; None: as it likes.
 
         Raises `UserError` if an option lies outside its range, or contradicts another.
         """
-        options: SharedOptions = {"kl_place": "reward", "kl_estimator": "k1", **shared}
-        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **options)
+        options: DividedOptions = {"kl_place": "reward", "kl_estimator": "k1", **shared}
+        super().__init__(ClippedRatio(clip_low, clip_high), **options)
         for name, value in {"discount": discount, "decay": decay}.items():
             if not 0 <= value <= 1:
                 raise UserError(f"algorithm.{name} must lie in [0, 1], but is {value}.")

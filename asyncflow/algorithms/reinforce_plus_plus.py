@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Literal, Unpack, get_args
 
 from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import SharedOptions, check_choice
-from asyncflow.algorithms.shared_advantages import StandardisedLoss
+from asyncflow.algorithms.policy_loss import check_choice
+from asyncflow.algorithms.shared_advantages import DividedOptions, StandardisedLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Advantages, Ragged, ScoredGroup
 
@@ -36,15 +36,14 @@ class ReinforcePlusPlus(StandardisedLoss):
         baseline: Baseline = "none",
         clip_low: float = 0.2,
         clip_high: float = 0.2,
-        advantage_epsilon: float = 1e-6,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[DividedOptions],
     ) -> None:
         """Raises `UserError` if an option lies outside its range, or contradicts another."""
         check_choice("baseline", baseline, get_args(Baseline))
-        options: SharedOptions = {"kl_place": "reward", "kl_estimator": "k1", **shared}
+        options: DividedOptions = {"kl_place": "reward", "kl_estimator": "k1", **shared}
         if baseline == "group":
             options = {"kl_place": "loss", "kl_estimator": "k2", **shared}
-        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **options)
+        super().__init__(ClippedRatio(clip_low, clip_high), **options)
         self.baseline = baseline
 
     def advantages(self, group: ScoredGroup) -> Advantages:

@@ -16,10 +16,16 @@ from asyncflow.algorithms.surrogate import Surrogate
 from asyncflow.types import Advantages, Ragged, ScoredGroup
 
 
+class DividedOptions(SharedOptions, total=False):
+    """The options that every algorithm takes whose advantages are divided by a deviation."""
+
+    advantage_epsilon: float
+
+
 class DividedLoss(PolicyLoss):
     """A `PolicyLoss` whose advantages are divided by a deviation."""
 
-    def __init__(self, surrogate: Surrogate, advantage_epsilon: float, **shared: Unpack[SharedOptions]) -> None:
+    def __init__(self, surrogate: Surrogate, *, advantage_epsilon: float = 1e-6, **shared: Unpack[SharedOptions]) -> None:
         """`advantage_epsilon` is added to the deviation. Raises `UserError` if an option lies outside its range."""
         super().__init__(surrogate, **shared)
         check_above_zero(advantage_epsilon=advantage_epsilon)

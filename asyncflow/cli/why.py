@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from asyncflow.telemetry.why import Link
 
 
 def why(
@@ -17,18 +21,26 @@ def why(
 
     from asyncflow.run.situations import state_of_driver
     from asyncflow.telemetry.situation import read_situation
-    from asyncflow.telemetry.why import chain, graph
+    from asyncflow.telemetry.why import chain, graph, paths
 
     situation = read_situation(run)
-    links, others = chain(situation), graph(situation)
     if json:
-        print(msgspec.json.encode({"situation": situation, "chain": links, "graph": others}).decode())
+        print(msgspec.json.encode({"situation": situation, "chain": chain(situation), "graph": graph(situation)}).decode())
         return
     print(f"{run}: {situation.committed} of {situation.steps} steps are committed; {state_of_driver(situation)}")
-    for depth, link in enumerate(links):
-        print(f"{'  ' * depth}{link.text} [at the latest until: {link.ends}]")
-    shown = {link.text for link in links}
-    if rest := [link for link in others if link.text not in shown]:
+    first, *others = paths(situation)
+    _print(first, 0, set())
+    told = {link.text for link in first}
+    if others:
         print("and the others:")
-        for link in rest:
-            print(f"  {link.text}{f' -> {link.on}' if link.on else ''} [at the latest until: {link.ends}]")
+    for path in others:
+        _print(path, 1, told)
+        told.update(link.text for link in path)
+
+
+def _print(path: Sequence[Link], depth: int, told: Collection[str]) -> None:
+    """Print who waits for whom, a line each with what ends that wait; what was printed before is not explained again."""
+    for number, link in enumerate(path):
+        arrow = f"{'  ' * number}-> " if number else ""
+        ends = "as above" if link.text in told else f"at the latest until: {link.ends}"
+        print(f"{'  ' * depth}{arrow}{link.text} [{ends}]")

@@ -10,7 +10,7 @@ A worker may join at any time, with what is needed then, and be asked to leave: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import msgspec
@@ -62,7 +62,8 @@ class PolicyVersions:
         self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
         self.is_silent: Callable[[str], bool] = lambda worker: False
-        self.on_published: Callable[[Manifest], Collection[int]] = lambda manifest: ()
+        self.on_published: Callable[[Manifest], None] = lambda manifest: None
+        self.kept_elsewhere: Callable[[], Sequence[Manifest]] = tuple  # for workers of other `PolicyVersions`
         self.on_installed: Callable[[int], None] = lambda version: None
         self.on_stale: Callable[[str, str], None] = lambda worker, why: None
         self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
@@ -91,11 +92,14 @@ class PolicyVersions:
         return self._probed[1]
 
     @remote
-    async def publish(self, manifest: Manifest) -> list[int]:
-        """The trainer has published a version. Versions only rise; anything else is a `ValueError`.
+    async def retained(self) -> list[int]:
+        """Versions that are to stay beside the last ones: asked where weights are kept, before any are written over (see
+        `WeightSender.retain`)."""
+        return sorted(manifest.version for manifest in self.kept_elsewhere())
 
-        Returns the older ones that are to stay for workers of other `PolicyVersions` (see `WeightSender.retain`).
-        """
+    @remote
+    async def publish(self, manifest: Manifest) -> None:
+        """The trainer has published a version. Versions only rise; anything else is a `ValueError`."""
         if manifest.version <= self.published:
             raise ValueError(f"version {manifest.version} was published after version {self.published}")
         self.published, self._kept[manifest.version] = manifest.version, manifest
@@ -106,9 +110,8 @@ class PolicyVersions:
             if self._published_at is not None:
                 self.step_seconds = now - self._published_at
             self._published_at = now
-        retained = sorted(self.on_published(manifest))
+        self.on_published(manifest)
         self._signal.notify()
-        return retained
 
     # -- a rollout worker's -------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ engine, which is also its lock. Cancelling a coroutine drops the answer; the com
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
@@ -183,6 +183,31 @@ class RolloutEngine(Protocol):
     async def close(self) -> None:
         """Stop the compute thread; pending `generate` calls end with `RuntimeError`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEngineOptions:
+    """Options that all rollout engines here take, by name (`registry.by_name`): a run gives them, and a key below `rollout.engine`
+    replaces each.
+
+    `model_path`: a Hugging Face checkpoint, which is policy `version`. `max_context`: prompt and response tokens of a row, of which
+    `num_slots` are generated at once. `num_parked`: more rows may wait for their environments. `stop_ids`: instead of the end
+    tokens of the model's files; an empty one makes every response `max_new_tokens` long. `kv_on_install`: whether responses under
+    way go on with the keys and values that they have when weights are installed, or have them computed again. `num_threads`: that
+    compute on the CPU.
+    """
+
+    model_path: Path
+    _: KW_ONLY
+    num_slots: int
+    max_context: int
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    num_threads: int = 1
+    version: int = 0
+    stop_ids: Iterable[int] | None = None
+    kv_on_install: Literal["keep", "recompute"] = "keep"
+    num_parked: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ algorithm1.py has feed, produce and train: Algorithm 1 (PA, section 4). The life
                   TrainEngine.optim_step          the weights change
                   LedgerService.commit            the step is final
     Publishing    TrainEngine.export_weights
+                  PolicyVersions.retained         older weights that are needed still stay
                   WeightSender.publish            the new weights are written
                   PolicyVersions.publish          the workers know of them
     Taking        TransferQueueClient.mark        the sample is done

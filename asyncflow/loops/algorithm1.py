@@ -349,8 +349,8 @@ async def publish(
         async for _ in weights.tensors():
             pass
         return
-    manifest = msgspec.structs.replace(await sender.publish(version, weights), probe=probe)
-    sender.retain(await versions.publish(manifest))
+    sender.retain(await versions.retained())
+    await versions.publish(msgspec.structs.replace(await sender.publish(version, weights), probe=probe))
 
 
 async def apply(engine: ModelTraining, objective: ModelObjective, totals: StepTotals, *, is_held: bool = False) -> Update:

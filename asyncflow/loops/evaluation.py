@@ -3,7 +3,7 @@
 By the rollout workers, behind training's rows; or by evaluators, workers of their own, while training goes on (`Evaluations`):
 
     trainer --publish--> versions --on_published--> Evaluations: one version under way, one waits --publish--> evaluators' versions
-            <--retain: their weights stay------'
+            --retained?----------> kept: their weights stay
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class Evaluations:
         self._under_way: int | None = None
         self._waiting: dict[int, Manifest | None] = {0: None} if held_out.is_due(0) else {}  # at most one with weights
 
-    def published(self, manifest: Manifest) -> Collection[int]:
-        """The trainer has published a version. Returns those whose weights are to stay."""
+    def published(self, manifest: Manifest) -> None:
+        """The trainer has published a version."""
         if self._held_out.is_due(manifest.version):
             for late in [version for version in self._waiting if version]:
                 del self._waiting[late]
@@ -202,7 +202,6 @@ class Evaluations:
                     f"ended; raise eval.every_steps or eval.num_workers"
                 )
             self._waiting[manifest.version] = manifest
-        return {each.version for each in self.kept()}
 
     def ask(self, manifest: Manifest) -> None:
         """Evaluate this version, too, which is the newest that is published."""

@@ -59,6 +59,7 @@ class Evaluating:
                 log=context.log,
             )
             context.versions.on_published = self._by_evaluators.published
+            context.versions.kept_elsewhere = self._by_evaluators.kept
 
     @property
     def for_feed(self) -> HeldOut | None:

@@ -44,7 +44,7 @@ from asyncflow.telemetry.sample_search import SampleQuery, find
 
 LOOK_SECONDS: Final = 1.0
 PAGE: Final = "/watch/"
-_SCRIPTS: Final = {**dict.fromkeys(("charts.js", "gantt.js", "live.js"), "text/javascript"), "page.css": "text/css"}
+_SCRIPTS: Final = {**dict.fromkeys(("charts.js", "gantt.js", "tokens.js", "live.js"), "text/javascript"), "page.css": "text/css"}
 PUBLIC: Final = (PAGE, *(f"{PAGE}{name}" for name in (*_SCRIPTS, "plotly.js")))
 """Paths that need no key: nothing of a run is there."""
 _HEAVY_SECONDS: Final = 3.0

@@ -198,8 +198,6 @@ async function search(isMore = false) {
   }
 }
 
-const shortNumber = (value) => typeof value === "number" ? Number(value.toPrecision(4)).toString() : "none";
-
 function sampleCard(sample) {
   const told = [sample.step === null ? "not scored" : `step ${sample.step}`, sample.purpose === "eval" ? "evaluation" : "", `row ${sample.row ?? "-"}`,
     `reward ${shortNumber(sample.reward)}`, sample.finish_reason, `${sample.length} characters`].filter(Boolean);
@@ -220,7 +218,7 @@ function asTrained(row) {
       const epochs = await answer("tokens", { run: asked, row });
       const told = epochs.map(({ step, epoch, num_more: numMore, tokens }) => element("div", "",
         element("div", "soft", `step ${step}${epochs.length > 1 ? `, epoch ${epoch}` : ""}${numMore ? `; ${numMore} tokens more were not kept` : ""}`),
-        element("div", "text", ...tokens.map(({ text, ...known }) => token(text, known)))));
+        tokenList(`row ${row}, epoch ${epoch}`, tokens.map(({ text, ...known }) => token(text, known)))));
       if (!told.length) told.push(element("div", "soft", "No figures: it is not trained yet, or it had no advantage, so it was not computed."));
       if (place.children.length === 1) place.append(...told);
     } catch (error) {
@@ -233,19 +231,7 @@ function asTrained(row) {
 function turnText(turn) {
   const about = [turn.by, turn.tool_calls ? `${turn.tool_calls} tools called, ${turn.tool_failures} failed` : "", typeof turn.reward === "number" ? `reward ${shortNumber(turn.reward)}` : ""];
   const tokens = turn.texts.map((text, i) => token(text, { logprob: turn.logprobs?.[i], mask: turn.by === "policy" ? 1 : 0 }));
-  return element("div", `turn ${turn.by}`, element("div", "soft", about.filter(Boolean).join(", ")), element("div", "text", ...tokens));
-}
-
-/* A token, the more coloured the less likely it was. */
-function token(text, { logprob, mask = 1, ...more }) {
-  const made = element("span", ["token", mask ? "" : "unmasked", mask && more.clipped ? "clipped" : ""].filter(Boolean).join(" "), text);
-  if ("clipped" in more) more.clipped = more.clipped ? "yes" : "no";
-  const told = typeof logprob === "number" ? [`p = ${Math.exp(logprob).toPrecision(3)} (log-prob of the engine ${logprob.toFixed(4)})`] : [];
-  told.push(mask ? "in the loss" : "observed, not in the loss");
-  for (const [name, value] of Object.entries(more)) if (value !== null && value !== undefined) told.push(`${name} ${typeof value === "number" ? shortNumber(value) : value}`);
-  made.title = told.join("\n");
-  made.style.setProperty("--surprise", typeof logprob === "number" && mask ? Math.min(60, -12 * logprob).toFixed(0) : "0");
-  return made;
+  return element("div", `turn ${turn.by}`, element("div", "soft", about.filter(Boolean).join(", ")), tokenList(`turn of ${turn.by}`, tokens));
 }
 
 /* ---- groups ---- */
@@ -266,7 +252,7 @@ async function showGroup() {
   const found = await answer("group", { run, step: byId("batch-step").value, group: byId("batch-group").value });
   const cards = found.rows.map((row) => {
     const head = `row ${row.row} \u00b7 reward ${shortNumber(row.reward)} \u00b7 advantage ${shortNumber(row.advantage)} \u00b7 ${row.tokens.length} tokens${row.truncated ? " \u00b7 cut off" : ""}`;
-    return element("article", "card response", element("div", "lane-head soft", head), element("div", "text", ...row.tokens.map(({ text, ...known }) => token(text, known))));
+    return element("article", "card response", element("div", "lane-head soft", head), tokenList(`row ${row.row}`, row.tokens.map(({ text, ...known }) => token(text, known))));
   });
   byId("group").replaceChildren(element("div", "card text prompt", found.prompt), element("div", "responses", ...cards));
 }
@@ -329,7 +315,7 @@ byId("batch-step").addEventListener("change", showStep);
 byId("batch-group").addEventListener("change", showGroup);
 byId("follow").addEventListener("change", (event) => { if (event.target.checked && gantt) fetchPart({ lo: Math.max(0, gantt.gantt.wall - width), hi: gantt.gantt.wall }); });
 document.addEventListener("keydown", (event) => {
-  if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.defaultPrevented || event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
   const act = { ArrowLeft: () => gantt?.buttons.back(), ArrowRight: () => gantt?.buttons.forth(), "+": () => gantt?.buttons.in(), "=": () => gantt?.buttons.in(),
     "-": () => gantt?.buttons.out(), a: () => gantt?.buttons.all(), f: () => byId("follow").click(), "/": () => byId("search").elements.words.focus() }[event.key];
   if (act) { event.preventDefault(); act(); }

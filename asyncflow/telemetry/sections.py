@@ -19,7 +19,7 @@ from asyncflow.telemetry.run_reader import RunReader
 from asyncflow.telemetry.situation import SeenWorker
 from asyncflow.telemetry.span_index import SpanIndex
 from asyncflow.telemetry.trace import worker_order
-from asyncflow.telemetry.why import Link, chain
+from asyncflow.telemetry.why import Waiting, causes
 
 _SAMPLES_PER_STEP: Final = 4
 _MOST_TOKENS: Final = 400  # of a turn that are shown
@@ -203,10 +203,9 @@ def _worker_now(worker: SeenWorker) -> dict[str, Any]:
     }
 
 
-def waits_now(run: RunReader) -> list[Link]:
-    """The chain of waits from the trainer to its cause, of a run that goes on or was killed; empty of one that has ended in
-    order."""
-    return [] if run.situation is None or run.certificate is not None else chain(run.situation)
+def waits_now(run: RunReader) -> list[Waiting]:
+    """The graph of waits, of a run that goes on or was killed; empty of one that has ended in order."""
+    return [] if run.situation is None or run.certificate is not None else causes(run.situation)
 
 
 def queue_now(run: RunReader) -> dict[str, Any]:

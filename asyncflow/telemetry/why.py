@@ -81,6 +81,13 @@ class Link(msgspec.Struct, frozen=True):
     ends: str = ""
 
 
+class Waiting(msgspec.Struct, frozen=True):
+    """A link, and those that lead to it: whoever waits for what it says. One that leads nowhere else is a cause."""
+
+    link: Link
+    waiters: list[Waiting]
+
+
 def chain(situation: Situation) -> list[Link]:
     """The chain of waits from the trainer to its cause."""
     return list(_Chain(situation).links())
@@ -89,6 +96,44 @@ def chain(situation: Situation) -> list[Link]:
 def graph(situation: Situation) -> list[Link]:
     """Edges of the graph of waits: what each worker does or waits for, and on which other one."""
     return [next(_Chain(situation).of_worker(worker.name)) for worker in situation.workers]
+
+
+def paths(situation: Situation) -> list[list[Link]]:
+    """Paths of the graph of waits: the chain, then the one of each worker that is on none so far, up to the first link that an
+    earlier path has."""
+    found = [chain(situation)]
+    told = {link.text for link in found[0]}
+    for worker in situation.workers:
+        path: list[Link] = []
+        for link in _Chain(situation).of_worker(worker.name):
+            if link.text in (before.text for before in path):
+                break
+            path.append(link)
+            if link.text in told:
+                break
+        if path[0].text not in told:
+            found.append(path)
+            told.update(link.text for link in path)
+    return found
+
+
+def causes(situation: Situation) -> list[Waiting]:
+    """The graph of waits, as the trees of its causes: the chain's first, then those of other workers that wait. The paths lead from
+    the leaves to the roots."""
+    roots: list[Waiting] = []
+    made: dict[str, Waiting] = {}
+    for path in paths(situation):
+        waiter: Waiting | None = None
+        for link in path:
+            is_new = link.text not in made
+            waiting = made.setdefault(link.text, Waiting(link, []))
+            if waiter is not None:
+                waiting.waiters.append(waiter)
+            waiter = waiting if is_new else None
+        if waiter is not None:
+            roots.append(waiter)
+    idle = {worker.name for worker in situation.workers if worker.task == WAIT}
+    return roots[:1] + [root for root in roots[1:] if root.waiters or root.link.subject in idle]
 
 
 def sentence(situation: Situation) -> str:

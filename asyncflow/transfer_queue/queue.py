@@ -52,7 +52,6 @@ class TransferQueue:
         tasks: Sequence[str] | None = None,
         events: Mapping[str, TaskEvents] | None = None,
         unit_options: UnitOptions = AS_USUAL,
-        patience_seconds: float = 60.0,
         credentials: Credentials | None = None,
         owner: QueueOwner | None = None,
     ) -> None:
@@ -71,7 +70,6 @@ class TransferQueue:
             "queue",
             here=self._here,
             credentials=credentials,
-            patience_seconds=patience_seconds,
             known=self.directory.current,
         )
         self.controllers: dict[str, Controller] = {}

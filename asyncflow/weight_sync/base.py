@@ -95,7 +95,8 @@ class WeightSender(Protocol):
         ...
 
     def retain(self, versions: Collection[int]) -> None:
-        """Keep these of the versions that are available now (`max_retained` at most), until the next call names others."""
+        """Keep these of the versions that are available now (`max_retained` at most), until the next call names others: called
+        before each `publish`, with what `PolicyVersions` needs still."""
         ...
 
     async def close(self) -> None:

@@ -6,10 +6,15 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, write_situation
+from asyncflow.waits import ROUND, OpenWait
 from tests.e2e.commands import wait_for
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
@@ -21,6 +26,105 @@ _spec = importlib.util.spec_from_file_location("synthetic_run", _path)
 assert _spec is not None and _spec.loader is not None
 synthetic_run = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(synthetic_run)
+
+
+WAITERS = {"trainer/0": "rows", "trainer/1": "leader", "trainer/2": "leader", "rollout/3": "prompts"}
+
+
+@contextmanager
+def opened(background, folder: Path, **how) -> Iterator[tuple[sync_api.Page, list[str]]]:
+    """The page of a folder, and what it complains about."""
+    command = background("watch", folder, "--no-browser")
+    (address,) = re.findall(r"http\S+", command.stdout.readline())
+    complaints: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 400, "height": 800}, **how)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(address)
+        yield page, complaints
+        browser.close()
+
+
+def test_a_token_is_told_to_the_keyboard_a_screen_reader_and_a_finger(tmp_path, background):
+    synthetic_run.write_run(tmp_path / "one")
+    said = [{"by": "policy", "texts": [f"word{number} " for number in range(60)], "logprobs": [-0.1] * 60}]
+    with (tmp_path / "one" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 0, "purpose": "eval", "row": 99, "prompt": "A lamp.", "turns": said}) + "\n")
+    with opened(background, tmp_path / "one", has_touch=True) as (page, complaints):
+        page.wait_for_function("() => document.getElementById('num-samples').textContent === '7 found'")
+        card, told = page.locator("#samples article", has=page.locator("details")).first, page.locator("#token-told")
+        card.locator("summary").focus()
+        page.keyboard.press("Enter")
+        card.locator(".token").nth(1).wait_for()
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "7 "
+        assert "log-prob of the engine -0.5" in told.inner_text() and "version 3" in told.inner_text()
+        before = page.inner_text("#gantt-view")
+        page.keyboard.press("ArrowRight")
+        assert "log-prob of the engine -1.5" in told.inner_text() and "clipped yes" in told.inner_text()
+        assert page.inner_text("#gantt-view") == before  # the arrows move the chart elsewhere alone
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineWidth") == "2px"
+        response = page.get_by_role("listbox", name=re.compile("2 tokens"))
+        assert response.get_by_role("option").count() == 2
+        assert response.get_by_role("option", selected=True).inner_text() == "8 "
+        assert told.get_attribute("role") == "status"
+        page.keyboard.press("Home")
+        assert "version 3" in told.inner_text()
+        page.keyboard.press("Escape")
+        assert told.inner_text() == ""
+        page.keyboard.press("End")
+        page.keyboard.press("Tab")  # a response is one stop
+        assert page.evaluate("document.activeElement.tagName") == "SUMMARY" and told.inner_text() == ""
+
+        long = page.locator("#samples article", has_text="A lamp.").locator(".token")
+        long.nth(1).focus()
+        page.keyboard.press("ArrowDown")
+        below = page.evaluate("document.activeElement.textContent")
+        assert below not in ("word1 ", "word2 ") and f'"{below}"' in told.inner_text()
+        page.keyboard.press("ArrowUp")
+        assert page.evaluate("document.activeElement.textContent") == "word1 "
+
+        card.locator(".token").nth(1).tap()
+        assert "entropy 0.5" in told.inner_text()
+        box, of = told.bounding_box(), card.locator(".token").nth(1).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 400 and abs(box["y"] - of["y"]) < 250  # beside it
+        assert complaints == []
+
+
+def test_waits_are_a_graph_from_each_to_the_cause_with_their_deadlines(tmp_path, background):
+    synthetic_run.write_run(tmp_path / "one")
+    workers = [SeenWorker(name=name, task="wait", cause=cause, seconds=41.0, silence=0.1) for name, cause in WAITERS.items()]
+    group = SeenGroup(group=412, task="rollout", rows=4, state="leased", holder="rollout/3", seconds=41.0, left=101.0)
+    step = SeenStep(topic="train", step=7, groups=[group], lacking=1)
+    asked = OpenWait(name=ROUND.name, worker="trainer/0", seconds=41.0, facts={"step": 7, "number": 1})
+    known = {"run": "one", "time": 0.0, "pid": 1, "host": "h", "committed": 7, "steps": 9, "idle": 41.0}
+    limits = {"run.stall_timeout_seconds": 300.0, "queue.lease_seconds": 120.0}
+    seen = Situation(**known, limits=limits, workers=workers, open_steps=[step], waits=[asked])
+    write_situation(tmp_path / "one", seen)
+    with opened(background, tmp_path / "one") as (page, complaints):
+        graph = page.get_by_role("region", name="Who waits for whom")
+        graph.wait_for()
+        words = [box.inner_text().splitlines() for box in graph.locator(".wait").all()]
+        assert [texts[0].split(" waits")[0].split(" follows")[0] for texts in words] == [
+            "trainer/1",
+            "trainer/2",
+            "trainer/0",
+            "rollout/3 has it for task rollout, since 41 s",
+            "Cause rollout/3",
+        ]
+        assert all(texts[-1].startswith("until ") and " s)" in texts[-1] for texts in words)
+        assert words[3][-1] == "until queue.lease_seconds (120 s), in 101 s, unless it renews"
+        assert graph.get_by_role("listitem").count() == 5
+        for width, along, across in ((1400, "x", "width"), (400, "y", "height")):  # the arrows lead to the right, or down
+            page.set_viewport_size({"width": width, "height": 800})
+            first, second, *path = [box.bounding_box() for box in graph.locator(".wait").all()]
+            assert second["y"] >= first["y"] + first["height"]  # two wait for the same
+            for before, after in pairwise([second, *path]):
+                assert after[along] >= before[along] + before[across] + 10
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert complaints == []
 
 
 def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
@@ -62,9 +166,12 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         card = page.locator("#samples article").first
         card.locator("details.trained summary").click()
         card.locator("details.trained .token.clipped").wait_for()
-        told = card.locator("details.trained .token").nth(1).get_attribute("title")
-        assert "log-prob of the engine -1.5" in told and "log-prob of the trainer -1.25" in told and "version 4" in told
-        assert "clipped yes" in told and "entropy 0.5" in told and "in the loss" in told and "ratio 1.284" in told
+        told = page.locator("#token-told")
+        card.locator("details.trained .token").nth(1).hover()
+        assert "log-prob of the engine -1.5" in told.inner_text() and "log-prob of the trainer -1.25" in told.inner_text()
+        assert all(part in told.inner_text() for part in ("version 4", "clipped yes", "entropy 0.5", "in the loss", "ratio 1.284"))
+        page.mouse.move(1, 1)
+        assert told.inner_text() == ""
 
         with (tmp_path / "runs" / "two" / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 4, "reward/mean": 0.987}) + "\n")

@@ -206,7 +206,7 @@ FILES = {
     "trainer/0": ("trainer/shard-00001-model-00001-of-00001.safetensors", r"trainer/0 waits for {files}{thread}"),
     "the driver": (
         "driver.msgpack",
-        r"trainer/0 waits for the driver to make checkpoint 4 whole, .*\n +the driver waits for {files}{thread}",
+        r"trainer/0 waits for the driver to make checkpoint 4 whole, .*\n +-> the driver waits for {files}{thread}",
     ),
 }
 

@@ -87,9 +87,8 @@ def publishes_never(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver never takes note of a version."""
 
     @remote
-    async def publish(self: PolicyVersions, manifest: Any) -> list[int]:
+    async def publish(self: PolicyVersions, manifest: Any) -> None:
         await self.stopped()
-        return []
 
     monkeypatch.setattr(PolicyVersions, "publish", publish)
 

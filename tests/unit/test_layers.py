@@ -1,5 +1,5 @@
-"""The check of import layers (`make layers`) sees the whole package; the loops know of no algorithm, by import or by name; what
-evaluates text is imported by reward processes alone."""
+"""The check of import layers (`make layers`) sees the whole package; classes have names of their own; constructors have few
+arguments; the loops know of no algorithm, by import or by name; what evaluates text is imported by reward processes alone."""
 
 import ast
 import re
@@ -29,6 +29,18 @@ def test_every_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(file.name)
     assert len(files) > 300 and {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
+def test_no_constructor_has_many_arguments() -> None:
+    """Of those that are written out; a record has the fields that it needs."""
+    counts: dict[str, int] = {}
+    for file in sorted((ROOT / "asyncflow").rglob("*.py")):
+        for made in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)):
+            for each in made.body:
+                if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                    named = [*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs]
+                    counts[made.name] = len(named) - 1  # itself
+    assert len(counts) > 300 and {name: count for name, count in counts.items() if count > 7} == {}
 
 
 def test_no_file_of_the_loops_names_an_algorithm() -> None:

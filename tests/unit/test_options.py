@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import pytest
 
 from asyncflow.options import checked_options, misfit
+from asyncflow.registry import by_name
 from asyncflow.types import UserError
 
 if TYPE_CHECKING:
@@ -49,6 +51,25 @@ class Open(Base):
         super().__init__(**options)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    path: Path
+    _: KW_ONLY
+    width: int = 1
+    depth: float = 0.5
+
+
+class OfRecord:
+    @by_name(Sizes)
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+
+
+class BelowRecord(OfRecord):
+    def __init__(self, path: Path, *, own: str = "", **options: Any) -> None:
+        super().__init__(path, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -71,6 +92,7 @@ class Open(Base):
         ({"is_on": 1}, "is_on must be true or false, not 1"),
         ({"width": "wide"}, 'width must be a whole number, auto or null, not "wide"'),
         ({"decay": "fast"}, 'decay must be a number, not "fast"'),
+        ({"decay": None}, "decay must be a number, not null"),
     ],
 )
 def test_a_value_of_another_kind_is_refused(options: dict[str, Any], words: str) -> None:
@@ -123,6 +145,21 @@ def test_options_that_are_passed_on_are_of_the_kinds_above() -> None:
     assert checked_options("thing", Open, {"count": 1, "slope": 2.0, "more": object}) == {"count": 1, "slope": 2.0, "more": object}
     with pytest.raises(UserError, match=r'^thing: slope must be a number, not "steep"'):
         checked_options("thing", Open, {"slope": "steep"})
+
+
+def test_fields_of_a_record_are_options() -> None:
+    """Of the constructor that takes it, and of a class below, which passes them on."""
+    assert OfRecord(Path("a"), width=2).sizes == Sizes(Path("a"), width=2)
+    assert checked_options("thing", OfRecord, {"width": 2.0}, ["path"]) == {"width": 2}
+    with pytest.raises(UserError, match=r"^thing has no option 'size': it has width, depth$"):
+        checked_options("thing", OfRecord, {"size": 2}, ["path"])
+    with pytest.raises(UserError, match=r"^thing does not take 'device', which a run gives it"):
+        checked_options("thing", OfRecord, {}, ["path", "device"])
+    with pytest.raises(UserError, match=r"^thing needs the option 'path'"):
+        checked_options("thing", OfRecord, {})
+    assert BelowRecord(Path("a"), own="b", depth=2.0).sizes == Sizes(Path("a"), depth=2.0)
+    with pytest.raises(UserError, match=r"^thing: depth must be a number, not true"):
+        checked_options("thing", BelowRecord, {"depth": True}, ["path"])
 
 
 def test_a_function_that_says_nothing_of_itself_takes_everything() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncflow.engines.rollout.vllm.options import VllmOptions
 from asyncflow.engines.rollout.vllm.process import ServerOptions
 
 CONTEXT = 224
@@ -23,20 +25,7 @@ def fake_python(folder: Path) -> Path:
     return path
 
 
-def server_options(python: str, model: Path, **changes: Any) -> ServerOptions:
+def server_options(python: str, model: Path, devices: Sequence[int] | None = None, **changes: Any) -> ServerOptions:
     """Those of a small server on the CPU."""
-    options: dict[str, Any] = {
-        "python": python,
-        "model_path": model,
-        "dtype": "float32",
-        "device": "cpu",
-        "devices": None,
-        "num_threads": 1,
-        "tensor_parallel": 1,
-        "max_num_seqs": 16,
-        "max_context": 256,
-        "transfer": "asyncflow",
-        "arguments": {},
-        "start_seconds": 600.0,
-    }
-    return ServerOptions(**{**options, **changes})
+    options: dict[str, Any] = {"num_slots": 16, "max_context": 256, "python": python, **changes}
+    return ServerOptions(VllmOptions(model, **options), "asyncflow", devices)

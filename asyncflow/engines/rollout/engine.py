@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -40,11 +39,12 @@ from asyncflow.engines.rollout.checks import check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.loaded_adapters import LoadedAdapters
 from asyncflow.engines.rollout.probe import find_dependence
-from asyncflow.engines.rollout.slot_options import NO_ROOM, PREFILL_CHUNK, AdapterRoom, Speculation, StepOptions
+from asyncflow.engines.rollout.slot_options import SlotOptions, StepOptions
 from asyncflow.engines.rollout.slot_options import check as check_options
 from asyncflow.engines.rollout.slots import Slots
 from asyncflow.engines.rollout.threaded import ThreadedEngine, noise_keys
 from asyncflow.model_folder import end_token_ids
+from asyncflow.registry import by_name
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, LoraSpec, TensorSpec, WeightSource
 
@@ -57,77 +57,53 @@ class SlotEngine(ThreadedEngine):
 
     _slots: Slots
 
-    def __init__(
-        self,
-        model_path: Path,
-        *,
-        num_slots: int,
-        max_context: int,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        device: str = "cpu",
-        num_threads: int = 1,
-        version: int = 0,
-        stop_ids: Iterable[int] | None = None,
-        kv_on_install: Literal["keep", "recompute"] = "keep",
-        num_parked: int = 0,
-        lora: LoraSpec | None = None,
-        speculation: Speculation = 0,
-        prefill_chunk: int = PREFILL_CHUNK,
-        adapter_room: AdapterRoom = NO_ROOM,
-    ) -> None:
-        """Load a Hugging Face checkpoint as policy `version`.
-
-        `lora`: versions are low-rank adapters over it; `version` has the one in `lora.path`, if there is one. `num_parked`: slots
-        of the cache beyond `num_slots`, for episodes that wait for their environments. `adapter_room`: for adapters that are loaded
-        beside what is installed.
-
-        `speculation`: whether few slots have draft tokens verified (drafts.py). `prefill_chunk`: tokens of prompts and observations
-        that a step computes beside the slots' own, some. No bit depends on either.
-
-        `kv_on_install`: whether responses under way go on with the keys and values that they have when weights are installed, or
-        have them computed again.
-
-        `max_context`: prompt and response tokens of one slot. `stop_ids`: instead of the end tokens of the model's files; an empty
-        one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
-        """
-        check_device(device, "rollout.device")
-        check_options(speculation=speculation, prefill_chunk=prefill_chunk, adapter_room=adapter_room)
-        fields = json.loads((model_path / "config.json").read_text())
-        super().__init__(model_path, num_slots=num_slots, max_context=max_context, vocab_size=fields["vocab_size"])
+    @by_name(SlotOptions)
+    def __init__(self, options: SlotOptions) -> None:
+        """Load the model. Raises `ValueError` when it is not one that the decoder implements."""
+        check_device(options.device, "rollout.device")
+        check_options(speculation=options.speculation, prefill_chunk=options.prefill_chunk, adapter_room=options.adapter_room)
+        path, lora = options.model_path, options.lora
+        fields = json.loads((path / "config.json").read_text())
+        super().__init__(options, vocab_size=fields["vocab_size"])
         self._decoder = decoder = Decoder(
             DecoderConfig.from_fields(fields),
-            num_slots=num_slots + num_parked,
-            max_context=max_context,
-            dtype=getattr(torch, dtype),
-            device=torch.device(device),
+            num_slots=options.num_slots + options.num_parked,
+            max_context=options.max_context,
+            dtype=getattr(torch, options.dtype),
+            device=torch.device(options.device),
             lora=lora,
         )
-        decoder.install(load_tensors(model_path))
+        decoder.install(load_tensors(path))
         slots = Slots(
             decoder,
-            num_slots=num_slots,
-            stop_ids=end_token_ids(model_path) if stop_ids is None else stop_ids,
+            num_slots=options.num_slots,
+            stop_ids=end_token_ids(path) if options.stop_ids is None else options.stop_ids,
             stop_strings=self._stop_strings,
-            version=version,
-            recomputes=kv_on_install == "recompute",
-            options=StepOptions(speculation=speculation, prefill_chunk=prefill_chunk),
+            version=options.version,
+            recomputes=options.kv_on_install == "recompute",
+            options=StepOptions(speculation=options.speculation, prefill_chunk=options.prefill_chunk),
         )
-        self._adapters = LoadedAdapters(adapter_room, INSTALLED)
+        self._adapters = LoadedAdapters(options.adapter_room, INSTALLED)
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
-        self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
-        self._start(slots, num_threads)
-        if device != "cpu":
-            self.why_not_deterministic = f"no bits are promised on {device}"
-        elif num_threads != 1:
-            self.why_not_deterministic = f"{num_threads} threads divide a sum between them: bits are promised for one"
-        else:
-            tried = lora if lora is not None or not adapter_room.number else LoraSpec(min(adapter_room.rank, TRIED_RANK), 1.0)
-            probe = partial(find_dependence, decoder, num_slots=num_slots, max_context=max_context, lora=tried)
-            self.why_not_deterministic = self._hand_in(probe).result()
+        self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(options.num_threads))
+        self._start(slots, options.num_threads)
+        self.why_not_deterministic = self._why_not_deterministic(options)
         self.is_deterministic = not self.why_not_deterministic
         self._base = None if lora is None else sum_of_all(dict(decoder.sums()).values())
         if lora is not None and lora.path is not None:
             self._hand_in(partial(decoder.install, read_lora(Path(lora.path), lora))).result()
+
+    def _why_not_deterministic(self, options: SlotOptions) -> str:
+        """Reason why no bits are promised, as far as it is known or the probe has found one; "" where they are."""
+        if options.device != "cpu":
+            return f"no bits are promised on {options.device}"
+        if options.num_threads != 1:
+            return f"{options.num_threads} threads divide a sum between them: bits are promised for one"
+        tried, room = options.lora, options.adapter_room
+        if tried is None and room.number:
+            tried = LoraSpec(min(room.rank, TRIED_RANK), 1.0)
+        probe = partial(find_dependence, self._decoder, num_slots=options.num_slots, max_context=options.max_context, lora=tried)
+        return self._hand_in(probe).result()
 
     def forget(self, key: SampleKey, sample: int) -> None:
         """See `RolloutEngine.forget`."""

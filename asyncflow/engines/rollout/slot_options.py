@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from asyncflow.types import UserError
+from asyncflow.engines.base import RolloutEngineOptions
+from asyncflow.types import LoraSpec, UserError
 
 Speculation = Literal["auto"] | int
 """Drafts of a slot in each step: as many as pay, or so many at most wherever there are any; 0: none."""
@@ -31,6 +32,22 @@ class AdapterRoom:
 
 
 NO_ROOM: Final = AdapterRoom(number=0, rank=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOptions(RolloutEngineOptions):
+    """Options of `SlotEngine`.
+
+    `num_parked`: slots of the cache beyond `num_slots`. `lora`: versions are low-rank adapters over the model; `version` has the
+    one in `lora.path`, if there is one. `speculation`: whether few slots have draft tokens verified (drafts.py). `prefill_chunk`:
+    tokens of prompts and observations that a step computes beside the slots' own, some. No bit depends on either.
+    `adapter_room`: for adapters that are loaded beside what is installed.
+    """
+
+    lora: LoraSpec | None = None
+    speculation: Speculation = 0
+    prefill_chunk: int = PREFILL_CHUNK
+    adapter_room: AdapterRoom = NO_ROOM
 
 
 def check(

@@ -19,14 +19,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
+from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, RolloutEngineOptions, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.deliveries import Deliveries
 from asyncflow.engines.rollout.requests import SlotRequest
@@ -72,11 +71,11 @@ class ThreadedEngine(RolloutEngine):
 
     _slots: Rows
 
-    def __init__(self, model_path: Path, *, num_slots: int, max_context: int, vocab_size: int) -> None:
-        self.num_slots, self.max_context = num_slots, max_context
+    def __init__(self, options: RolloutEngineOptions, vocab_size: int) -> None:
+        self.num_slots, self.max_context = options.num_slots, options.max_context
         self._vocab_size = vocab_size
         self._is_closed = False
-        self._stop_strings = StopStrings(model_path)
+        self._stop_strings = StopStrings(options.model_path)
         self._deliveries = Deliveries()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncflow.attestation import Attestation
 from asyncflow.bit_sums import sum_of_bits
-from asyncflow.engines.base import Response, Timing
+from asyncflow.engines.base import Response, RolloutEngineOptions, Timing
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.checks import check_tensors, why_transformers_is_not_deterministic
 from asyncflow.engines.rollout.requests import SlotRequest
@@ -36,6 +35,7 @@ from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.engines.rollout.threaded import ThreadedEngine
 from asyncflow.model_folder import end_token_ids
+from asyncflow.registry import by_name
 from asyncflow.types import Array, HeldWeights, UserError, WeightSource
 
 
@@ -45,49 +45,33 @@ class TransformersEngine(ThreadedEngine):
     is_deterministic = False
     why_not_deterministic = why_transformers_is_not_deterministic()
 
-    def __init__(
-        self,
-        model_path: Path,
-        *,
-        num_slots: int,
-        max_context: int,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        device: str = "cpu",
-        num_threads: int = 1,
-        version: int = 0,
-        stop_ids: Iterable[int] | None = None,
-        kv_on_install: Literal["keep", "recompute"] = "keep",
-        num_parked: int = 0,
-    ) -> None:
-        """Load a Hugging Face checkpoint as policy `version`; the arguments are `SlotEngine`'s. No cache is kept between turns, so
-        `num_parked` counts for nothing.
+    @by_name(RolloutEngineOptions)
+    def __init__(self, options: RolloutEngineOptions) -> None:
+        """Load the model. No cache is kept between turns, so `num_parked` counts for nothing.
 
         Raises `UserError` for `kv_on_install` other than `keep`, and `ValueError` for a model that transformers does not load, or
         one with fewer positions.
         """
-        check_device(device, "rollout.device")
-        if kv_on_install != "keep":
+        path, max_context = options.model_path, options.max_context
+        check_device(options.device, "rollout.device")
+        if options.kv_on_install != "keep":
             raise UserError("rollout.engine=transformers keeps the caches of responses under way: set rollout.kv_on_install=keep")
         disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype))
         except OSError as error:
             raise ValueError(str(error).splitlines()[0]) from error
         limit = getattr(model.config, "max_position_embeddings", None)
         if limit is not None and max_context > limit:
             raise ValueError(f"max_context {max_context} exceeds the model's {limit} positions")
-        model.requires_grad_(False).eval().to(device)
+        model.requires_grad_(False).eval().to(options.device)
         model.generation_config = GenerationConfig()  # the checkpoint's own penalties and filters are not the run's
         self._model, self._parameters = model, dict(model.named_parameters())
-        super().__init__(
-            model_path,
-            num_slots=num_slots,
-            max_context=max_context,
-            vocab_size=model.get_input_embeddings().weight.shape[0],
-        )
-        stop_ids = end_token_ids(model_path) if stop_ids is None else stop_ids
-        rows = Batches(model, self._parameters, num_slots, frozenset(stop_ids), version, self._stop_strings, self._between_tokens)
-        self._start(rows, num_threads)
+        super().__init__(options, vocab_size=model.get_input_embeddings().weight.shape[0])
+        stop_ids = frozenset(end_token_ids(path) if options.stop_ids is None else options.stop_ids)
+        version, stop_strings = options.version, self._stop_strings
+        rows = Batches(model, self._parameters, self.num_slots, stop_ids, version, stop_strings, self._between_tokens)
+        self._start(rows, options.num_threads)
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Check the tensors; there is nothing to prepare, see `RolloutEngine.prepare`."""

@@ -18,9 +18,8 @@ import concurrent.futures
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Generator, Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,10 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.transfer_queue.leases import Want
+from asyncflow.registry import by_name
 from asyncflow.transfer_queue.loader.broadcast import WAITING_SECONDS, GroupBroadcast, Message
-from asyncflow.transfer_queue.loader.prefetch import Fetched, StreamFeed, StreamSource
-from asyncflow.transfer_queue.loader.tensors import Jagged, Padded, Padding, TensorColumn, WritableColumn, to_device
+from asyncflow.transfer_queue.loader.options import LoaderOptions
+from asyncflow.transfer_queue.loader.prefetch import Fetched, StreamFeed
+from asyncflow.transfer_queue.loader.tensors import Jagged, Padded, TensorColumn, WritableColumn, to_device
 from asyncflow.transfer_queue.loader.writeback import HeldRows, Rows
 
 __all__ = ["Jagged", "Padded", "StreamBatch", "StreamDataLoader"]
@@ -68,85 +68,20 @@ class StreamDataLoader:
 
     drop_last = False
 
-    def __init__(
-        self,
-        address: str,
-        task: str,
-        *,
-        columns: Sequence[str] | None = None,
-        batch_size: int | None = None,
-        groups: int | None = None,
-        tokens: int | None = None,
-        at_least: int = 1,
-        partition: int | None = None,
-        installed: int | None = None,
-        rank: int = 0,
-        num_workers: int = 0,
-        prefetch: int = 2,
-        pad_to_multiple_of: int | None = None,
-        pad_values: Mapping[str, float] | None = None,
-        acknowledge: Literal["on_next", "manual"] = "on_next",
-        group: dist.ProcessGroup | None = None,
-        lead: int | None = None,
-        device: str | torch.device = "cpu",
-        name: str = "loader",
-        credentials: str | Path | None = None,
-        timeout_seconds: float = 1800.0,
-    ) -> None:
-        """Make a loader; nothing is connected before the first batch is asked for.
-
-        Args:
-            address: the queue's, `unix:PATH` or `tls:HOST:PORT`; the latter needs `credentials`, the path of the run's key.
-            columns: what to read, if not all that the task reads.
-            batch_size: at most so many rows in a batch. One of `batch_size`, `groups` and `tokens` is needed. A task that takes
-                whole groups gets one group even if that alone is more.
-            groups: at most so many groups in a batch.
-            tokens: at most so many tokens in a batch.
-            at_least: wait for so many rows. A batch is smaller than `batch_size` where fewer are ready than that, and at the end.
-            partition: only groups of this partition: of this training step, in a run.
-            installed: only groups that this policy version may generate.
-            rank: this data-parallel group's number, for samplers that serve all of them together.
-            num_workers: processes that fetch and pad (spawned, so the program's main module has to be importable); with 0 the
-                loader's thread does.
-            prefetch: how many batches are leased ahead of the one that is worked on; with 0 they are leased when asked for. What
-                one consumer holds no other can have.
-            pad_to_multiple_of: deliver ragged columns `Padded` to the batch's greatest length, rounded up to a multiple of this,
-                with `pad_values[column]` or 0; without, `Jagged`.
-            acknowledge: for a task without outputs. `on_next`: a batch's rows are done when the next one is asked for; `manual`:
-                when `done` is called. Rows of a batch in the middle of which the loop is left are not done.
-            group: of tensor- or pipeline-parallel ranks that are to see the same batches. Only `lead` (a global rank, by default
-                the group's first) reads; all have to iterate in step, and to leave the loop together. On the others `complete`,
-                `done` and `fail` do nothing: the lead writes for all.
-            device: where the columns go to.
-            name: what the queue's status calls this loader.
-            timeout_seconds: for the next batch, and for each request to the queue.
-
-        Raises:
-            ValueError: arguments that contradict each other.
-        """
-        _check_least(0, num_workers=num_workers, prefetch=prefetch)
-        if acknowledge not in ("on_next", "manual"):
-            raise ValueError(f"acknowledge is 'on_next' or 'manual', not {acknowledge!r}")
-        self.task, self.partition = task, partition
-        self.batch_size, self.num_workers, self.prefetch = batch_size, num_workers, prefetch
-        self._want = _want(batch_size, groups, tokens, at_least, installed, rank)
-        self._padding = _padding(pad_to_multiple_of, pad_values)
-        self._device = torch.device(device)
+    @by_name(LoaderOptions)
+    def __init__(self, options: LoaderOptions) -> None:
+        """Make a loader; nothing is connected before the first batch is asked for. Raises `ValueError` as `LoaderOptions`."""
+        self.task, self.partition = options.task, options.partition
+        self.batch_size, self.num_workers, self.prefetch = options.batch_size, options.num_workers, options.prefetch
+        self._want, self._padding = options.want(), options.padding()
+        self._device = torch.device(options.device)
         self._broadcast: GroupBroadcast | None = None
-        if group is not None and dist.get_world_size(group) > 1:
-            self._broadcast = GroupBroadcast(group, lead, self._device)
-        self._source = StreamSource(
-            address=address,
-            name=name,
-            task=task,
-            columns=None if columns is None else tuple(columns),
-            credentials=None if credentials is None else Path(credentials),
-            timeout_seconds=timeout_seconds,
-            padding=None if self._broadcast else self._padding,
-        )
-        self._acknowledges = acknowledge == "on_next"
+        if options.group is not None and dist.get_world_size(options.group) > 1:
+            self._broadcast = GroupBroadcast(options.group, options.lead, self._device)
+        self._source = options.source(None if self._broadcast else self._padding)
+        self._acknowledges = options.acknowledge == "on_next"
         self._hang_up: Callable[[], object] = lambda: None
-        self._held = HeldRows(task)
+        self._held = HeldRows(options.task)
         self._group_bits = 0
         self._is_iterating = False
 
@@ -299,27 +234,3 @@ class StreamDataLoader:
         for name in self._padding.values if self._padding else ():
             if name not in columns or not columns[name].ragged:
                 raise ValueError(f"pad_values names {name!r}, which is no ragged column of {', '.join(columns)}")
-
-
-def _want(batch_size: int | None, groups: int | None, tokens: int | None, at_least: int, installed: int | None, rank: int) -> Want:
-    """Request for one batch. Raises `ValueError` for limits that no batch could have."""
-    if batch_size is None and groups is None and tokens is None:
-        raise ValueError("a batch needs a limit: batch_size (rows), groups or tokens")
-    _check_least(1, batch_size=batch_size, groups=groups, tokens=tokens, at_least=at_least)
-    if batch_size is not None and at_least > batch_size:
-        raise ValueError(f"at_least {at_least} rows never fit into a batch_size of {batch_size}")
-    return Want(groups or 0, batch_size or 0, tokens or 0, at_least, installed, rank=rank)
-
-
-def _padding(multiple: int | None, values: Mapping[str, float] | None) -> Padding | None:
-    """Padding of ragged columns; None: none. Raises `ValueError`."""
-    _check_least(1, pad_to_multiple_of=multiple)
-    if values and multiple is None:
-        raise ValueError("pad_values without pad_to_multiple_of: nothing is padded")
-    return None if multiple is None else Padding(multiple, dict(values or {}))
-
-
-def _check_least(least: int, **numbers: int | None) -> None:
-    for what, value in numbers.items():
-        if value is not None and value < least:
-            raise ValueError(f"{what} is {value}: it has to be {least} or more")

@@ -75,10 +75,10 @@ class House:
             self.storages if has_units else [],
             tasks=None if has_controllers else [],
             events=self.events,
-            patience_seconds=10.0,
             credentials=self.credentials,
             unit_options=self.options,
         )
+        self.queue.places.patience_seconds = 10.0
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[House]:

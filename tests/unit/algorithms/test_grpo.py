@@ -59,7 +59,7 @@ def expected(batch: TokenBatch, algorithm: GRPO) -> tuple[float, dict[str, float
             kl = s - math.log(s) - 1
         length = sum(m for m, r in zip(columns["mask_T"], columns["row_T"], strict=True) if r == row)
         weight = 1 / length if algorithm.normaliser == "sequences" else 1.0
-        loss -= weight * (importance * min(ratio * advantage, clipped * advantage) - algorithm.kl_coefficient * kl)
+        loss -= weight * (importance * min(ratio * advantage, clipped * advantage) - algorithm.loss_options.kl_coefficient * kl)
         s = math.exp(columns["logprobs_T"][t] - columns["rollout_logprobs_T"][t])
         metrics["policy/kl"] += kl
         metrics["policy/rollout_kl"] += s - math.log(s) - 1

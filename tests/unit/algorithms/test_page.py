@@ -29,13 +29,13 @@ def test_defaults_are_those_of_the_page(name: str) -> None:
     _, _, normaliser, clip, kl, source = table("| `name` | surrogate |")[name]
     own = {"loss_constant": 8} if "to be given" in normaliser else {}
     algorithm: PolicyLoss = build("algorithm", name, own, ALGORITHMS)
-    assert f"`{algorithm.loss_normaliser}`" in normaliser
+    assert f"`{algorithm.loss_options.loss_normaliser}`" in normaliser
     if (constant := re.search(r": (\d+)$", normaliser)) is not None:
-        assert algorithm.loss_constant == float(constant[1])
+        assert algorithm.loss_options.loss_constant == float(constant[1])
     low, high = re.findall(r"\d[\d.]*", clip)
     surrogate = algorithm.surrogate
     assert (surrogate.clip_low, surrogate.clip_high) == (float(low), float(high))  # type: ignore[attr-defined]
-    assert kl.removesuffix(" (none in the paper)") == f"{algorithm.kl_place}, {algorithm.kl_estimator}"
+    assert kl.removesuffix(" (none in the paper)") == f"{algorithm.loss_options.kl_place}, {algorithm.loss_options.kl_estimator}"
     assert re.search(r"arXiv:\d{4}\.\d{5}", source)
 
 

@@ -110,9 +110,11 @@ class Noted:
     async def probe_ids(self, version: int) -> list[int]:
         return []
 
-    async def publish(self, manifest: Manifest) -> list[int]:
-        self._run.calls.append(f"published {manifest.version}")
+    async def retained(self) -> list[int]:
         return []
+
+    async def publish(self, manifest: Manifest) -> None:
+        self._run.calls.append(f"published {manifest.version}")
 
 
 @contextlib.asynccontextmanager

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from asyncflow import waits
+from asyncflow.cli.why import why
 from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, read_situation, write_situation
-from asyncflow.telemetry.why import chain, graph, sentence
+from asyncflow.telemetry.why import Waiting, causes, chain, graph, paths, sentence
 from asyncflow.types import UserError
 from asyncflow.waits import OpenWait, Wait
 
@@ -251,6 +252,54 @@ def test_the_graph_has_every_worker_once() -> None:
         ("trainer/1", "trainer/0"),
         ("rollout/3", ""),
     ]
+
+
+def told(waiting: Waiting) -> Any:
+    """Subjects of a tree: the waiters, then what they wait for."""
+    return *map(told, waiting.waiters), waiting.link.subject
+
+
+def test_the_causes_are_trees_that_have_each_wait_once_with_its_deadline() -> None:
+    follower, other = worker("trainer/1", cause="leader"), worker("rollout/4", "generate")
+    fetch = OpenWait(name=waits.FETCH.name, seconds=11.5, facts={"version": 7})
+    alone = worker("rollout/5", cause="weights", waits=[fetch])
+    seen = situation(worker("trainer/0"), follower, worker("rollout/3", "generate"), other, alone, group=leased("rollout/3"))
+    assert [[link.subject for link in path] for path in paths(seen)] == [
+        ["trainer/0", "group 412", "rollout/3"],
+        ["trainer/1", "trainer/0"],  # and on as above
+        ["rollout/4"],
+        ["rollout/5"],
+    ]
+    found = causes(seen)
+    assert [told(each) for each in found] == [(((("trainer/1",), "trainer/0"), "group 412"), "rollout/3"), ("rollout/5",)]
+    assert found[1].link.ends == "weight_sync.deadline_seconds (60 s)"
+    assert all(link.ends for path in paths(seen) for link in path)
+    (circle,) = causes(situation(worker("trainer/0"), follower, worker("rollout/3", serving=6), group=READY, published=6))[:1]
+    assert circle.link.text.endswith("nothing inside the run ends that") and len(circle.waiters) == 1
+
+
+def test_the_command_line_prints_the_graph_with_arrows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    follower = worker("trainer/1", cause="leader")
+    write_situation(tmp_path, situation(worker("trainer/0"), follower, worker("rollout/3", "generate"), group=leased("rollout/3")))
+    why(tmp_path)
+    until = "at the latest until: run.stall_timeout_seconds (300 s)"
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{WAITS} [{until}]",
+        f"  -> {HAS} [at the latest until: queue.lease_seconds (120 s), in 101 s, unless it renews]",
+        f"    -> rollout/3 is in generate, since 41 s [{until}]",
+        "and the others:",
+        f"  trainer/1 follows trainer/0, since 41 s [{until}]",
+        f"    -> {WAITS} [as above]",
+    ]
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_path_ends_at_a_cause_or_at_an_earlier_path(cause: str) -> None:
+    before: set[str] = set()
+    for path in paths(CAUSES[cause][0]):
+        texts = [link.text for link in path]
+        assert len(set(texts)) == len(texts) and not before.intersection(texts[:-1])
+        before.update(texts)
 
 
 def test_a_situation_is_whole_or_the_one_before(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ A request that is cancelled hangs up, which makes the server drop it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlencode
 
 import httpx2
@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import Response
+from asyncflow.engines.rollout.vllm.options import PauseMode
 from asyncflow.types import Array, UserError
 
 CONNECT_SECONDS = 10.0
@@ -31,7 +32,6 @@ HEALTH_SECONDS = 20.0  # a front end says at once whether its engine lives, howe
 ON_ITS_OWN = {"Connection": "close"}  # after an error vLLM's server hangs up, maybe on the next request of that connection
 NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is infinite, or no number
 UNFINISHED = "unfinished"  # weights of which nobody knows what they are
-PauseMode = Literal["keep", "wait", "abort"]
 
 
 class ServerLost(Exception):

@@ -20,11 +20,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-import sys
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,18 +31,18 @@ from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.vllm.attesting import ServerAttestations
-from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient, check_settings
+from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient, check_settings
 from asyncflow.engines.rollout.vllm.generation import Generation
-from asyncflow.engines.rollout.vllm.hosts import given_hosts, own_hosts
+from asyncflow.engines.rollout.vllm.hosts import hosts_of
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
-from asyncflow.engines.rollout.vllm.options import check_addresses, check_arguments, check_numbers, sender
+from asyncflow.engines.rollout.vllm.options import PauseMode, VllmOptions
 from asyncflow.engines.rollout.vllm.options import why_not_deterministic as _why
-from asyncflow.engines.rollout.vllm.process import ServerOptions
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerLimits, ServerPool
-from asyncflow.engines.rollout.vllm.transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
+from asyncflow.engines.rollout.vllm.transfer import transfer_of
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
-from asyncflow.types import Array, HeldWeights, LoraSpec, RunError, WeightSource
+from asyncflow.registry import by_name
+from asyncflow.types import Array, HeldWeights, RunError, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,104 +54,39 @@ class VllmEngine(RolloutEngine):
     is_deterministic = False
     why_not_deterministic = _why()
 
-    def __init__(
-        self,
-        model_path: Path,
-        *,
-        num_slots: int,
-        max_context: int,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        device: str = "cpu",
-        num_threads: int = 1,
-        version: int = 0,
-        stop_ids: Iterable[int] | None = None,
-        kv_on_install: Literal["keep", "recompute"] = "keep",
-        num_parked: int = 0,
-        instances: int = 1,
-        tensor_parallel: int = 1,
-        devices: Sequence[Sequence[int]] | None = None,
-        python: str | None = None,
-        addresses: Sequence[str] = (),
-        key_variable: str = "VLLM_API_KEY",
-        transfer: TransferName = "shared_memory",
-        sender_device: str | None = None,
-        pause_mode: PauseMode = "keep",
-        seeded: bool = True,
-        arguments: Mapping[str, Any] | None = None,
-        max_restarts: int = 3,
-        start_seconds: float = 600.0,
-        generation_seconds: float = 1800.0,
-        deadline_seconds: float = 120.0,
-        lora: LoraSpec | None = None,
-    ) -> None:
-        """Start the servers, and wait until they are ready (some 40 s). The first arguments are those of `SlotEngine`; vLLM keeps
-        what it has memory for, whatever `num_parked` is.
-
-        `instances` servers are started, each over `tensor_parallel` devices (`devices`: which ones, a list for each instance), by
-        the interpreter `python` of an environment that has vLLM; `arguments`: vLLM's own, by name. Or they are there already, at
-        `addresses` (`http://HOST:PORT`, or `unix:PATH`), with the key in the environment variable `key_variable`.
-
-        `transfer`: how they get weights (transfer.py), with `nccl` from this process's `sender_device`, which no server uses;
-        None: the first after those of the servers that are started.
-        `pause_mode`: what becomes of responses under way while weights are installed: they are kept and go on, are waited for, or
-        begin anew. `seeded`: each request has a seed from its sample's key. A server may be lost `max_restarts` times, and takes at
-        most `start_seconds` to come, `generation_seconds` for a response and `deadline_seconds` for anything else.
-
-        `lora`: versions are low-rank adapters, which the servers load beside the model (lora_versions.py).
+    @by_name(VllmOptions)
+    def __init__(self, options: VllmOptions) -> None:
+        """Start the servers, and wait until they are ready (some 40 s).
 
         Raises `UserError` if vLLM is not there, or does not take the model or an argument, `RunError` if a server does not start
         for another reason.
         """
-        check_numbers(instances, tensor_parallel, devices)
-        check_addresses(addresses)
-        check_arguments(arguments or {}, device)
-        self.num_slots, self.max_context = num_slots, max_context
-        self._vocab_size = json.loads((model_path / "config.json").read_text())["vocab_size"]
-        end_ids = sorted(end_token_ids(model_path) if stop_ids is None else stop_ids)
-        self._recomputes, self._pause_mode, self._seeded = kv_on_install == "recompute", pause_mode, seeded
+        options.check()
+        path, lora = options.model_path, options.lora
+        self.num_slots, self.max_context = options.num_slots, options.max_context
+        self._vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
+        self._recomputes, self._pause_mode, self._seeded = options.kv_on_install == "recompute", options.pause_mode, options.seeded
         self._is_paused = self._is_closed = self._is_begun = False
         self._one_by_one = asyncio.Lock()  # calls that change what the servers do
-        self._transfer: Transfer = SharedMemoryTransfer()
-        if transfer == "nccl":
-            sends_from = sender(device, instances, tensor_parallel, devices, addresses, sender_device)
-            self._transfer = NcclTransfer(sends_from, tensor_parallel, deadline_seconds)
-        per_instance = -(-num_slots // (len(addresses) or instances))
-        if addresses:
-            hosts = given_hosts(addresses, key_variable)
-        else:
-            options = ServerOptions(
-                python=python or sys.executable,
-                model_path=model_path,
-                dtype=dtype,
-                device=device,
-                devices=None,
-                num_threads=num_threads,
-                tensor_parallel=tensor_parallel,
-                max_num_seqs=per_instance,
-                max_context=max_context,
-                transfer=self._transfer.backend,
-                arguments=arguments or {},
-                start_seconds=start_seconds,
-                lora_rank=None if lora is None else lora.rank,
-            )
-            hosts = own_hosts(options, instances, devices)
-        self._weights = ServerWeights(model_path, dtype, version)
-        self._lora = None if lora is None else LoraVersions(model_path, lora, version, self._unload_in_background)
+        self._transfer = transfer_of(options)
+        hosts = hosts_of(options, self._transfer.backend)
+        self._weights = ServerWeights(path, options.dtype, options.version)
+        self._lora = None if lora is None else LoraVersions(path, lora, options.version, self._unload_in_background)
         self._probes = itertools.count(1)
         self._attestations = ServerAttestations(self._weights, self._lora)
         self._unloading: set[asyncio.Task[None]] = set()
-        if addresses:  # nobody knows what weights they have
-            self._weights.hold(load_tensors(model_path))
-        connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)
-        limits = ServerLimits(per_instance, max_restarts, start_seconds)
+        if options.addresses:  # nobody knows what weights they have
+            self._weights.hold(load_tensors(path))
+        connect = partial(VllmClient, generation_seconds=options.generation_seconds, deadline_seconds=options.deadline_seconds)
+        limits = ServerLimits(options.slots_each, options.max_restarts, options.start_seconds)
         self._servers = ServerPool(hosts, connect, self._bring_up, limits)
         self.instances = self._servers.instances
         self._generation = Generation(
             self._servers,
             self._weights,
             self._begin,
-            stop_ids=end_ids,
-            seeded=seeded,
+            stop_ids=sorted(end_token_ids(path) if options.stop_ids is None else options.stop_ids),
+            seeded=self._seeded,
             recomputes=self._recomputes,
             lora=self._lora,
         )

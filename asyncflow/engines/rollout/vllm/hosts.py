@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
-from asyncflow.engines.rollout.vllm.options import devices_of, is_cpu
+from asyncflow.engines.rollout.vllm.options import VllmOptions, devices_of, is_cpu
 from asyncflow.engines.rollout.vllm.process import ServerOptions, ServerProcess
 from asyncflow.types import RunError, UserError
 
@@ -71,12 +70,15 @@ class OwnServer(ServerHost):
         self.stop()
 
 
-def own_hosts(options: ServerOptions, instances: int, devices: Sequence[Sequence[int]] | None) -> list[ServerHost]:
-    """Servers that the run starts with these options, but for `devices`: which ones, a list for each; None: one after another."""
-    chosen: Sequence[Sequence[int] | None] = devices_of(options.device, instances, options.tensor_parallel, devices)
-    if devices is None and (is_cpu(options.device) or (instances == 1 and ":" not in options.device)):
-        chosen = [None] * instances  # a single instance takes the first of those that it sees
-    return [OwnServer(replace(options, devices=these), f"vLLM {number}") for number, these in enumerate(chosen)]
+def hosts_of(options: VllmOptions, transfer: str) -> list[ServerHost]:
+    """Servers of an engine: those that are there, or those to start. `transfer`: its name in vLLM's factory. Raises as
+    `given_hosts`."""
+    if options.addresses:
+        return given_hosts(options.addresses, options.key_variable)
+    chosen: Sequence[Sequence[int] | None] = devices_of(options.device, options.instances, options.tensor_parallel, options.devices)
+    if options.devices is None and (is_cpu(options.device) or (options.instances == 1 and ":" not in options.device)):
+        chosen = [None] * options.instances  # a single instance takes the first of those that it sees
+    return [OwnServer(ServerOptions(options, transfer, these), f"vLLM {number}") for number, these in enumerate(chosen)]
 
 
 def given_hosts(addresses: Sequence[str], key_variable: str) -> list[ServerHost]:

@@ -1,4 +1,4 @@
-"""Facts about vLLM's rollout workers before one starts, without vLLM or torch: devices, and options that exclude others."""
+"""Options of vLLM's rollout workers, without vLLM or torch: their devices, and which options exclude others."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from asyncflow.devices import CPU, CUDA, kind_of
-from asyncflow.types import RunError, UserError
+from asyncflow.engines.base import RolloutEngineOptions
+from asyncflow.types import LoraSpec, RunError, UserError
 
+PauseMode = Literal["keep", "wait", "abort"]
+TransferName = Literal["shared_memory", "nccl"]
 _SOCKET: Final = "a server listens on a socket of AsyncFlow's own"
 _SAMPLING: Final = "the run says how it samples, and training needs the log-probs of what was sampled from"
 _DEVICES: Final = "the devices of an instance are rollout.engine.tensor_parallel and rollout.engine.devices"
@@ -38,13 +42,63 @@ _DEVICE = re.compile(r"[a-z]+(:\d+)?")
 _ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions(RolloutEngineOptions):
+    """Options of `VllmEngine`. vLLM keeps what it has memory for, whatever `num_parked` is.
+
+    `instances` servers are started, each over `tensor_parallel` devices (`devices`: which ones, a list for each instance), by
+    the interpreter `python` of an environment that has vLLM; `arguments`: vLLM's own, by name. Or they are there already, at
+    `addresses` (`http://HOST:PORT`, or `unix:PATH`), with the key in the environment variable `key_variable`.
+
+    `transfer`: how they get weights (transfer.py), with `nccl` from this process's `sender_device`, which no server uses; None:
+    the first after those of the servers that are started. `pause_mode`: what becomes of responses under way while weights are
+    installed: they are kept and go on, are waited for, or begin anew. `seeded`: each request has a seed from its sample's key. A
+    server may be lost `max_restarts` times, and takes at most `start_seconds` to come, `generation_seconds` for a response and
+    `deadline_seconds` for anything else. `lora`: versions are low-rank adapters, which the servers load beside the model
+    (lora_versions.py).
+    """
+
+    instances: int = 1
+    tensor_parallel: int = 1
+    devices: Sequence[Sequence[int]] | None = None
+    python: str | None = None
+    addresses: Sequence[str] = ()
+    key_variable: str = "VLLM_API_KEY"
+    transfer: TransferName = "shared_memory"
+    sender_device: str | None = None
+    pause_mode: PauseMode = "keep"
+    seeded: bool = True
+    arguments: Mapping[str, Any] | None = None
+    max_restarts: int = 3
+    start_seconds: float = 600.0
+    generation_seconds: float = 1800.0
+    deadline_seconds: float = 120.0
+    lora: LoraSpec | None = None
+
+    def check(self) -> None:
+        """Check what can be said without the run. Raises `UserError`."""
+        check_numbers(self.instances, self.tensor_parallel, self.devices)
+        check_addresses(self.addresses)
+        check_arguments(self.arguments or {}, self.device)
+
+    @property
+    def slots_each(self) -> int:
+        """Responses that each server generates at once."""
+        return -(-self.num_slots // (len(self.addresses) or self.instances))
+
+    @property
+    def sends_from(self) -> str:
+        """Device that weights are sent from by NCCL, see `sender`."""
+        return sender(self.device, self.instances, self.tensor_parallel, self.devices, self.addresses, self.sender_device)
+
+
 def why_not_deterministic(**_options: object) -> str:
     """Reason why the engine is not deterministic, whatever the options are."""
     return "vLLM's sums depend on what else is in its batch, so a response that is made again may be another"
 
 
 def num_devices(*, instances: int = 1, tensor_parallel: int = 1, addresses: Sequence[str] = (), **_others: object) -> int:
-    """Number of devices that generate, of all servers of an engine together. The arguments are `VllmEngine`'s."""
+    """Number of devices that generate, of all servers of an engine together. The arguments are of `VllmOptions`."""
     return (len(addresses) or instances) * tensor_parallel
 
 
@@ -118,7 +172,7 @@ def check(
     has_lora: bool = False,
     **_others: object,
 ) -> None:
-    """Check that so many workers can have such engines: the first six arguments are the run's, the others `VllmEngine`'s. Raises
+    """Check that so many workers can have such engines: the first six arguments are the run's, the others of `VllmOptions`. Raises
     `UserError`."""
     if has_lora and addresses:
         raise UserError(
@@ -161,7 +215,7 @@ def check(
 
 
 def check_environment(*, python: str | None = None, addresses: Sequence[str] = (), **_others: object) -> None:
-    """Check that the interpreter which is to start servers has vLLM. The arguments are `VllmEngine`'s. Raises `UserError`, and
+    """Check that the interpreter which is to start servers has vLLM. The arguments are of `VllmOptions`. Raises `UserError`, and
     `RunError` where the interpreter does not answer."""
     if addresses:
         return

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import httpx2
 
 from asyncflow.devices import SHOWN_BY, kind_of
 from asyncflow.engines.families import head_dim
-from asyncflow.engines.rollout.vllm.options import by_option, check_environment, is_cpu
+from asyncflow.engines.rollout.vllm.options import VllmOptions, by_option, check_environment, is_cpu
 from asyncflow.types import RunError, UserError
 
 IN_VLLM = Path(__file__).parent.parent / "in_vllm"
@@ -50,39 +50,28 @@ _NO_CAUSE = "Engine core initialization failed"
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ServerOptions:
-    """Options of the servers to start. `arguments`: vLLM's own, by name, over those made here. `devices`: of one instance; None:
-    any.
+    """Options of a server to start: those of its `engine`, the name of its `transfer` in vLLM's factory, and its own `devices`;
+    None: any.
 
-    `lora_rank`: of low-rank adapters that the servers load; None: none.
-
-    An argument that is None is left out, also where one is made here; one that is false becomes `--no-NAME`.
+    An argument of the engine's that is None is left out, also where one is made here; one that is false becomes `--no-NAME`.
     """
 
-    python: str
-    model_path: Path
-    dtype: str
-    device: str
-    devices: Sequence[int] | None
-    num_threads: int
-    tensor_parallel: int
-    max_num_seqs: int
-    max_context: int
+    engine: VllmOptions
     transfer: str
-    arguments: Mapping[str, Any]
-    start_seconds: float
-    lora_rank: int | None = None
+    devices: Sequence[int] | None = None
 
     def command(self, socket: str) -> list[str]:
         """The command line of a server that listens on `socket`."""
+        engine = self.engine
         arguments: dict[str, Any] = {
-            "model": str(self.model_path),
+            "model": str(engine.model_path),
             "uds": socket,
-            "dtype": self.dtype,
-            "max_model_len": self.max_context,
-            "max_num_seqs": self.max_num_seqs,
-            "tensor_parallel_size": self.tensor_parallel,
+            "dtype": engine.dtype,
+            "max_model_len": engine.max_context,
+            "max_num_seqs": engine.slots_each,
+            "tensor_parallel_size": engine.tensor_parallel,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
             "generation_config": "vllm",  # no sampling parameters out of the model's files
             "enable_scale_out": True,
@@ -91,16 +80,17 @@ class ServerOptions:
             "middleware": "asyncflow_vllm.RequireKey",
             "weight_transfer_config": json.dumps({"backend": self.transfer}),
         }
-        if is_cpu(self.device):
+        if is_cpu(engine.device):
             # Prompts are computed whole: vLLM 0.32.0 dies of cutting one that has a seed, for a CPU's generators have no offset.
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes(), "enable_chunked_prefill": False}
-        if self.lora_rank is not None:  # two in a batch: responses of the version before may be under way
-            rank = next((rank for rank in _LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
+        if engine.lora is not None:  # two in a batch: responses of the version before may be under way
+            least = engine.lora.rank
+            rank = next((rank for rank in _LORA_RANKS if rank >= least), least)
             arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2, "max_cpu_loras": 4}
-        if self.tensor_parallel == 1:  # its worker in the engine's own process: one process less to start and to talk to
+        if engine.tensor_parallel == 1:  # its worker in the engine's own process: one process less to start and to talk to
             arguments["distributed_executor_backend"] = "uni"
-        command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in (by_option(arguments) | by_option(self.arguments)).items():
+        command = [engine.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in (by_option(arguments) | by_option(engine.arguments or {})).items():
             if isinstance(value, bool) and "." not in name:
                 command.append(f"--{name}" if value else f"--no-{name}")
             elif value is not None:
@@ -109,6 +99,7 @@ class ServerOptions:
 
     def environment(self, key: str) -> dict[str, str]:
         """Environment of a server's processes. Raises `UserError` if this process does not see the devices."""
+        engine = self.engine
         path = os.pathsep.join(filter(None, (str(IN_VLLM), os.environ.get("PYTHONPATH"))))
         own = {
             "PYTHONPATH": path,
@@ -117,12 +108,12 @@ class ServerOptions:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        if self.lora_rank is not None:
+        if engine.lora is not None:
             own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if is_cpu(self.device):
-            own |= {"OMP_NUM_THREADS": str(self.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if is_cpu(engine.device):
+            own |= {"OMP_NUM_THREADS": str(engine.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         elif self.devices is not None:
-            variable = SHOWN_BY[kind_of(self.device)]
+            variable = SHOWN_BY[kind_of(engine.device)]
             own[variable] = self._visible(variable, self.devices)
         return {**os.environ, **own}
 
@@ -141,10 +132,11 @@ class ServerOptions:
 
     def _kv_bytes(self) -> int:
         """Keys and values of all slots, each filled to the end: of a CPU's memory, which is the machine's, no share is taken."""
-        fields = json.loads((self.model_path / "config.json").read_text())
+        engine = self.engine
+        fields = json.loads((engine.model_path / "config.json").read_text())
         heads = fields["num_attention_heads"]
         token = 2 * fields["num_hidden_layers"] * (fields.get("num_key_value_heads") or heads) * head_dim(fields) * 4
-        blocks = -(-self.max_context // _KV_BLOCK) * self.max_num_seqs + 1
+        blocks = -(-engine.max_context // _KV_BLOCK) * engine.slots_each + 1
         return max(blocks * _KV_BLOCK * token, 64 << 20)
 
 
@@ -177,7 +169,7 @@ class ServerProcess:
 
     def spawn(self) -> None:
         """Start the process. Raises `UserError` when there is no such interpreter, or vLLM is not in its environment."""
-        check_environment(python=self._options.python)
+        check_environment(python=self._options.engine.python)
         command = [sys.executable, "-I", "-S", str(IN_VLLM / "guard.py"), self._folder, *self._options.command(self.socket)]
         self._guard = subprocess.Popen(
             command,
@@ -197,7 +189,7 @@ class ServerProcess:
 
         `UserError` where they say that vLLM does not take the model or an argument: starting it again would not help.
         """
-        deadline = time.monotonic() + self._options.start_seconds
+        deadline = time.monotonic() + self._options.engine.start_seconds
         headers = {"Authorization": f"Bearer {self.key}"}
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=self.socket), headers=headers, timeout=5.0) as client:
             while time.monotonic() < deadline:
@@ -211,7 +203,7 @@ class ServerProcess:
                 time.sleep(POLL_SECONDS)
         self.stop()
         raise RunError(
-            f"{self._name} did not answer within {self._options.start_seconds:g} s: raise start_seconds, or see its output"
+            f"{self._name} did not answer within {self._options.engine.start_seconds:g} s: raise start_seconds, or see its output"
         )
 
     def last_words(self) -> str:

@@ -13,18 +13,17 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from asyncflow.engines.rollout.vllm.client import ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm.options import VllmOptions
 from asyncflow.engines.rollout.vllm.weights import WeightsFile
 from asyncflow.threads import ComputeThread
 from asyncflow.types import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-TransferName = Literal["shared_memory", "nccl"]
 
 
 class Transfer(ABC):
@@ -102,6 +101,13 @@ class NcclTransfer(Transfer):
             self._senders[client] = sender
         sender.client, sender.source = calls, source
         sender.send_weights()
+
+
+def transfer_of(options: VllmOptions) -> Transfer:
+    """Transfer that is chosen. Raises `UserError` where it cannot be had."""
+    if options.transfer == "nccl":
+        return NcclTransfer(options.sends_from, options.tensor_parallel, options.deadline_seconds)
+    return SharedMemoryTransfer()
 
 
 class _Calls:

@@ -8,59 +8,69 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from asyncflow.registry import by_name
 from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.types import RunError, UserError
 
 NOT_FOUND = -704
 
 
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """Options of a unit in a Mooncake store.
+
+    `master`: the address of `mooncake_master`; `metadata`: that of its metadata server, or `P2PHANDSHAKE` for none. `hostname`:
+    where other machines reach this one; `protocol`: `tcp` or `rdma`, the latter over `devices`. The unit lends `segment_bytes` of
+    memory to the store, and moves values through `buffer_bytes`: what one write says of one group is to fit into them.
+    """
+
+    master: str = "127.0.0.1:50051"
+    metadata: str = "P2PHANDSHAKE"
+    hostname: str = "127.0.0.1"
+    protocol: str = "tcp"
+    devices: str = ""
+    segment_bytes: int = 4 << 30
+    buffer_bytes: int = 256 << 20
+    prefix: str = "asyncflow"
+    timeout_seconds: float = 30.0
+    unit: int = 0
+
+
 class MooncakeStorage(KeyValueStorage):
     """`KeyValueStorage` over a Mooncake store. A write is not a transaction: one that fails may leave values, deleted later."""
 
-    def __init__(
-        self,
-        master: str = "127.0.0.1:50051",
-        metadata: str = "P2PHANDSHAKE",
-        hostname: str = "127.0.0.1",
-        protocol: str = "tcp",
-        devices: str = "",
-        segment_bytes: int = 4 << 30,
-        buffer_bytes: int = 256 << 20,
-        prefix: str = "asyncflow",
-        timeout_seconds: float = 30.0,
-        unit: int = 0,
-    ) -> None:
-        """`master`: the address of `mooncake_master`; `metadata`: that of its metadata server, or `P2PHANDSHAKE` for none.
-        `hostname`: where other machines reach this one; `protocol`: `tcp` or `rdma`, the latter over `devices`. The unit lends
-        `segment_bytes` of memory to the store, and moves values through `buffer_bytes`: what one write says of one group is to
-        fit into them. Raises `UserError` when the package is missing or does not load."""
-        arguments = (hostname, metadata, segment_bytes, buffer_bytes, protocol, devices, master)
-        super().__init__(MooncakeKeyValue(arguments, f"the mooncake master at {master}", timeout_seconds), prefix, unit)
+    @by_name(MooncakeOptions)
+    def __init__(self, options: MooncakeOptions) -> None:
+        """Raises `UserError` when the package is missing or does not load."""
+        super().__init__(MooncakeKeyValue(options), options.prefix, options.unit)
 
 
 class MooncakeKeyValue:
-    """A `KeyValue` in a Mooncake store. `arguments` are those of `MooncakeDistributedStore.setup`."""
+    """A `KeyValue` in a Mooncake store."""
 
     is_durable = False
 
-    def __init__(self, arguments: tuple[str, str, int, int, str, str, str], address: str, timeout_seconds: float) -> None:
+    def __init__(self, options: MooncakeOptions) -> None:
         try:
             store: Any = importlib.import_module("mooncake.store")  # only where it is chosen; it has no types
         except ImportError as error:
             hint = "" if isinstance(error, ModuleNotFoundError) else f"; it is there and does not load: {error}"
             raise UserError(f"the mooncake storage needs a package: pip install 'asyncflow-rl[mooncake]'{hint}") from error
-        self.address = address
-        self._arguments, self._timeout_seconds = arguments, timeout_seconds
-        self._chunk_bytes = arguments[3] // 2
+        self.address = f"the mooncake master at {options.master}"
+        self._options, self._timeout_seconds = options, options.timeout_seconds
+        self._chunk_bytes = options.buffer_bytes // 2
         self._store: Any = store.MooncakeDistributedStore()
         self._config: Any = store.ReplicateConfig()
         self._config.with_hard_pin = True  # a queue's values are its only copy: none may be evicted
 
     async def open(self, *, is_of_a_run: bool = False) -> None:
         """See `KeyValue.open`."""
-        if code := await self._call(self._store.setup, *self._arguments):
+        own = self._options
+        sizes = own.segment_bytes, own.buffer_bytes
+        if code := await self._call(self._store.setup, own.hostname, own.metadata, *sizes, own.protocol, own.devices, own.master):
             raise RunError(f"{self.address} was not reached or took no segment of this unit's memory (code {code}): is it running?")
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:

@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.lora_files import lora_shapes
-from asyncflow.engines.rollout.vllm import engine as vllm
 from asyncflow.engines.rollout.vllm import servers as vllm_servers
+from asyncflow.engines.rollout.vllm import transfer as transfers
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
-from asyncflow.engines.rollout.vllm.hosts import OwnServer, own_hosts
+from asyncflow.engines.rollout.vllm.hosts import OwnServer, hosts_of
 from asyncflow.engines.rollout.vllm.options import check_arguments, sender
 from asyncflow.engines.rollout.vllm.process import IN_VLLM, ServerProcess
 from asyncflow.engines.rollout.vllm.servers import ServerHandle
@@ -956,7 +956,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         on_cpu = server_options("py", MODEL, device=cpu, devices=[0])
         assert {"--no-enable-chunked-prefill", "--enforce-eager", "--kv-cache-memory-bytes"} <= set(on_cpu.command("/s"))
         assert on_cpu.environment("secret")["OMP_NUM_THREADS"] == "1"
-        hosts = own_hosts(server_options("py", MODEL, device=cpu), 2, None)
+        hosts = hosts_of(server_options("py", MODEL, device=cpu, instances=2).engine, "asyncflow")
         assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [None, None]
     assert "--enforce-eager" not in command and "--distributed-executor-backend" not in command
     environment = options.environment("secret")
@@ -1116,11 +1116,11 @@ def test_an_engine_sends_from_there(model: Path, python: str, monkeypatch: pytes
         asked.extend(arguments)
         raise UserError("as the test wants it")
 
-    monkeypatch.setattr(vllm, "NcclTransfer", transfer)
+    monkeypatch.setattr(transfers, "NcclTransfer", transfer)
     with pytest.raises(UserError, match="as the test"):
         VllmEngine(model, num_slots=2, max_context=64, python=python, transfer="nccl", instances=2, device="cuda:1")
     assert asked[0] == "cuda:3"
-    hosts = own_hosts(server_options("py", MODEL, device="cuda:1"), 2, None)
+    hosts = hosts_of(server_options("py", MODEL, device="cuda:1", instances=2).engine, "asyncflow")
     assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [[1], [2]]
 
 

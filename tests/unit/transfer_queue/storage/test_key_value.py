@@ -15,7 +15,7 @@ import pytest
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import QueueOwner
 from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
-from asyncflow.transfer_queue.storage.servers.mooncake import MooncakeKeyValue, MooncakeStorage
+from asyncflow.transfer_queue.storage.servers.mooncake import MooncakeKeyValue, MooncakeOptions, MooncakeStorage
 from asyncflow.transfer_queue.storage.servers.redis import RedisStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, RunError, UserError
 from tests.patience import patience
@@ -320,9 +320,9 @@ async def test_an_attempt_has_keys_of_its_own_in_a_mooncake_store_and_takes_them
 
 
 async def test_what_a_mooncake_store_refuses_is_told_with_what_to_do(mooncake: Mooncake) -> None:
-    store = MooncakeKeyValue(("here", "P2PHANDSHAKE", 1 << 20, 20, "tcp", "", "there:1"), "the master at there:1", 0.2)
+    store = MooncakeKeyValue(MooncakeOptions("there:1", buffer_bytes=20, timeout_seconds=0.2))
     mooncake.codes["setup"] = -1
-    with pytest.raises(RunError, match=r"the master at there:1 was not reached .*\(code -1\): is it running"):
+    with pytest.raises(RunError, match=r"the mooncake master at there:1 was not reached .*\(code -1\): is it running"):
         await store.open()
     await store.change({"a": bytes(6), "b": bytes(6)}, ["nothing"])  # twice half of the buffer; a key that is not there is no fault
     assert mooncake.told[1:] == [["a"], ["b"]]
