@@ -230,7 +230,7 @@ FETCH: Final = _wait(
 PULL: Final = _wait(
     "pull",
     "bytes of version {version} from the trainer's sender at {address}",
-    "weight_sync/network.py:NodeReceiver._chunks NodeReceiver.hold NodeReceiver.__init__",
+    "weight_sync/network.py:NodeReceiver.hold NodeReceiver.__init__",
     ends="weight_sync.deadline_seconds",
 )
 BROADCAST: Final = _wait(
@@ -398,8 +398,8 @@ ARENA: Final = _wait(
 MODEL_FILES: Final = _wait(
     "model files",
     "the model's files from the driver's machine",
-    "run/models/model_files.py:_chunks run/models/model_source.py:run_module",
-    ends="CHUNK_SECONDS (60 s) without a chunk",
+    "transport/ahead.py:read_ahead run/models/model_source.py:run_module",
+    ends="CHUNK_SECONDS (60 s) without a chunk; of weights, whose wait is `PULL`, weight_sync.deadline_seconds",
 )
 LOADER: Final = _wait(
     "loader",

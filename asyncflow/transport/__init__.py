@@ -14,6 +14,7 @@ queue, ledger or versions are in this process or in another one. A request may b
     connection.py   a client, as its server sees it
     server.py       Server
     peer.py         Peer, proxy
+    ahead.py        many bytes of a service, in chunks
     torch_store.py  where torch.distributed's processes find one another: by calls like these
 
 Addresses are `unix:/path/to.sock` (mode 0600; a `Path` means the same) and `tls:host:port`, which needs credentials. Left out:

@@ -22,11 +22,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import os
 import shutil
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
@@ -37,6 +35,7 @@ from torch import Tensor
 
 from asyncflow.threads import ComputeThread
 from asyncflow.transport import ConnectionLost, Peer, Server, proxy, remote
+from asyncflow.transport.ahead import read_ahead
 from asyncflow.types import Array, UserError
 from asyncflow.waits import PULL, waiting
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
@@ -48,11 +47,9 @@ from asyncflow.weight_sync.staging import copy_and_hash
 
 LISTEN = "tls:127.0.0.1:0"
 NODE_DIR, SOCKET_FILE, LOCK_FILE, FILES_PREFIX = "node", "receiver.sock", "receiver.lock", "files-"
-CHUNK_BYTES = 4 << 20
 NARROW = frozenset({"bfloat16", "float16"})  # dtypes of which a step leaves many numbers as they are
 NO_BYTES = np.empty(0, np.uint8)
 WHOLE_EVERY = 32  # versions
-_AHEAD = 3  # chunks asked for beside the one that is copied
 _RETRY_SECONDS = 0.05
 
 
@@ -203,33 +200,18 @@ class NodeReceiver:
     async def _chunks(self, manifest: Manifest, begin: int, base: int | None) -> AsyncGenerator[tuple[int, Array, bool], None]:
         """The bytes of a version from `begin` on, a few chunks asked for ahead: of each its end in the file, its bytes or their
         difference from those of `base` (uint8 [n]), and whether it is that."""
-        source, num_bytes = proxy(NetworkSender, await self._dialler.peer(manifest.served_at), "weights"), manifest.num_bytes
-        begins = iter(range(begin, num_bytes, CHUNK_BYTES))
-        asked: deque[asyncio.Task[tuple[int, Array, bool]]] = deque()
+        source = proxy(NetworkSender, await self._dialler.peer(manifest.served_at), "weights")
 
-        async def read(at: int) -> tuple[int, Array, bool]:
-            end = min(at + CHUNK_BYTES, num_bytes)
+        async def read(at: int, end: int) -> tuple[int, Array, bool]:
             if base is not None:
                 made = await source.read_difference(manifest.incarnation, manifest.version, base, at, end)
                 if len(made):
                     return end, made, True
             return end, await source.read(manifest.incarnation, manifest.version, at, end), False
 
-        def ask(count: int) -> None:
-            asked.extend(asyncio.create_task(read(at)) for at in itertools.islice(begins, count))
-
-        try:
-            ask(1 + _AHEAD)
-            while asked:
-                async with asyncio.timeout(self._deadline_seconds):
-                    chunk = await asked[0]
-                asked.popleft()
-                ask(1)
+        async with contextlib.aclosing(read_ahead(read, begin, manifest.num_bytes, self._deadline_seconds)) as chunks:
+            async for chunk in chunks:
                 yield chunk
-        finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
 
 
 def _bring(target: Array, before: Array | None, chunk: Array, digest: xxhash.xxh3_128) -> None:

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from asyncflow.transport import Credentials, Server
+from asyncflow.transport.ahead import CHUNK_BYTES
 from asyncflow.types import Array, HeldWeights
 from asyncflow.waits import PULL, OpenWait, OpenWaits
 from asyncflow.weight_sync import collective, network
 from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
 from asyncflow.weight_sync.group import Group
-from asyncflow.weight_sync.network import CHUNK_BYTES, WHOLE_EVERY, NetworkReceiver
+from asyncflow.weight_sync.network import WHOLE_EVERY, NetworkReceiver
 from tests.contract.weight_processes import NUM_BYTES, digest, make, running, weights
 from tests.patience import patience
 

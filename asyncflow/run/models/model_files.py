@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
-import itertools
 import os
 import shutil
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,11 +26,10 @@ import xxhash
 
 from asyncflow.run.preparation.prepare import TOKENIZER_FILES
 from asyncflow.transport import remote
+from asyncflow.transport.ahead import read_ahead
 from asyncflow.types import Array, RunError
 
-CHUNK_BYTES: Final = 4 << 20
 CHUNK_SECONDS: Final = 60.0
-_AHEAD: Final = 3  # chunks asked for beside the one that is written
 _LOOK_SECONDS: Final = 0.1
 
 
@@ -91,40 +89,17 @@ async def model_here(files: ModelFiles, model: Path, folder: Path) -> Path:
 
 
 async def _fetch(files: ModelFiles, fact: FileFact, path: Path) -> None:
-    digest = xxhash.xxh3_128()
-    with path.open("wb") as file:
-        async with aclosing(_chunks(files, fact)) as chunks:
-            async for chunk in chunks:
-                await asyncio.to_thread(file.write, chunk.data)
-                digest.update(chunk.data)
+    digest, read = xxhash.xxh3_128(), partial(files.read, fact.name)
+    try:
+        with path.open("wb") as file:
+            async with aclosing(read_ahead(read, 0, fact.num_bytes, CHUNK_SECONDS)) as chunks:
+                async for chunk in chunks:
+                    await asyncio.to_thread(file.write, chunk.data)
+                    digest.update(chunk.data)
+    except TimeoutError as error:
+        raise RunError(f"the driver sent nothing of the model's {fact.name} for {CHUNK_SECONDS:g} s") from error
     if digest.hexdigest() != fact.hash:
         raise RunError(f"{fact.name} of the model was changed while it was fetched: leave the model's folder alone during a run")
-
-
-async def _chunks(files: ModelFiles, fact: FileFact) -> AsyncGenerator[Array, None]:
-    """A file's bytes in order, uint8 [n] each, a few asked for ahead."""
-    begins = iter(range(0, fact.num_bytes, CHUNK_BYTES))
-    asked: deque[asyncio.Future[Array]] = deque()
-
-    def ask(count: int) -> None:
-        for begin in itertools.islice(begins, count):
-            asked.append(asyncio.ensure_future(files.read(fact.name, begin, min(begin + CHUNK_BYTES, fact.num_bytes))))
-
-    try:
-        ask(1 + _AHEAD)
-        while asked:
-            try:
-                async with asyncio.timeout(CHUNK_SECONDS):
-                    chunk = await asked[0]
-            except TimeoutError as error:
-                raise RunError(f"the driver sent nothing of the model's {fact.name} for {CHUNK_SECONDS:g} s") from error
-            asked.popleft()
-            ask(1)
-            yield chunk
-    finally:
-        for future in asked:
-            future.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 
 from asyncflow.run.models import model_files
 from asyncflow.run.models.model_files import ModelFiles, model_here
-from asyncflow.transport import Credentials, Peer, Server, proxy
+from asyncflow.transport import Credentials, Peer, Server, ahead, proxy
 from asyncflow.types import Array, RunError
 
 NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
@@ -20,7 +20,7 @@ NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(model_files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(ahead, "CHUNK_BYTES", 1000)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
