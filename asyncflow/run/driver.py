@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from asyncflow.attestation import Probing
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.control.critic_versions import CriticVersions
@@ -96,52 +97,20 @@ class Driver:
         self.schedule = make_schedule(config)
         self.last_progress = self._clock()
         self.background = BackgroundTasks()
-        self._first = first = resumed.state.version if resumed is not None else 0
-
+        self._first = resumed.state.version if resumed is not None else 0
         has_key = config.queue.listen is not None or weights_need_key(config)
         self._credentials = Credentials.create(config.run_dir / KEY_FILE) if has_key else None
-        self.signal = signal = Signal()
+        self.signal = Signal()
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
         fields = read_json(prepared.model / "config.json")
-        ledger = Ledger(
-            self.shape.group_bits,
-            task_plan(config),
-            update_plan(config, fields),
-            max_staleness=self.schedule.max_staleness,
-            first=first,
-            has_evaluators=config.eval.num_workers > 0,
-        )
-        progress = ProgressView(ledger, self.transfer_queue.controllers)
-        self.ledger = LedgerService(ledger, self.schedule, progress, signal, self._end_step)
+        self.ledger, self.versions = self._make_control(fields, prepared.probing)
         self._selection = Selection(self.queue, self.ledger, self.background.start)
-        self.versions = PolicyVersions(
-            self.schedule,
-            progress,
-            signal,
-            self._clock,
-            WorkerPool(config.rollout.num_workers),
-            first=first,
-            probing=prepared.probing,
-        )
-        self.critic_versions = CriticVersions(signal, first)
+        self.critic_versions = CriticVersions(self.signal, self._first)
         self.devices = Devices(num_devices(config), self._clock)
-        context = RunContext(
-            config=config,
-            shape=self.shape,
-            schedule=self.schedule,
-            transfer_queue=self.transfer_queue,
-            queue=self.queue,
-            ledger=self.ledger,
-            versions=self.versions,
-            background=self.background,
-            signal=signal,
-            clock=self._clock,
-            log=listener.log,
-            progress=self.progress,
-        )
+        context = self._make_context()
         before = resumed.record if resumed is not None else RecordState()
-        self.cores = FreeCores(config, signal, self._generating, self._is_training)
+        self.cores = FreeCores(config, self.signal, self._generating, self._is_training)
         self.record = RunRecord(context, listener, num_devices=self.devices.mean, cores=self.cores, before=before)
         self.hub = self.record.hub
         self.evaluating = Evaluating(context, self.record, prepared.held_out, resumed)
@@ -153,20 +122,7 @@ class Driver:
         self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record, pace)
         self.desk = TrainDesk(self.progress)
         self.handover = Handover()
-        self._own_services: dict[str, object] = {
-            "ledger": self.ledger,
-            "versions": self.versions,
-            CRITIC_VERSIONS: self.critic_versions,
-            "hub": self.hub,
-            "saves": self.saves,
-            "model": ModelFiles(prepared.model, self.progress),
-            "rendezvous": Rendezvous(),
-            "desk": self.desk,
-            "cores": self.cores,
-            "handover": self.handover,
-        }
-        if evaluators is not None:
-            self._own_services[EVALUATORS_VERSIONS] = evaluators
+        self._own_services = self._make_services(prepared.model)
         self._connect()
 
     # -- its parts ----------------------------------------------------------------------------------------------------------
@@ -192,6 +148,37 @@ class Driver:
         if task == "rollout":
             return replace(events, on_lost=self._lost, on_leased=self._begun, on_change=self.signal.notify)
         return events
+
+    def _make_control(self, fields: Mapping[str, Any], probing: Probing) -> tuple[LedgerService, PolicyVersions]:
+        """What belongs to which step, and which worker serves which version. `fields`: of the model's `config.json`."""
+        config, schedule, first = self.config, self.schedule, self._first
+        ledger = Ledger(
+            self.shape.group_bits,
+            task_plan(config),
+            update_plan(config, fields),
+            max_staleness=schedule.max_staleness,
+            first=first,
+            has_evaluators=config.eval.num_workers > 0,
+        )
+        progress, workers = ProgressView(ledger, self.transfer_queue.controllers), WorkerPool(config.rollout.num_workers)
+        versions = PolicyVersions(schedule, progress, self.signal, self._clock, workers, first=first, probing=probing)
+        return LedgerService(ledger, schedule, progress, self.signal, self._end_step), versions
+
+    def _make_context(self) -> RunContext:
+        return RunContext(
+            config=self.config,
+            shape=self.shape,
+            schedule=self.schedule,
+            transfer_queue=self.transfer_queue,
+            queue=self.queue,
+            ledger=self.ledger,
+            versions=self.versions,
+            background=self.background,
+            signal=self.signal,
+            clock=self._clock,
+            log=self.log,
+            progress=self.progress,
+        )
 
     def _make_order(
         self,
@@ -223,6 +210,23 @@ class Driver:
                 self.log(f"no checkpoints in shared memory: {error}")
                 return None
         return MemoryPace(memory, num_bytes, self._clock, self.log, is_unbounded=is_unbounded)
+
+    def _make_services(self, model: Path) -> dict[str, object]:
+        """Services by name, but for the queue's."""
+        evaluators = self.evaluating.evaluators
+        return {
+            "ledger": self.ledger,
+            "versions": self.versions,
+            CRITIC_VERSIONS: self.critic_versions,
+            "hub": self.hub,
+            "saves": self.saves,
+            "model": ModelFiles(model, self.progress),
+            "rendezvous": Rendezvous(),
+            "desk": self.desk,
+            "cores": self.cores,
+            "handover": self.handover,
+            **({EVALUATORS_VERSIONS: evaluators} if evaluators is not None else {}),
+        }
 
     def _connect(self) -> None:
         """Connect the callbacks of ledger and versions."""

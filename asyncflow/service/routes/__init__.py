@@ -14,7 +14,7 @@ from fastapi import APIRouter
 
 from asyncflow.service.hosted import HostedRun
 from asyncflow.service.keys import KeyRing
-from asyncflow.service.routes.generators import add_generators
+from asyncflow.service.routes.generators import add_generators, add_installs, add_rows
 from asyncflow.service.routes.keys import add_keys
 from asyncflow.service.routes.run import add_calls, add_state
 from asyncflow.service.routes.trainers import add_trainers
@@ -29,6 +29,8 @@ def routes(hosted: HostedRun, keys: KeyRing) -> APIRouter:
     add_calls(router, hosted)
     add_state(router, hosted)
     add_generators(router, hosted)
+    add_rows(router, hosted)
+    add_installs(router, hosted)
     add_trainers(router, hosted)
     add_keys(router, keys)
     return router

@@ -136,7 +136,7 @@ class Installed(Body):
 
 
 def add_generators(router: APIRouter, hosted: HostedRun) -> None:
-    """Add the routes of clients that generate."""
+    """Add the routes by which clients that generate come, stay and go."""
 
     @router.post("/generators", tags=["generators"])
     async def join(body: Join) -> Joined:
@@ -154,6 +154,29 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
             run=hosted.run.config.run.name,
             model=sample_hash(hosted.run.job.prepared.model),
         )
+
+    @router.post("/generators/{worker}/alive", tags=["generators"])
+    async def alive(worker: Name, request: Request, body: Alive | None = None) -> PolicyVersion:
+        """A sign of life, for a client that asks for nothing else for a while. Answers with the version that the worker serves."""
+
+        async def broken() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        session = _session(hosted, worker)
+        if body is not None and body.timeout_seconds:
+            await hosted.workers.hold(session, body.timeout_seconds, broken)
+        return PolicyVersion(version=session.engine.version)
+
+    @router.delete("/generators/{worker}", tags=["generators"])
+    async def leave(worker: Name) -> Confirmation:
+        """Generate no more: what the worker has is given to others."""
+        await hosted.workers.leave(worker)
+        return Confirmation(message=f"{worker} has left")
+
+
+def add_rows(router: APIRouter, hosted: HostedRun) -> None:
+    """Add the routes of what they generate."""
 
     @router.post("/generators/{worker}/prompts", tags=["generators"])
     async def get_prompts_data(worker: Name, body: WantPrompts) -> PromptsAnswer:
@@ -176,6 +199,10 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
         outcomes = await engine.put([(one.row, _generated(one, engine.version)) for one in body.responses])
         return Outcomes(outcomes=[outcome if outcome != STORED else "stored" for outcome in outcomes])
 
+
+def add_installs(router: APIRouter, hosted: HostedRun) -> None:
+    """Add the routes of the weights that they generate with."""
+
     @router.get("/generators/{worker}/weights/{version}", tags=["generators"], response_class=StreamingResponse)
     async def weights(worker: Name, version: Annotated[int, Field(ge=0, lt=1 << 31)]) -> StreamingResponse:
         """The version that the worker is to install: a safetensors file. `X-Hash` is its xxh3_128."""
@@ -195,25 +222,6 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
             attested = Attestation(parts, told.base, told.log_probs)
         _session(hosted, worker).engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
-
-    @router.post("/generators/{worker}/alive", tags=["generators"])
-    async def alive(worker: Name, request: Request, body: Alive | None = None) -> PolicyVersion:
-        """A sign of life, for a client that asks for nothing else for a while. Answers with the version that the worker serves."""
-
-        async def broken() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        session = _session(hosted, worker)
-        if body is not None and body.timeout_seconds:
-            await hosted.workers.hold(session, body.timeout_seconds, broken)
-        return PolicyVersion(version=session.engine.version)
-
-    @router.delete("/generators/{worker}", tags=["generators"])
-    async def leave(worker: Name) -> Confirmation:
-        """Generate no more: what the worker has is given to others."""
-        await hosted.workers.leave(worker)
-        return Confirmation(message=f"{worker} has left")
 
 
 def _session(hosted: HostedRun, worker: str) -> GeneratorSession:
