@@ -529,7 +529,8 @@ class TelemetryConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Where metrics go besides `metrics.jsonl`."""
     samples_per_step: Annotated[int, Field(ge=0)] = 4
-    """Prompts a step of which one response is kept in `samples.jsonl`, and in `tokens.jsonl` as it was trained, token by token."""
+    """Prompts a step of which one response is kept in `samples.jsonl`, and in `tokens.jsonl` as it was trained, token by token. Of
+    the first of them all responses are kept, each with its advantage."""
     flush_seconds: PositiveFloat = 0.2
     """How often a worker sends its spans."""
     keep_batches: Annotated[int, Field(ge=0)] = 0

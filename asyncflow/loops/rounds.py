@@ -131,7 +131,7 @@ class Rounds:
     def trained(self, current: Round, results: list[MicroBatchResult], fingerprints: StepLog) -> None:
         """Report the figures of a round whose gradients have been added to the ledger and the fingerprints."""
         for work, of_work in zip(current.works, current.results(results), strict=True):
-            fingerprints.group(work.leased.batch, of_work)
+            fingerprints.group(work.leased.batch, of_work, work.advantages)
             if self._update:  # the weights are not the version's any more: what differs now is no mismatch of the engines
                 of_work = [replace(result, metrics=_without_mismatch(result.metrics)) for result in of_work]
             figures = figures_of(self.step, work.leased.batch, work.micro_batches, of_work, work.own_metrics)
@@ -184,8 +184,8 @@ class Rounds:
             if self._sums is not None:
                 advantages = self._objective.normalised(advantages, self._sums)
             batch, shape = work.leased.batch, self._shape
-            pieces = micro_batches(self.step, batch, advantages, shape.rows_per_micro_batch, shape.is_sampled)
-            work = replace(work, micro_batches=list(pieces))
+            pieces = micro_batches(self.step, batch, advantages, shape.rows_per_micro_batch, shape.is_examined)
+            work = replace(work, advantages=advantages, micro_batches=list(pieces))
         if self._update < self.num_updates - self._shape.mini_batches:
             self._kept[given.group] = work
         return work

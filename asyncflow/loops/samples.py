@@ -183,7 +183,14 @@ class Shape:
     samples_per_step: int = 0
 
     def is_sampled(self, row: int) -> bool:
-        """Whether a training row is of the few of a step that `samples.jsonl` keeps: the first response of the first prompts."""
+        """Whether a training row is of the few of a step that `samples.jsonl` keeps: all responses of the first prompt, and one of
+        each of the next prompts."""
+        is_of_first = (row >> self.group_bits) % self.numbers_per_step == 0
+        return self.is_examined(row) or (is_of_first and self.samples_per_step > 0)
+
+    def is_examined(self, row: int) -> bool:
+        """Whether a training row is of the few of a step that `tokens.jsonl` tells of token by token: the first response of the
+        first prompts."""
         group, number = divmod(row, 1 << self.group_bits)
         return number == 0 and group % self.numbers_per_step < self.samples_per_step
 
@@ -327,6 +334,7 @@ def kept_sample(meta: GroupMeta, row: int, sample: Sample, score: Score) -> dict
         "step": meta.partition,
         "purpose": meta.topic,
         "row": row,
+        "group": meta.group,
         "prompt": sample.prompt,
         "response": sample.response,
         "reward": score.reward,

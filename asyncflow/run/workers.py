@@ -230,7 +230,7 @@ async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSen
     fingerprints = StepLogs(
         *([FingerprintLog(run_dir / fingerprints_file(rank))] if has_log else []),
         BatchLog(run_dir, run.config.telemetry.keep_batches, rank=rank, first=first),
-        TokenLog(run.reporter.keep_tokens),
+        TokenLog(run.reporter.keep_tokens, run.shape.is_sampled),
     )
     version = await train(loop_context(run), engine, make_algorithm(run.config), sender, fingerprints, saving, first)
     await saving.save(version)
@@ -329,7 +329,7 @@ def loop_context(run: RunConnection) -> LoopContext:
 
 
 def _sample_filter(run: RunConnection) -> Callable[[Mapping[str, Any]], None]:
-    """Keeps the first response of the first few prompts of every step and evaluation."""
+    """Keeps the first response of the first few prompts of every step and evaluation, and all of a step's first prompt."""
     shape, keep = run.shape, run.reporter.keep_sample
 
     def filtered(sample: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Groups as they were trained, for reading: a step's kept batch (`telemetry.keep_batches`), response by response, and token by
-token; and single responses of `samples.jsonl`, with what the trainer made of each token."""
+"""Groups as they were trained, for reading: of a step's kept batch (`telemetry.keep_batches`), response by response and token by
+token, or of `samples.jsonl`; and single responses of `samples.jsonl`, with what the trainer made of each token."""
 
 from __future__ import annotations
 
@@ -18,13 +18,58 @@ from asyncflow.loops.samples import PROMPT_COLUMNS, REFERENCE_COLUMN, VALUES_COL
 from asyncflow.run.factories import make_algorithm, shape_of
 from asyncflow.run.in_worker.connection import model_begun_with
 from asyncflow.run_dir import CONFIG_FILE
-from asyncflow.telemetry.batches import read_batch
+from asyncflow.telemetry.batches import kept_steps, read_batch
+from asyncflow.telemetry.run_reader import RunReader
+from asyncflow.telemetry.sample_search import groups_by_step
 from asyncflow.telemetry.tokens import read_tokens, token_versions
 from asyncflow.types import Advantages, Array, Batch, Ragged, UserError, Values
 
 
-def groups_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The groups of a step: number, responses, mean reward. Raises `RunError` where its batch was not kept."""
+def steps_with_groups(run: RunReader) -> list[int]:
+    """Steps that are trained and of which at least a group can be read, in order."""
+    trained = {row["step"] for row in run.rows}
+    return sorted({*kept_steps(run.path), *trained.intersection(groups_by_step(run.samples))})
+
+
+def groups_of(run: RunReader, step: int) -> list[dict[str, Any]]:
+    """The groups of a step: number, responses, mean reward. Where its batch was not kept, those that were sampled."""
+    if step in kept_steps(run.path):
+        return _kept_groups(run.path, step)
+    sampled = groups_by_step(run.samples).get(step, {})
+    return [
+        {"group": group, "size": len(rows), "mean": float(np.mean([row["reward"] for row in rows]))}
+        for group, rows in sampled.items()
+    ]
+
+
+def group_figures(run: RunReader, step: int, group: int) -> dict[str, Any]:
+    """A group of a step: its prompt, and of each row the reward, the advantage, and each token with what is known of it; where its
+    batch was not kept, the `sample`, and whether `token_figures` knows its tokens.
+
+    Text of tokens is there where the model's tokenizer is; otherwise they are shown by number. Advantages of a kept batch are there
+    for AsyncFlow's own algorithms: no code of a run's folder is run. Raises `RunError`, `UserError`.
+    """
+    if step in kept_steps(run.path):
+        return _kept_group(run.path, step, group)
+    samples = groups_by_step(run.samples).get(step, {}).get(group)
+    if samples is None:
+        raise UserError(f"step {step} has no group {group} that was kept or sampled")
+    trained = {each.row: each for each in read_tokens(run.path, [sample["row"] for sample in samples])}
+    rows = [
+        {
+            "row": sample["row"],
+            "reward": sample["reward"],
+            "advantage": trained[sample["row"]].advantage if sample["row"] in trained else None,
+            "truncated": sample.get("finish_reason") == "length",
+            "sample": sample,
+            "is_told": sample["row"] in trained and bool(trained[sample["row"]].ids),
+        }
+        for sample in samples
+    ]
+    return {"prompt": samples[0].get("prompt") or "", "rows": rows}
+
+
+def _kept_groups(run_dir: Path, step: int) -> list[dict[str, Any]]:
     batch, bits = read_batch(run_dir, step), _group_bits(run_dir)
     rewards, groups = batch.dense("reward"), batch.indices >> bits
     return [
@@ -33,12 +78,7 @@ def groups_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def group_figures(run_dir: Path, step: int, group: int) -> dict[str, Any]:
-    """A group of a step: its prompt, and of each row the reward, the advantage, and each token with what is known of it.
-
-    Text is there where the model's tokenizer is; otherwise tokens are shown by number. Advantages are there for AsyncFlow's own
-    algorithms: no code of a run's folder is run. Raises `RunError`, `UserError`.
-    """
+def _kept_group(run_dir: Path, step: int, group: int) -> dict[str, Any]:
     batch, config = read_batch(run_dir, step), _config(run_dir)
     places = np.flatnonzero(batch.indices >> _group_bits(run_dir) == group)
     position = np.flatnonzero(batch.groups == group)
@@ -66,6 +106,7 @@ def token_figures(run_dir: Path, row: int) -> list[dict[str, Any]]:
             ),
         }
         for trained in read_tokens(run_dir, [row])
+        if trained.ids
     ]
 
 

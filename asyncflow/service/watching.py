@@ -29,13 +29,12 @@ from plotly.offline import get_plotlyjs
 
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.service.app import Receive, Send
-from asyncflow.service.groups import group_figures, groups_of, token_figures
+from asyncflow.service.groups import group_figures, groups_of, steps_with_groups, token_figures
 from asyncflow.service.limits import Denied
 from asyncflow.service.reference import HEADERS
 from asyncflow.service.server import LOOPBACK
 from asyncflow.telemetry import sections
 from asyncflow.telemetry.advice import Advice, advice
-from asyncflow.telemetry.batches import kept_steps
 from asyncflow.telemetry.charts import metric_charts
 from asyncflow.telemetry.compare import RunsCompared
 from asyncflow.telemetry.report import page_template
@@ -80,6 +79,7 @@ class WatchedRun:
         self._predict, self._predictions = predict, dict[str, asyncio.Task[str]]()
         self._lock = asyncio.Lock()
         self._parts = page_template("parts.html.j2").module
+        self._steps_with_groups: list[int] = []
         self._heavy: dict[str, Any] = {}
         self._heavy_next, self._heavy_of = time.monotonic() + _HEAVY_SECONDS / 2, -1
 
@@ -114,7 +114,8 @@ class WatchedRun:
         return f"{advice.words} {asked.result()}".rstrip() if asked.done() else advice.words
 
     def _look(self, run: RunReader) -> dict[str, Any]:
-        run.refresh_rows()
+        if run.refresh_rows():
+            self._steps_with_groups = steps_with_groups(run)
         run.refresh_spans()
         facts = {
             "title": run.name,
@@ -123,7 +124,7 @@ class WatchedRun:
             "wall": run.wall,
             "share": round(run.share_of_spans_read, 3),
             "samples": len(run.samples) + len(run.unscored),
-            "batches": kept_steps(run.path),
+            "groups": self._steps_with_groups,
             "first_view": run.first_view,
             "num_damaged": run.num_damaged,
         }
@@ -229,13 +230,13 @@ def watch_routes(watched: Watched) -> APIRouter:
     async def tokens(run: str, row: int) -> Response:
         return _json(await watched.run(run).of(lambda reader: token_figures(reader.path, row)))
 
-    @router.get("/api/groups", summary="Groups of a step whose batch was kept")
+    @router.get("/api/groups", summary="Groups of a step that were kept or sampled")
     async def groups(run: str, step: int) -> Response:
-        return _json(await watched.run(run).of(lambda reader: groups_of(reader.path, step)))
+        return _json(await watched.run(run).of(lambda reader: groups_of(reader, step)))
 
-    @router.get("/api/group", summary="A group's responses, token by token")
+    @router.get("/api/group", summary="A group's responses side by side")
     async def group(run: str, step: int, group: int) -> Response:
-        return _json(await watched.run(run).of(lambda reader: group_figures(reader.path, step, group)))
+        return _json(await watched.run(run).of(lambda reader: group_figures(reader, step, group)))
 
     @router.get("/api/compare", summary="Several runs over each other")
     async def compare(run: Annotated[list[str], Query(min_length=2, max_length=16)]) -> Response:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from asyncflow.run_dir import replace
 from asyncflow.telemetry.fingerprints import Fingerprinted, StepLog, TrainedMicroBatch
-from asyncflow.types import Array, Batch, Ragged, RunError, Values
+from asyncflow.types import Advantages, Array, Batch, Ragged, RunError, Values
 
 BATCHES_DIR: Final = "batches"
 _NAME: Final = re.compile(r"step-(\d{6,})(?:-(\d+))?\.safetensors")
@@ -41,7 +41,7 @@ class BatchLog:
             if step >= first:
                 path.unlink(missing_ok=True)
 
-    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch], advantages: Advantages) -> None:
         """A group whose gradient has been added; of later epochs it is the same again."""
         if self._keep:
             self._groups.setdefault(int(batch.groups[0]), batch)
@@ -67,10 +67,10 @@ class StepLogs:
     def __init__(self, *logs: StepLog) -> None:
         self._logs = logs
 
-    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch], advantages: Advantages) -> None:
         """See `FingerprintLog.group`."""
         for log in self._logs:
-            log.group(batch, results)
+            log.group(batch, results, advantages)
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
         """See `FingerprintLog.step`."""

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from asyncflow.types import Array, Batch, RunError
+from asyncflow.types import Advantages, Array, Batch, RunError
 
 FINGERPRINTS_FILE: Final = "fingerprints.jsonl"
 
@@ -83,7 +83,7 @@ class Fingerprinted(Protocol):
 class StepLog(Protocol):
     """Told of what a step is trained on, and of its end."""
 
-    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch], advantages: Advantages) -> None:
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
@@ -98,7 +98,7 @@ class FingerprintLog:
         self._groups: dict[int, GroupPrint] = {}
         self._logprobs: list[tuple[int, int, float]] = []
 
-    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch], advantages: Advantages) -> None:
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
         number, losses = int(batch.groups[0]), [result.loss_sum.hex() for result in results]
         if (before := self._groups.get(number)) is not None:

@@ -35,7 +35,7 @@ function letPlotlyBegin() {
 }
 
 for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { touched = performance.now(); }, { passive: true });
-let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, hasBatches = "";
+let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, groupSteps = "";
 
 function ask(path, params = {}, signal = undefined) {
   const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined));
@@ -103,13 +103,13 @@ function changed(parts) {
     byId("advice").querySelector("ul").replaceChildren(...parts.advice.map((line) => element("li", "", line)));
   }
   if ("facts" in parts) {
-    const { title, is_live: isLive, steps, wall, share, samples, batches, first_view: firstView, num_damaged: numDamaged } = parts.facts;
+    const { title, is_live: isLive, steps, wall, share, samples, groups, first_view: firstView, num_damaged: numDamaged } = parts.facts;
     document.title = `${title} - AsyncFlow`;
     const reading = share < 1 ? `; reading its spans: ${Math.floor(100 * share)}%` : "";
     say((isLive ? "live" : "not running") + reading + (numDamaged ? `; ${numDamaged} lines cannot be read` : ""), isLive ? "live" : "");
     if (drawnSteps !== steps) { drawnSteps = steps; showCharts(); }
     if (samples !== numSamples) { numSamples = samples; search(); }
-    if (batches.join() !== hasBatches) { hasBatches = batches.join(); showBatches(batches); }
+    if (groups.join() !== groupSteps) { groupSteps = groups.join(); showGroupSteps(groups); }
     present(wall, firstView, isLive);
   }
 }
@@ -181,7 +181,7 @@ function loaded() {
 
 /* ---- samples ---- */
 
-let shownSamples = 0;
+let shownSamples = 0, isStepChosen = false;
 
 async function search(isMore = false) {
   const query = Object.fromEntries(new FormData(byId("search")));
@@ -203,10 +203,14 @@ function sampleCard(sample) {
     `reward ${shortNumber(sample.reward)}`, sample.finish_reason, `${sample.length} characters`].filter(Boolean);
   for (const [name, value] of Object.entries(sample.reward_parts ?? {})) told.push(`${name} ${shortNumber(value)}`);
   const card = element("article", "card sample", element("div", "lane-head", told.join(" \u00b7 ")), element("div", "text prompt", sample.prompt ?? ""));
-  if (sample.turns?.length) card.append(...sample.turns.map(turnText)); else card.append(element("div", "text", sample.response ?? ""));
+  card.append(...responseOf(sample));
   if (sample.why) card.append(element("pre", "", sample.why));
   if (sample.purpose === "train" && Number.isInteger(sample.row)) card.append(asTrained(sample.row));
   return card;
+}
+
+function responseOf(sample) {
+  return sample.turns?.length ? sample.turns.map(turnText) : [element("div", "text", sample.response ?? "")];
 }
 
 /* A response as it was trained, which is asked for when somebody wants to see it. */
@@ -219,7 +223,7 @@ function asTrained(row) {
       const told = epochs.map(({ step, epoch, num_more: numMore, tokens }) => element("div", "",
         element("div", "soft", `step ${step}${epochs.length > 1 ? `, epoch ${epoch}` : ""}${numMore ? `; ${numMore} tokens more were not kept` : ""}`),
         tokenList(`row ${row}, epoch ${epoch}`, tokens.map(({ text, ...known }) => token(text, known)))));
-      if (!told.length) told.push(element("div", "soft", "No figures: it is not trained yet, or it had no advantage, so it was not computed."));
+      if (!told.length) told.push(element("div", "soft", "No figures: they are kept of one response of a prompt; or it is not trained yet, or had no advantage, so it was not computed."));
       if (place.children.length === 1) place.append(...told);
     } catch (error) {
       say(error.message, "lost");
@@ -236,11 +240,27 @@ function turnText(turn) {
 
 /* ---- groups ---- */
 
-async function showBatches(steps) {
+/* The newest step is shown, until the reader has chosen one or has begun to read. */
+function showGroupSteps(steps) {
+  const chosen = byId("batch-step").value, isRead = byId("groups").matches(":hover, :focus-within") || isStepChosen;
   byId("groups").hidden = !steps.length;
   byId("batch-step").replaceChildren(...steps.map((step) => new Option(step, step)));
-  if (steps.length) { byId("batch-step").value = steps.at(-1); await showStep(); }
+  if (!steps.length) return;
+  if (isRead && steps.includes(Number(chosen))) { byId("batch-step").value = chosen; return; }
+  byId("batch-step").value = steps.at(-1);
+  isGroupDue = true;
+  showDueGroup();
 }
+
+/* Groups are asked for when somebody sees them. */
+function showDueGroup() {
+  if (!isGroupDue || !isGroupSeen) return;
+  isGroupDue = false;
+  showStep();
+}
+
+let isGroupDue = false, isGroupSeen = false;
+new IntersectionObserver((entries) => { isGroupSeen = entries.at(-1).isIntersecting; showDueGroup(); }, { rootMargin: "200px" }).observe(byId("groups"));
 
 async function showStep() {
   const groups = await answer("groups", { run, step: byId("batch-step").value });
@@ -250,9 +270,11 @@ async function showStep() {
 
 async function showGroup() {
   const found = await answer("group", { run, step: byId("batch-step").value, group: byId("batch-group").value });
-  const cards = found.rows.map((row) => {
-    const head = `row ${row.row} \u00b7 reward ${shortNumber(row.reward)} \u00b7 advantage ${shortNumber(row.advantage)} \u00b7 ${row.tokens.length} tokens${row.truncated ? " \u00b7 cut off" : ""}`;
-    return element("article", "card response", element("div", "lane-head soft", head), tokenList(`row ${row.row}`, row.tokens.map(({ text, ...known }) => token(text, known))));
+  const cards = found.rows.map(({ row, reward, advantage, truncated, tokens, sample, is_told: isTold }) => {
+    const told = [`row ${row}`, `reward ${shortNumber(reward)}`, typeof advantage === "number" ? `advantage ${shortNumber(advantage)}` : "no advantage that is known",
+      tokens ? `${tokens.length} tokens` : `${(sample.response ?? "").length} characters`, truncated ? "cut off" : ""].filter(Boolean);
+    const said = tokens ? [tokenList(`row ${row}`, tokens.map(({ text, ...known }) => token(text, known)))] : [...responseOf(sample), ...(isTold ? [asTrained(row)] : [])];
+    return element("article", "card response", element("div", "lane-head soft", told.join(" \u00b7 ")), ...said);
   });
   byId("group").replaceChildren(element("div", "card text prompt", found.prompt), element("div", "responses", ...cards));
 }
@@ -276,7 +298,7 @@ async function compare(names) {
 
 function openRun(name) {
   run = name;
-  gantt = null; part = null; width = null; numSamples = 0; hasBatches = ""; drawnSteps = "";
+  gantt = null; part = null; width = null; numSamples = 0; groupSteps = ""; drawnSteps = ""; isStepChosen = false;
   byId("gantt-place").replaceWith(ganttPlace.cloneNode(true));
   byId("charts").replaceChildren();
   byId("samples").replaceChildren();
@@ -311,7 +333,7 @@ byId("runs").addEventListener("change", (event) => openRun(event.target.value));
 byId("others").addEventListener("change", (event) => compare([...new Set([run, ...[...event.target.selectedOptions].map((option) => option.value)])]));
 byId("search").addEventListener("submit", (event) => { event.preventDefault(); search(); });
 byId("more-samples").addEventListener("click", () => search(true));
-byId("batch-step").addEventListener("change", showStep);
+byId("batch-step").addEventListener("change", () => { isStepChosen = true; showStep(); });
 byId("batch-group").addEventListener("change", showGroup);
 byId("follow").addEventListener("change", (event) => { if (event.target.checked && gantt) fetchPart({ lo: Math.max(0, gantt.gantt.wall - width), hi: gantt.gantt.wall }); });
 document.addEventListener("keydown", (event) => {

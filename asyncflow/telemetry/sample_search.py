@@ -1,8 +1,8 @@
-"""Search in a run's samples: by words, step, reward, length and how they ended. Pure."""
+"""Search in a run's samples: by words, step, reward, length and how they ended; and the groups among them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +33,19 @@ def find(samples: Sequence[dict[str, Any]], unscored: Sequence[UnscoredResponse]
     characters; those that could not be scored have no step, and say `why`."""
     words = query.words.lower().split()
     return [sample for sample in _all(samples, unscored) if _matches(sample, query, words)]
+
+
+def groups_by_step(samples: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, list[Mapping[str, Any]]]]:
+    """The groups of training of which `samples.jsonl` has several responses: step -> group -> its samples, by row."""
+    found: dict[int, dict[int, dict[int, Mapping[str, Any]]]] = {}
+    for sample in samples:
+        if sample.get("purpose") == "train" and isinstance(sample.get("group"), int):  # older runs do not name it
+            found.setdefault(sample["step"], {}).setdefault(sample["group"], {})[sample["row"]] = sample
+    several = {
+        step: {group: [rows[row] for row in sorted(rows)] for group, rows in groups.items() if len(rows) > 1}
+        for step, groups in found.items()
+    }
+    return {step: groups for step, groups in several.items() if groups}
 
 
 def _all(samples: Sequence[dict[str, Any]], unscored: Sequence[UnscoredResponse]) -> Iterator[dict[str, Any]]:

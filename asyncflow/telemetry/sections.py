@@ -228,7 +228,8 @@ def first_and_last_samples(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
     steps = sorted({row["step"] for row in rows})
     chosen = []
     for step in dict.fromkeys(steps[:1] + steps[-1:]):
-        for row in [row for row in rows if row["step"] == step][:_SAMPLES_PER_STEP]:
+        of_step = {row.get("group", number): row for number, row in enumerate(rows) if row["step"] == step}  # one of each prompt
+        for row in list(of_step.values())[:_SAMPLES_PER_STEP]:
             reward = row.get("reward")
             chosen.append(
                 {

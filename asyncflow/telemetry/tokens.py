@@ -2,8 +2,8 @@
 
     the trainer's loop: group, step --> TokenLog --with the next report--> tokens.jsonl --> read_tokens --> the live page
 
-Only responses that `samples.jsonl` keeps have lines here (`telemetry.samples_per_step`), of `MOST_TOKENS` tokens at most, so a step
-adds a bounded number of them.
+Only responses that `samples.jsonl` keeps have lines here (`telemetry.samples_per_step`): one of each prompt with `MOST_TOKENS` at
+most, the others of the first prompt with their advantage alone. So a step adds a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -19,41 +19,49 @@ import numpy as np
 
 from asyncflow.run_dir import TOKENS_FILE
 from asyncflow.telemetry.fingerprints import Fingerprinted, TrainedMicroBatch
-from asyncflow.types import Array, Batch
+from asyncflow.types import Advantages, Array, Batch
 
 MOST_TOKENS: Final = 2_048
 """Tokens of a response that are told of."""
 _DIGITS: Final = 5
 
 
-class TrainedTokens(msgspec.Struct, frozen=True):
-    """A row in one of the epochs of the step that trained it; a number for each of its tokens.
+class TrainedTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A row in one of the epochs of the step that trained it; a number for each of its tokens, or for none of them.
 
     `length`: of the response, of which there may be more. `ids`: tokens; `logprobs`: of the rollout engine; `mask`: 1 in the loss;
     `versions`: that sampled the token, -1: unknown. `figures`: of the trainer, by name (`MicroBatchResult.token_figures`); None:
-    not finite.
+    not finite. `advantage`: of the row, the mean of its tokens' where they have their own; None: not known, or not finite.
     """
 
     row: int  # first in the line, which is found by it
     step: int
     epoch: int
     length: int
-    ids: list[int]
-    logprobs: list[float | None]
-    mask: list[int]
-    versions: list[int]
-    figures: dict[str, list[float | None]]
+    ids: list[int] = []
+    logprobs: list[float | None] = []
+    mask: list[int] = []
+    versions: list[int] = []
+    figures: dict[str, list[float | None]] = {}
+    advantage: float | None = None
 
 
 class TokenLog:
-    """`StepLog` that hands over the rows of which micro-batches have figures, once the step is trained."""
+    """`StepLog` that hands over, once the step is trained, the rows of which micro-batches have figures, and the advantages of all
+    that are sampled."""
 
-    def __init__(self, keep: Callable[[TrainedTokens], None]) -> None:
-        self._keep = keep
+    def __init__(self, keep: Callable[[TrainedTokens], None], is_sampled: Callable[[int], bool]) -> None:
+        self._keep, self._is_sampled = keep, is_sampled
         self._rows: list[dict[str, Any]] = []
+        self._sampled: dict[int, dict[str, Any]] = {}
 
-    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch], advantages: Advantages) -> None:
         """See `StepLog.group`."""
+        for number, index in enumerate(batch.indices.tolist()):
+            if self._is_sampled(index):
+                (advantage,) = _rounded([np.mean(advantages[number])])
+                length = len(batch.ragged("response_ids")[number])
+                self._sampled[index] = {"row": index, "length": length, "advantage": advantage}
         for result in results:
             for index, figures in result.token_figures.items():
                 row = int(np.flatnonzero(batch.indices == index)[0])
@@ -61,11 +69,14 @@ class TokenLog:
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
         """See `StepLog.step`."""
-        rows, self._rows = self._rows, []
+        rows, self._rows, sampled, self._sampled = self._rows, [], self._sampled, {}
         epochs: Counter[int] = Counter()
         for row in rows:
-            self._keep(TrainedTokens(step=step, epoch=epochs[row["row"]], **row))
+            self._keep(TrainedTokens(step=step, epoch=epochs[row["row"]], **(sampled.get(row["row"], {}) | row)))
             epochs[row["row"]] += 1
+        for index, row in sampled.items():
+            if index not in epochs:
+                self._keep(TrainedTokens(step=step, epoch=0, **row))
 
 
 def token_versions(spans: Array, num_tokens: int) -> Array:

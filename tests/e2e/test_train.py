@@ -17,8 +17,10 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
+from asyncflow.service.groups import group_figures, groups_of, steps_with_groups
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
+from asyncflow.telemetry.run_reader import RunReader
 from asyncflow.telemetry.tokens import read_tokens
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
@@ -109,11 +111,25 @@ def test_samples_that_were_trained_are_told_token_by_token(finished: tuple[Path,
     samples = {row["row"]: row for row in rows(run_dir / "samples.jsonl") if row["purpose"] == "train"}
     trained = read_tokens(run_dir, samples)
     assert trained and len(trained) == len((run_dir / "tokens.jsonl").read_bytes().splitlines())
-    for row in trained:
+    told = [row for row in trained if row.ids]
+    assert told and len({samples[row.row]["group"] for row in told}) == len(told)  # one of a prompt
+    for row in told:
         sampled, found = (np.array(values) for values in (row.logprobs, row.figures["log-prob of the trainer"]))
         assert row.step == samples[row.row]["step"] and row.length == len(row.ids) == len(found)
         np.testing.assert_allclose(found, sampled, atol=2e-4)  # two engines, the same weights
         assert set(row.figures["clipped"]) <= {0, 1} and set(row.versions) <= {row.step - 1, row.step}
+
+
+def test_a_group_of_each_step_is_kept_whole_with_its_advantages(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run = RunReader(finished[0])
+    run.read_all()
+    assert steps_with_groups(run) == [0, 1, 2]
+    for step in range(3):
+        ((group, size),) = ((each["group"], each["size"]) for each in groups_of(run, step))
+        found = group_figures(run, step, group)["rows"]
+        rewards, advantages = (np.array([row[name] for row in found]) for name in ("reward", "advantage"))
+        assert size == len(found) == 4 and sum(row["is_told"] for row in found) <= 1
+        np.testing.assert_allclose(advantages, (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6), atol=1e-4)
 
 
 def test_metrics_have_one_row_per_step_and_every_name(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

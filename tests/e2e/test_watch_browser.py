@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, write_situation
+from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.waits import ROUND, OpenWait
 from tests.e2e.commands import wait_for
 
@@ -26,6 +28,10 @@ _spec = importlib.util.spec_from_file_location("synthetic_run", _path)
 assert _spec is not None and _spec.loader is not None
 synthetic_run = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(synthetic_run)
+
+
+def lines(rows: list) -> bytes:
+    return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
 
 
 WAITERS = {"trainer/0": "rows", "trainer/1": "leader", "trainer/2": "leader", "rollout/3": "prompts"}
@@ -90,6 +96,34 @@ def test_a_token_is_told_to_the_keyboard_a_screen_reader_and_a_finger(tmp_path, 
         assert "entropy 0.5" in told.inner_text()
         box, of = told.bounding_box(), card.locator(".token").nth(1).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 400 and abs(box["y"] - of["y"]) < 250  # beside it
+        assert complaints == []
+
+
+def test_a_sampled_group_is_shown_side_by_side_without_a_kept_batch(tmp_path, background):
+    synthetic_run.write_run(tmp_path / "one")
+    said, of_group = {"step": 9, "purpose": "train", "prompt": "2 + 2?"}, {"group": 72, "finish_reason": "length"}
+    responses = [said | of_group | {"row": 288 + i, "response": f"It is {i}. <b>", "reward": float(i == 3)} for i in range(4)]
+    figures = {"ratio": [1.0, 1.5], "clipped": [0.0, 0.0]}
+    trained = [TrainedTokens(288 + i, 9, 0, 2, advantage=1.5 if i == 3 else -0.5) for i in range(1, 4)]
+    trained.append(TrainedTokens(288, 9, 0, 2, [7, 8], [-0.5, -1.5], [1, 1], [3, 4], figures, -0.5))
+    (tmp_path / "one" / "samples.jsonl").write_bytes(lines(responses))
+    (tmp_path / "one" / "tokens.jsonl").write_bytes(lines(trained))
+    with opened(background, tmp_path / "one") as (page, complaints):
+        page.locator("#batch-step").scroll_into_view_if_needed()
+        cards = page.locator("#group article")
+        cards.nth(3).wait_for()
+        assert page.input_value("#batch-step") == "9" and "72: 4 responses, mean reward 0.25" in page.inner_text("#batch-group")
+        heads = [card.locator(".lane-head").inner_text() for card in cards.all()]
+        assert "row 291 \u00b7 reward 1 \u00b7 advantage 1.5" in heads[3] and "cut off" in heads[3]
+        assert "row 288 \u00b7 reward 0 \u00b7 advantage -0.5" in heads[0]
+        assert "It is 3. <b>" in cards.nth(3).inner_text() and page.inner_text("#group .prompt") == "2 + 2?"
+        boxes = [card.bounding_box() for card in cards.all()]
+        assert len({box["y"] for box in boxes}) == 1 and all(b["x"] > a["x"] for a, b in pairwise(boxes))
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert cards.locator("details").count() == 1  # token by token: of one response
+        cards.first.locator("summary").click()
+        cards.first.locator(".token").nth(1).hover()
+        assert "ratio 1.5" in page.inner_text("#token-told")
         assert complaints == []
 
 
@@ -159,6 +193,7 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         page.select_option("#runs", "two")
         page.wait_for_function("() => document.querySelector('#header .value')?.textContent === '4'")  # steps
         page.wait_for_selector("#samples article:nth-child(6)")
+        assert page.locator("#groups").is_hidden()  # samples of an older run do not name their groups
         assert page.inner_text("#num-samples") == "6 found"
         assert page.evaluate("document.documentElement.scrollWidth") <= 400  # nothing is wider than a narrow screen
         assert page.evaluate("window.hacked") is None and synthetic_run.HOSTILE in page.text_content("#samples")

@@ -39,8 +39,9 @@ def run(recipe: str, model: Path, folder: Path, *overrides: str, **environment: 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     kept = [row for row in rows(next(folder.glob("*/samples.jsonl"))) if row["purpose"] == "train"]
-    assert len(kept) == 2, done.stdout + done.stderr  # one response of each prompt
-    return kept
+    first = {row["group"]: row for row in kept}
+    assert len(first) == 2, done.stdout + done.stderr  # one response of each prompt, and all of the first
+    return [*first.values()]
 
 
 def said_in(row: dict[str, Any], tokenizer: CheckpointTokenizer) -> Iterator[str]:

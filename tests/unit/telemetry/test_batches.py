@@ -34,7 +34,7 @@ def group(number: int, lengths: list[int]) -> Batch:
 
 async def write(log: BatchLog, step: int, *groups: Batch) -> None:
     for each in groups:
-        log.group(each, [])
+        log.group(each, [], np.zeros(len(each), np.float32))
     await log.step(step, Engine())
 
 
@@ -112,8 +112,8 @@ def test_what_is_not_there_or_damaged_is_said(tmp_path: Path) -> None:
 
 
 async def test_several_logs_are_told_the_same(tmp_path: Path) -> None:
-    logs = StepLogs(TokenLog(lambda row: None), BatchLog(tmp_path, 1, rank=0, first=0))
-    logs.group(group(1, [2]), [])
+    logs = StepLogs(TokenLog(lambda row: None, lambda row: False), BatchLog(tmp_path, 1, rank=0, first=0))
+    logs.group(group(1, [2]), [], np.zeros(1, np.float32))
     await logs.step(0, Engine())
     assert kept_steps(tmp_path) == [0]
 

@@ -15,6 +15,8 @@ from asyncflow.telemetry.batches import StepLogs
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, FingerprintLog, StepPrint, fingerprints_file, read_fingerprints
 from asyncflow.types import Batch, Ragged, RunError
 
+NO_ADVANTAGES = np.zeros(2, np.float32)
+
 
 class Engine:
     async def fingerprint(self) -> Mapping[str, str]:
@@ -41,7 +43,7 @@ def results(*losses: float) -> list[MicroBatchResult]:
 def written(path: Path, *groups: tuple[Batch, list[MicroBatchResult]]) -> StepPrint:
     log = FingerprintLog(path)
     for batch, told in groups:
-        log.group(batch, told)
+        log.group(batch, told, NO_ADVANTAGES)
     asyncio.run(log.step(4, Engine()))
     return read_fingerprints(path)[-1]
 
@@ -71,7 +73,7 @@ def test_one_bit_of_one_row_changes_its_fingerprint_alone(tmp_path: Path, column
 
 async def test_steps_follow_each_other_and_a_skipped_one_may_be_empty(tmp_path: Path) -> None:
     log = FingerprintLog(tmp_path / "f.jsonl")
-    log.group(group(0), results(0.5))
+    log.group(group(0), results(0.5), NO_ADVANTAGES)
     await log.step(0, Engine())
     await log.step(1, Engine())
     steps = read_fingerprints(tmp_path / "f.jsonl")
@@ -84,7 +86,7 @@ async def test_without_a_log_nothing_is_kept_and_no_engine_is_asked(tmp_path: Pa
             raise AssertionError("asked")
 
     log = StepLogs()
-    log.group(group(0), results(0.5))
+    log.group(group(0), results(0.5), NO_ADVANTAGES)
     await log.step(0, Silent())
     assert not [*tmp_path.iterdir()]
 
@@ -104,7 +106,7 @@ async def test_ranks_are_joined_by_step_also_where_a_run_went_on_with_more_of_th
     for step, num_ranks in lives:
         for rank in range(num_ranks):
             log = FingerprintLog(tmp_path / fingerprints_file(rank))
-            log.group(group(10 * step + rank), results(0.5))
+            log.group(group(10 * step + rank), results(0.5), NO_ADVANTAGES)
             await log.step(step, Engine())
     steps = read_fingerprints(tmp_path / FINGERPRINTS_FILE)
     assert [(s.step, [g.group for g in s.groups]) for s in steps] == [(0, [0, 1]), (1, [10, 11]), (2, [20]), (3, [30, 31, 32])]

@@ -1,7 +1,7 @@
 import pytest
 
 from asyncflow.telemetry.hub import UnscoredResponse
-from asyncflow.telemetry.sample_search import SampleQuery, find
+from asyncflow.telemetry.sample_search import SampleQuery, find, groups_by_step
 
 SAMPLES = [
     {"step": 0, "purpose": "train", "prompt": "2 + 3?", "response": "It is 5.", "reward": 1.0, "finish_reason": "stop"},
@@ -27,6 +27,26 @@ UNSCORED = [UnscoredResponse("raised", "ZeroDivisionError", "trace", "2 / 0?", "
 )
 def test_samples_are_found_by_what_is_asked(query, steps):
     assert [sample["step"] for sample in find(SAMPLES, UNSCORED, SampleQuery(**query))] == steps
+
+
+def test_groups_are_those_of_training_of_which_there_are_several_rows_each_once():
+    def sample(row, group, purpose="train", step=3):
+        return {"step": step, "purpose": purpose, "row": row, "group": group}
+
+    again = sample(17, 4) | {"response": "made again"}
+    kept = [
+        sample(18, 4),
+        sample(17, 4),
+        sample(20, 5),
+        again,
+        sample(1, 0, "eval"),
+        sample(2, 0, "eval"),
+        {**SAMPLES[0], "row": 1},
+    ]
+    assert groups_by_step([*kept, sample(33, 8, step=4), sample(32, 8, step=4)]) == {
+        3: {4: [again, sample(18, 4)]},
+        4: {8: [sample(32, 8, step=4), sample(33, 8, step=4)]},
+    }
 
 
 def test_a_response_that_could_not_be_scored_says_why():
