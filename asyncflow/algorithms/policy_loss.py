@@ -97,10 +97,6 @@ class LossOptions:
         """Whether a KL term is in the loss itself."""
         return self.kl_coefficient > 0 and self.kl_place == "loss"
 
-    def importance_weights(self) -> ImportanceWeights:
-        """The weights that `correction...` ask for."""
-        return ImportanceWeights(self.correction, self.correction_level, self.correction_low, self.correction_high)
-
 
 class PolicyLoss(Algorithm):
     """Base of the algorithms here, see the module's head. A subclass says what `advantages` are, from `rewards`."""
@@ -115,7 +111,8 @@ class PolicyLoss(Algorithm):
         has_own_loss = type(self).loss is not PolicyLoss.loss  # which may add what it likes
         self.is_zero_without_advantages = not (has_own_loss or options.entropy_coefficient > 0 or options.has_kl_in_loss)
         self.correction: Correction = options.correction
-        self.importance_weights = options.importance_weights()
+        bounds = options.correction_low, options.correction_high
+        self.importance_weights = ImportanceWeights(options.correction, options.correction_level, *bounds)
         self.is_token_local = surrogate.is_token_local and self.importance_weights.is_token_local
 
     def rewards(self, group: ScoredGroup) -> Array:

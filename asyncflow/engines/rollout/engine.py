@@ -39,7 +39,7 @@ from asyncflow.engines.rollout.checks import check_tokens
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.loaded_adapters import LoadedAdapters
 from asyncflow.engines.rollout.probe import find_dependence
-from asyncflow.engines.rollout.slot_options import SlotOptions, StepOptions
+from asyncflow.engines.rollout.slot_options import SlotOptions
 from asyncflow.engines.rollout.slot_options import check as check_options
 from asyncflow.engines.rollout.slots import Slots
 from asyncflow.engines.rollout.threaded import ThreadedEngine, noise_keys
@@ -74,15 +74,8 @@ class SlotEngine(ThreadedEngine):
             lora=lora,
         )
         decoder.install(load_tensors(path))
-        slots = Slots(
-            decoder,
-            num_slots=options.num_slots,
-            stop_ids=end_token_ids(path) if options.stop_ids is None else options.stop_ids,
-            stop_strings=self._stop_strings,
-            version=options.version,
-            recomputes=options.kv_on_install == "recompute",
-            options=StepOptions(speculation=options.speculation, prefill_chunk=options.prefill_chunk),
-        )
+        stop_ids = end_token_ids(path) if options.stop_ids is None else options.stop_ids
+        slots = Slots(decoder, options, stop_ids=stop_ids, stop_strings=self._stop_strings)
         self._adapters = LoadedAdapters(options.adapter_room, INSTALLED)
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(options.num_threads))

@@ -15,15 +15,6 @@ PREFILL_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """Tokens that a step of the engine computes beside one for each active row. No bit depends on them."""
-
-    speculation: Speculation = 0
-    prefill_chunk: int = PREFILL_CHUNK
-    """Tokens of prompts and observations in a pass, some."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRoom:
     """Room of an engine for low-rank adapters beside what is installed: how many at once, and their largest rank."""
 

@@ -33,7 +33,7 @@ from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting,
 from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
 from asyncflow.engines.rollout.requests import ParkedSlot, SlotRequest
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
-from asyncflow.engines.rollout.slot_options import StepOptions
+from asyncflow.engines.rollout.slot_options import SlotOptions
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
 
@@ -45,20 +45,10 @@ MAX_TIMINGS = 10_000  # kept until they are taken
 class Slots:
     """The thread's half: which request, sample and tokens each row holds. Rows 0 .. num_active - 1 are active."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        num_slots: int,
-        stop_ids: Iterable[int],
-        stop_strings: StopStrings,
-        version: int,
-        recomputes: bool,
-        options: StepOptions,
-    ) -> None:
-        """`num_slots`: rows that generate at once; the decoder's cache may have more slots, for episodes that are parked.
-        `recomputes`: keys and values of responses under way are computed again after an install."""
-        self.version, self._recomputes = version, recomputes
+    def __init__(self, decoder: Decoder, options: SlotOptions, *, stop_ids: Iterable[int], stop_strings: StopStrings) -> None:
+        """The decoder's cache may have more slots than generate at once, for episodes that are parked."""
+        num_slots = options.num_slots
+        self.version, self._recomputes = options.version, options.kv_on_install == "recompute"
         self.is_paused = False
         self.num_computed = 0
         """Tokens that went through the model so far: of prompts, observations, responses, drafts, and what was computed again."""
