@@ -249,6 +249,120 @@ def _is_made(pipe: Path) -> bool:
     return False
 
 
+STALLS = """
+import asyncio
+from asyncflow.transport import remote
+from asyncflow.types import Array
+from asyncflow.weight_sync.base import WeightSyncFacts
+
+class Stalls:
+    facts = WeightSyncFacts(has_door=True, needs_key=True, is_broadcast=False)
+
+    def __init__(self, options):
+        from asyncflow.weight_sync.network import Network
+        self._network = Network(options)
+
+    def receiver(self, name):
+        return self._network.receiver(name)
+
+    def sender(self, incarnation):
+        from asyncflow.weight_sync.network import NetworkSender
+        read = NetworkSender.read
+
+        @remote
+        async def stalls(self, incarnation: str, version: int, begin: int, end: int) -> Array:
+            if version:
+                await asyncio.sleep(1000)
+            return await read(self, incarnation, version, begin, end)
+
+        NetworkSender.read = stalls
+        return self._network.sender(incarnation)
+"""
+
+
+@deep
+def test_a_fetch_at_0_bytes_is_named_with_its_sender_and_its_deadline(long: Long, tmp_path: Path, background: Background) -> None:
+    (tmp_path / "stalls.py").write_text(STALLS)
+    config, run_dir = long(weight_sync={"path": f"{tmp_path / 'stalls.py'}:Stalls", "deadline_seconds": 100})
+    command = background("train", config)
+    named(
+        run_dir,
+        command,
+        r"trainer/0 waits for group \d+ of step 1",
+        r"group \d+ lies ready .*version 1, which no worker serves \(rollout/0 serves 0\)",
+        r"rollout/0 waits for bytes of version 1 from the trainer's sender at tls:127.0.0.1:\d+, since [\d.]+ s: 0 bytes have "
+        r"come, none for [\d.]+ s; .* \[at the latest until: weight_sync.deadline_seconds \(100 s\)\]",
+    )
+
+
+HELD_UP = """
+import time
+from asyncflow.algorithms.grpo import GRPO
+
+class HeldUp(GRPO):
+    def advantages(self, group):
+        time.sleep(1000)
+"""
+
+STANDS = """
+import time
+
+class Stands:
+    def reset(self, example, seed):
+        return "Go."
+
+    def step(self, action):
+        time.sleep(1000)
+"""
+
+
+@deep
+def test_code_that_holds_up_an_event_loop_is_named(long: Long, tmp_path: Path, background: Background) -> None:
+    (tmp_path / "held_up.py").write_text(HELD_UP)
+    config, run_dir = long(algorithm={"path": f"{tmp_path / 'held_up.py'}:HeldUp"})
+    command = background("train", config)
+    named(run_dir, command, r"trainer/0 has not reported for [\d.]+ s, its process \d+ is sleeping; last heard of ")
+
+
+@deep
+def test_an_environment_that_never_answers_is_named_with_its_process_and_its_deadline(
+    long: Long, tmp_path: Path, background: Background
+) -> None:
+    (tmp_path / "stands.py").write_text(STANDS)
+    episodes = {"max_turns": 3, "max_turn_tokens": 8, "num_workers": 1, "deadline_seconds": 500}
+    config, run_dir = long(environment=f"{tmp_path / 'stands.py'}:Stands", episodes=episodes)
+    command = background("train", config)
+    words = [r"trainer/0 waits for group 0 of step 0", r"rollout/0 has it for task rollout"]
+    named(run_dir, command, *words, r"rollout/0 waits for environment process \d+, since [\d.]+ s \[.*: its deadline, in \d+ s\]")
+
+
+STOPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a rank of a collective": ("trainer/1", {"plan": {"train": {"dp": 2}}}),
+    "a critic": ("critic", {"algorithm": {"name": "ppo"}}),
+    "a receiver of broadcasts": ("rollout/1", {"rollout": {"num_workers": 2}, "weight_sync": {"name": "collective"}}),
+}
+
+
+@deep
+@pytest.mark.parametrize("what", STOPPED)
+def test_a_stopped_worker_ends_the_chain_of_whoever_works_together_with_it(
+    what: str, long: Long, background: Background, stop: Stop
+) -> None:
+    name, changes = STOPPED[what]
+    config, run_dir = long(**changes)
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    stopped = worker_of(run_dir, name)
+    stop(stopped.pid)
+
+    def chain() -> list[dict[str, Any]] | None:
+        found: list[dict[str, Any]] = json.loads(run_command("why", run_dir, "--json").stdout)["chain"]
+        return found if found[-1]["text"].startswith(f"{name} does nothing: its process {stopped.pid} is stopped") else None
+
+    links = wait_for(chain, command)
+    assert links[0]["who"] == "trainer/0" and links[-2]["on"] == name, links
+
+
 @deep
 def test_a_run_that_ended_says_who_waited_for_whom_in_its_log_and_by_why(
     long: Long, tmp_path: Path, background: Background
