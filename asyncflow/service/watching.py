@@ -48,7 +48,9 @@ PUBLIC: Final = (PAGE, *(f"{PAGE}{name}" for name in (*_SCRIPTS, "plotly.js")))
 """Paths that need no key: nothing of a run is there."""
 _HEAVY_SECONDS: Final = 3.0
 """Sums over all spans are made anew so often at most; and so seldom that they take a tenth of the time."""
-_BEHIND_SECONDS: Final = 0.02
+_CATCH_UP_SECONDS: Final = 0.3
+"""A large file of spans is read for so long between two looks, part by part: whoever asks for something gets in between. A live run
+has its cores to itself for as long afterwards."""
 _QUIET_SECONDS: Final = 15.0
 _FEW_SPANS: Final = 10_000
 """Number of spans, at most, that are summed at once whenever they change."""
@@ -102,7 +104,15 @@ class WatchedRun:
                 told_at = time.monotonic()
             is_behind = bool(known) and parts["facts"]["share"] < 1  # a page that has just been opened asks for more first
             known |= changed
-            await asyncio.sleep(_BEHIND_SECONDS if is_behind else LOOK_SECONDS)
+            if is_behind:
+                await self._catch_up()
+            if not is_behind or parts["facts"]["is_live"]:
+                await asyncio.sleep(_CATCH_UP_SECONDS if is_behind else LOOK_SECONDS)
+
+    async def _catch_up(self) -> None:
+        until = time.monotonic() + _CATCH_UP_SECONDS
+        while await self.of(lambda run: run.refresh_spans()) and time.monotonic() < until:
+            pass
 
     def _with_prediction(self, advice: Advice, *, is_live: bool) -> str:
         """Words of a piece of advice, with what its change brings as soon as that is known."""

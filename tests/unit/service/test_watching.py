@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
+from asyncflow.service import watching
 from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
@@ -152,6 +154,21 @@ async def test_events_tell_what_is_new_of_a_run_that_goes_on(page: Page) -> None
     assert second["facts"]["steps"].startswith("5 ")
     assert "config" not in second  # it has not changed
     await changes.aclose()
+
+
+async def test_a_large_file_is_read_between_two_looks_and_requests_get_in_between(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watching, "_CATCH_UP_SECONDS", patience(60.0))
+    run = WatchedRun(page.folder / "one")
+    monkeypatch.setattr(run.reader, "refresh_spans", partial(run.reader.refresh_spans, 2048))
+    changes = run.changes()
+    shares = [(await anext(changes))["facts"]["share"] for _ in range(2)]
+    rest = asyncio.create_task(anext(changes))
+    await asyncio.sleep(0)
+    between = await run.of(lambda reader: reader.share_of_spans_read)
+    assert 0 < shares[0] < shares[1] <= between < 1 == (await rest)["facts"]["share"]
 
 
 async def test_a_part_of_the_chart_and_the_comparison(page: Page) -> None:
