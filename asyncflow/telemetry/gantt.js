@@ -112,7 +112,9 @@ class Gantt {
       else this.tell(...at(event));
     });
     canvas.addEventListener("pointercancel", () => { drag = this.selected = null; this.draw(); });
-    canvas.addEventListener("pointerleave", () => { this.told.hidden = true; });
+    // A finger that has tapped is gone at once, and what it was told stays until the next tap.
+    canvas.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") this.told.hidden = true; });
+    document.addEventListener("pointerdown", (event) => { if (event.target !== canvas) this.told.hidden = true; });
     canvas.addEventListener("dblclick", this.buttons.all);
   }
 

@@ -85,6 +85,7 @@ def test_a_finished_run(browser, tmp_path):
     assert page.locator("#gantt-view").inner_text() != before
     box = page.locator("#gantt canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 103)
+    assert page.is_visible("#gantt .told")
     assert "rollout/1" in page.inner_text("#gantt .told") and "from" in page.inner_text("#gantt .told")
     page.click("#gantt-legend button:has-text('generate')")
     assert page.locator("#gantt-legend button[aria-pressed=false]").count() == 1

@@ -96,6 +96,22 @@ def test_a_token_is_told_to_the_keyboard_a_screen_reader_and_a_finger(tmp_path, 
         assert "entropy 0.5" in told.inner_text()
         box, of = told.bounding_box(), card.locator(".token").nth(1).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 400 and abs(box["y"] - of["y"]) < 250  # beside it
+        page.locator("#gantt canvas").tap(position={"x": 200, "y": 103})
+        page.wait_for_timeout(100)  # the finger has left
+        bar = page.locator("#gantt .told")
+        assert bar.is_visible() and "rollout/1" in bar.inner_text()
+        before = page.inner_text("#gantt-view")
+        page.locator("#header").tap()
+        assert bar.is_hidden() and page.inner_text("#gantt-view") == before
+        page.locator("#gantt canvas").scroll_into_view_if_needed()
+        box, finger = page.locator("#gantt canvas").bounding_box(), page.context.new_cdp_session(page)
+        for kind, x in (("touchStart", 150), ("touchMove", 190), ("touchMove", 250), ("touchEnd", None)):
+            points = [] if x is None else [{"x": x, "y": box["y"] + 60}]
+            finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.wait_for_function("before => document.getElementById('gantt-view').textContent !== before", arg=before)
+        views = [re.findall(r"([\d.]+) s", words)[:2] for words in (before, page.inner_text("#gantt-view"))]
+        (start, end), (earlier, ended) = (map(float, view) for view in views)
+        assert earlier < start and abs((ended - earlier) - (end - start)) < 0.03  # dragged to an earlier time, not zoomed
         assert complaints == []
 
 

@@ -30,6 +30,7 @@ from asyncflow.loops.taking import Taking
 from asyncflow.telemetry.batches import StepLogs
 from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.telemetry.spans import Recorder, Span
+from asyncflow.telemetry.tokens import TokenLog, TrainedTokens
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import Want
@@ -491,12 +492,14 @@ async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
         await world.admit(1)
         turns_of = Rounds(world.context(), Counted(), 0, 0)
         trained: list[float] = []
+        told: list[TrainedTokens] = []
+        log = TokenLog(told.append, lambda row: True)
 
         async def train() -> None:
             async with turns_of:
                 async for current in turns_of.of(0):
                     trained.extend(current.micro_batches[0].advantages.tolist())
-                    turns_of.trained(current, [MicroBatchResult(0.5, 2, 4)], StepLogs())
+                    turns_of.trained(current, [MicroBatchResult(0.5, 2, 4)], log)
 
         training = asyncio.create_task(train())
         await world.complete(1)
@@ -504,6 +507,9 @@ async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
         await world.complete(0)
         await asyncio.wait_for(training, 5)
         assert trained == [2.5, 2.5]  # 1 / (1 + 1) + 2 groups
+        nobodys: Any = None
+        await log.step(0, nobodys)
+        assert [row.advantage for row in told] == [2.5, 2.5]  # as they were trained
         assert world.ledger.step_state(0).sums() == [2.0, 2.0]
 
 
