@@ -80,6 +80,7 @@ def holds(run_dir: Path, name: str) -> bool:
 def stopped_with_rows(run_dir: Path, process: psutil.Process) -> bool:
     """Stop it; whether it holds rows then. If not, it goes on."""
     process.suspend()
+    holds(run_dir, "rollout/0")  # behind this answer the run has read what the worker had sent when it was stopped: rows perhaps
     if not (has_rows := holds(run_dir, "rollout/0")):
         process.resume()
     return has_rows

@@ -163,11 +163,13 @@ class Waiting(Killer):
 
     async def _kill(self, worker: str) -> None:
         assert self.job.attempt is not None
-        rollout, over = self.job.attempt.cluster.pids()["rollout/0"], self.job.driver
+        self._rollout = self.job.attempt.cluster.pids()["rollout/0"]
         await super()._kill(worker)
-        while self.job.driver is over:  # where the attempt's end took longer than the pause, the next one's driver may be there
-            await asyncio.sleep(0.002)
-        os.kill(rollout, signal.SIGKILL)
+
+    def log(self, text: str) -> None:
+        super().log(text)
+        if text.startswith("resumed from "):  # before the next attempt has a driver: a worker that met it would generate
+            os.kill(self._rollout, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("mode", in_gate(DELAYED, of=[PERIODIC, DELAYED]), ids=["periodic", "delayed"])
