@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from asyncflow.engines.train.model.flex import flex_attend
 from asyncflow.engines.train.model.kernels import AttentionPart, Kernel, Merged, kernel_for
 from asyncflow.engines.train.model.packing import AttentionLayout
 
@@ -63,8 +62,6 @@ def packed_attention(
         raise ValueError("position_ids are not those of the layout: give the model the packed positions")
     query_PHD, key_PKD, value_PKD = (x[0].transpose(0, 1) for x in (query_1HPD, key_1KPD, value_1KPD))
     kernel = kernel_for(query_PHD.device, query_PHD.dtype)
-    if kernel is None:
-        return flex_attend(query_PHD, key_PKD, value_PKD, layout, scaling)[None], None
     apply: Any = _PackedAttention.apply  # torch has no types for it
     return apply(query_PHD, key_PKD, value_PKD, layout, scaling, kernel)[None], None
 

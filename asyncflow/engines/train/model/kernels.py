@@ -4,7 +4,8 @@ Parts are merged by their log-sum-exp (LSE). The gradient of a part of a merged 
 with the merged output and the merged LSE in place of the part's: p = exp(score - LSE) and dscore = p (dout . v - dout . out). A
 flash-attention backward computes exactly this from its arguments, so `backward` takes both.
 
-The tests run the CPU kernel. The two others have not run on a device yet; they were written against the documented calls.
+The tests run the kernels of the devices that are there. The NPU's has not run on one yet; it was written against the documented
+calls.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class Kernel(Protocol):
         """Gradients of queries, keys and values. `grad_QHD`: that of the output of the whole, merged softmax."""
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Kernel for tensors of this device and dtype; None: use flex_attention (flex.py).
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Kernel for tensors of this device and dtype.
 
     Raises `UserError` if there is no attention for this device.
     """
     if device.type == CUDA:
-        return CudaFlash() if has_flash_attention(device) and dtype in (torch.float16, torch.bfloat16) else None
+        return CudaFlash() if has_flash_attention(device) and dtype in (torch.float16, torch.bfloat16) else CudaEfficient()
     if device.type not in (CPU, NPU):
         raise UserError(f"The trainer has no attention for train.device {device.type!r}: set it to {ONE_OF_KINDS}.")
     return CpuFlash() if device.type == CPU else NpuFusion()
@@ -190,7 +191,7 @@ class CudaFlash:
 
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        segments = self._segments(query_QHD, key_MKD, part)
+        segments = _segments_on(query_QHD, key_MKD, part)
         out_QHD, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
             query_QHD, key_MKD, value_MKD, *segments, 0.0, part.is_causal, False, scale=part.scale
         )
@@ -199,7 +200,7 @@ class CudaFlash:
     def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
-        segments = self._segments(query_QHD, key_MKD, part)
+        segments = _segments_on(query_QHD, key_MKD, part)
         lse_HQ = lse_QH.t().contiguous()
         rng_state, unused = query_QHD.new_zeros(2, dtype=torch.uint64), query_QHD.new_empty(0)  # there is no dropout
         grad_query_QHD, grad_key_MKD, grad_value_MKD = torch.ops.aten._flash_attention_backward(
@@ -218,11 +219,80 @@ class CudaFlash:
         )
         return grad_query_QHD, grad_key_MKD, grad_value_MKD
 
-    def _segments(self, query_QHD: Tensor, key_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor, int, int]:
-        """Offsets of the segments of queries and of keys (int32), and the longest segment of each, in tokens."""
-        of_queries, of_keys = (part.lengths, part.lengths) if part.is_causal else ((len(query_QHD),), (len(key_MKD),))
-        device = query_QHD.device
-        return _offsets(of_queries, device), _offsets(of_keys, device), max(of_queries), max(of_keys)
+
+class CudaEfficient:
+    """PyTorch's memory-efficient attention over segments of unequal lengths, for what flash attention does not take, such as
+    float32.
+
+    It has as many heads of keys as of queries, so they are repeated, and an LSE [N, H, L] of N segments, each padded to L queries,
+    a multiple of `LSE_STEP`.
+    """
+
+    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        rest = (*_segments_on(query_QHD, key_MKD, part), 0.0, int(part.is_causal), True)
+        out_1QHD, lse_NHL, *_ = torch.ops.aten._efficient_attention_forward(
+            query_QHD[None], *(x[None] for x in self._repeated(query_QHD, key_MKD, value_MKD)), None, *rest, scale=part.scale
+        )
+        places_Q = self._places(query_QHD, part)
+        return out_1QHD[0], lse_NHL.transpose(1, 2).flatten(0, 1).index_select(0, places_Q)
+
+    def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
+        segments = _segments_on(query_QHD, key_MKD, part)
+        lse_XH = lse_QH.new_full((_num_places(self._lengths(query_QHD, part)), lse_QH.shape[1]), torch.inf)
+        lse_XH.index_copy_(0, self._places(query_QHD, part), lse_QH)
+        lse_NHL = torch.unflatten(lse_XH, 0, (len(segments[0]) - 1, -1)).transpose(1, 2).contiguous()
+        unused = torch.zeros((), dtype=torch.int64)  # of random numbers: there is no dropout
+        repeated = self._repeated(query_QHD, key_MKD, value_MKD)
+        tensors = [x[None] for x in (grad_QHD, query_QHD, *repeated)]
+        grads = torch.ops.aten._efficient_attention_backward(
+            *tensors,
+            None,
+            out_QHD[None],
+            *segments,
+            lse_NHL,
+            0.0,
+            unused,
+            unused,
+            int(part.is_causal),
+            False,
+            scale=part.scale,
+        )
+        grad_key_MKD, grad_value_MKD = (torch.unflatten(x[0], 1, (key_MKD.shape[1], -1)).sum(2) for x in grads[1:3])
+        return grads[0][0], grad_key_MKD, grad_value_MKD
+
+    def _repeated(self, query_QHD: Tensor, *keys_or_values: Tensor) -> list[Tensor]:
+        return [x.repeat_interleave(query_QHD.shape[1] // x.shape[1], 1) for x in keys_or_values]
+
+    def _lengths(self, query_QHD: Tensor, part: AttentionPart) -> tuple[int, ...]:
+        return part.lengths if part.is_causal else (len(query_QHD),)
+
+    def _places(self, query_QHD: Tensor, part: AttentionPart) -> Tensor:
+        return _lse_places(self._lengths(query_QHD, part), query_QHD.device)
+
+
+LSE_STEP: Final = 32
+"""Queries to a multiple of which memory-efficient attention pads the LSE of each segment."""
+
+
+@lru_cache(maxsize=16)  # as of `_offsets`
+def _lse_places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Place of each query in a padded LSE whose segments lie one after another: int64 [Q]."""
+    padded = _num_places(lengths) // len(lengths)
+    return torch.cat([torch.arange(length) + number * padded for number, length in enumerate(lengths)]).to(device)
+
+
+def _num_places(lengths: tuple[int, ...]) -> int:
+    return len(lengths) * -(-max(lengths) // LSE_STEP) * LSE_STEP
+
+
+def _segments_on(query_QHD: Tensor, key_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor, int, int]:
+    """Offsets of the segments of queries and of keys (int32), and the longest segment of each, in tokens."""
+    of_queries, of_keys = (part.lengths, part.lengths) if part.is_causal else ((len(query_QHD),), (len(key_MKD),))
+    device = query_QHD.device
+    return _offsets(of_queries, device), _offsets(of_keys, device), max(of_queries), max(of_keys)
 
 
 @lru_cache(maxsize=16)  # every layer of a model asks again, and each new tensor would be a copy to the device

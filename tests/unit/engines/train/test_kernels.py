@@ -1,4 +1,4 @@
-"""The kernels of devices that are not here, over stand-ins that keep to the documented calls; flex_attention's mask; the choice.
+"""The kernels of devices, over stand-ins that keep to the documented calls, and over the devices that are there; the choice.
 
 The stand-ins compute in plain PyTorch on the CPU what the calls are documented to compute, and refuse what those would refuse:
 what is tested is that the calls are made as documented. The CPU's kernel is held against plain attention in test_attention.py.
@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
-from asyncflow.engines.train.model import flex
 from asyncflow.engines.train.model.attention import _PackedAttention
-from asyncflow.engines.train.model.kernels import CpuFlash, CudaFlash, Kernel, NpuFusion, kernel_for
+from asyncflow.engines.train.model.kernels import CpuFlash, CudaEfficient, CudaFlash, Kernel, NpuFusion, kernel_for
 from asyncflow.engines.train.model.packing import AttentionLayout, SharedPrompt
 from asyncflow.types import UserError
+from tests.contract.devices import needed_devices
 
 LENGTHS = [(7, 3, 3, 3), (1, 4, 1, 9), (150, 130, 20), (9,), (128, 128, 128), (300, 5, 260)]
 
@@ -128,6 +127,71 @@ def stand_in_flash_backward(
     return segments.backward(grad_out, query, key, value, out, logsumexp.t(), torch.ones_like(logsumexp.t()))
 
 
+LSE_STEP = 32
+
+
+def stand_in_efficient_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    custom_mask_type: int,
+    compute_log_sumexp: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+    """aten::_efficient_attention_forward on [1, tokens, heads, D] with offsets: the LSE is float32 [segments, heads, queries]."""
+    assert bias is None and dropout_p == 0.0 and compute_log_sumexp and custom_mask_type in (0, 1)
+    for x, offsets, longest in ((query, cu_seqlens_q, max_seqlen_q), (key, cu_seqlens_k, max_seqlen_k)):
+        assert x.shape[0] == 1 and x.shape[2] == query.shape[2], "each query head has keys of its own"
+        check_offsets(x[0], offsets, longest)
+    segments = Segments(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), custom_mask_type == 1, scale)
+    out, maxima, sums = segments.forward(query[0], key[0], value[0])
+    lse = torch.full((len(segments.pairs), query.shape[2], -(-max_seqlen_q // LSE_STEP) * LSE_STEP), torch.inf)
+    for number, (queries, _) in enumerate(segments.pairs):
+        lse[number, :, : queries.stop - queries.start] = (maxima + sums.log())[queries].t()
+    return out[None], lse, torch.empty(0), torch.empty(0), max_seqlen_q, max_seqlen_k
+
+
+def stand_in_efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: None,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    logsumexp: Tensor,
+    dropout_p: float,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    custom_mask_type: int,
+    bias_requires_grad: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert bias is None and not bias_requires_grad and dropout_p == 0.0
+    for x, offsets, longest in ((query, cu_seqlens_q, max_seqlen_q), (key, cu_seqlens_k, max_seqlen_k)):
+        check_offsets(x[0], offsets, longest)
+    segments = Segments(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), custom_mask_type == 1, scale)
+    assert logsumexp.shape == (len(segments.pairs), query.shape[2], -(-max_seqlen_q // LSE_STEP) * LSE_STEP)
+    assert logsumexp.dtype == torch.float32 and logsumexp.is_contiguous()
+    lse = query.new_full(query.shape[1:3], torch.nan)
+    for number, (queries, _) in enumerate(segments.pairs):
+        lse[queries] = logsumexp[number, :, : queries.stop - queries.start].t()
+        assert logsumexp[number, :, queries.stop - queries.start :].isinf().all(), "padding has no weight"
+    grads = segments.backward(grad_out[0], query[0], key[0], value[0], out[0], lse, torch.ones_like(lse))
+    return *(grad[None] for grad in grads), torch.empty(0)
+
+
 def check_offsets(x: Tensor, offsets: Tensor, longest: int) -> None:
     assert offsets.dtype == torch.int32 and offsets[0] == 0 and offsets[-1] == len(x)
     assert longest == offsets.diff().max()
@@ -179,18 +243,28 @@ def stand_in_npu_grad(
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", stand_in_flash_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", stand_in_flash_backward)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", stand_in_efficient_forward)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", stand_in_efficient_backward)
     fake = SimpleNamespace(npu_fusion_attention=stand_in_npu, npu_fusion_attention_grad=stand_in_npu_grad)
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
 
 
-def run(kernel: Kernel, layout: AttentionLayout, heads: tuple[int, int]) -> list[Tensor]:
+def run(
+    kernel: Kernel,
+    layout: AttentionLayout,
+    heads: tuple[int, int],
+    *,
+    size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> list[Tensor]:
     """Output and the gradients of queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
-    num_tokens = len(layout.positions_P)
-    qkv = [torch.randn(num_tokens, n, 8, generator=generator, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
+    shapes = [(len(layout.positions_P), n, size) for n in (heads[0], heads[1], heads[1], heads[0])]
+    *qkv, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     apply: Any = _PackedAttention.apply
-    out = apply(*qkv, layout, 0.6, kernel)
-    return [out, *torch.autograd.grad(out, qkv, torch.randn(out.shape, generator=generator))]
+    out = apply(*(x.requires_grad_() for x in qkv), layout, 4.8 / size, kernel)
+    return [out, *torch.autograd.grad(out, qkv, grad)]
 
 
 SEVERAL = AttentionLayout(
@@ -200,14 +274,14 @@ SEVERAL = AttentionLayout(
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("kernel", [CudaFlash(), NpuFusion()], ids=["cuda", "npu"])
+@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient(), NpuFusion()], ids=["cuda", "cuda-efficient", "npu"])
 def test_each_device_computes_a_pass_of_several_micro_batches(kernel: Kernel) -> None:
     for ours, expected in zip(run(kernel, SEVERAL, (4, 2)), run(CpuFlash(), SEVERAL, (4, 2)), strict=True):
         assert (ours - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("kernel", [CudaFlash(), NpuFusion()], ids=["cuda", "npu"])
+@pytest.mark.parametrize("kernel", [CudaFlash(), CudaEfficient(), NpuFusion()], ids=["cuda", "cuda-efficient", "npu"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("has_prompt", [True, False])
@@ -219,52 +293,19 @@ def test_each_device_is_called_as_documented_and_computes_what_the_cpu_does(
         assert (ours - expected).norm() < 1e-5 * expected.norm()
 
 
-def plain_mask(layout: AttentionLayout) -> Tensor:
-    """bool [P, P]: True where a query (row) sees a key (column)."""
-    lengths = layout.segment_lengths
-    mask = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
-    for each in layout.shared():
-        mask[each.responses, each.prompt] = True
-    return mask
-
-
-@pytest.mark.parametrize("lengths", [*LENGTHS, (1, *[40] * 20), (127, 1, 1, 127)])
-@pytest.mark.parametrize("has_prompt", [True, False])
-def test_the_block_mask_holds_the_blocks_that_are_needed_and_no_others(has_prompt: bool, lengths: tuple[int, ...]) -> None:
-    check_block_mask(make_layout(lengths, has_prompt))
-
-
-def test_the_block_mask_of_a_pass_of_several_micro_batches() -> None:
-    check_block_mask(SEVERAL)
-
-
-def check_block_mask(layout: AttentionLayout) -> None:
-    expected = plain_mask(layout)
-    num_tokens = len(expected)
-    mask = flex.block_mask(layout.segment_lengths, layout.prompts, torch.device("cpu"))
-    tokens = torch.arange(num_tokens)
-    assert mask.mask_mod(torch.tensor(0), torch.tensor(0), tokens[:, None], tokens[None]).equal(expected)
-    num_blocks = -(-num_tokens // 128)
-    padded = torch.zeros(num_blocks * 128, num_blocks * 128, dtype=torch.bool)
-    padded[:num_tokens, :num_tokens] = expected
-    is_needed = padded.view(num_blocks, 128, num_blocks, 128).any(3).any(1)
-    assert mask.to_dense()[0, 0].bool().equal(is_needed)
-    assert mask.seq_lengths == (num_tokens, num_tokens)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("lengths", [(150, 130, 20), (7, 3, 3, 3)])
-@pytest.mark.parametrize("has_prompt", [True, False])
-def test_flex_attention_computes_what_the_cpu_kernel_does(
-    has_prompt: bool, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_device_itself_computes_what_the_cpu_does(
+    device: str, heads: tuple[int, int], size: int, dtype: torch.dtype, error: float
 ) -> None:
-    # Uncompiled, which computes the same from the scores of all pairs; there is no backward of it on the CPU.
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
-    layout = make_layout(lengths, has_prompt)
-    query, key, value = (torch.randn(sum(lengths), n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
-    out = flex.flex_attend(query, key, value, layout, 0.6)
-    apply: Any = _PackedAttention.apply
-    torch.testing.assert_close(out, apply(query, key, value, layout, 0.6, CpuFlash()), rtol=0, atol=1e-5)
+    needed_devices(device)
+    for layout in (SEVERAL, *(make_layout(lengths, has_prompt=True) for lengths in LENGTHS)):
+        expected = run(CpuFlash(), layout, heads, size=size, dtype=torch.float64)
+        ours = run(kernel_for(torch.device(device), dtype), layout, heads, size=size, dtype=dtype, device=device)
+        for mine, plain in zip(ours, expected, strict=True):
+            assert (mine.double().cpu() - plain).norm() < error * plain.norm()
 
 
 @pytest.mark.parametrize(
@@ -274,8 +315,8 @@ def test_flex_attention_computes_what_the_cpu_kernel_does(
         ("cpu", torch.bfloat16, None, CpuFlash),
         ("cuda", torch.bfloat16, (9, 0), CudaFlash),
         ("cuda", torch.float16, (8, 0), CudaFlash),
-        ("cuda", torch.float32, (9, 0), type(None)),
-        ("cuda", torch.float16, (7, 5), type(None)),
+        ("cuda", torch.float32, (9, 0), CudaEfficient),
+        ("cuda", torch.float16, (7, 5), CudaEfficient),
         ("npu", torch.bfloat16, None, NpuFusion),
     ],
 )
