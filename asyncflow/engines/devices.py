@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
 
 from asyncflow.devices import CPU, CUDA, KINDS, NPU, ONE_OF_KINDS, kind_of
 from asyncflow.types import UserError
+
+RECORDINGS: Final[Mapping[str, str]] = {CUDA: "CUDAGraph", NPU: "NPUGraph"}
+"""The class of a recording, by kind of device."""
 
 
 def check_device(device: str, key: str) -> None:
@@ -68,6 +74,24 @@ def has_flash_attention(gpu: torch.device) -> bool:
     """Whether PyTorch's flash attention was built in and runs on this GPU; it needs compute capability 8.0."""
     backend, driver = getattr(torch.backends, gpu.type), torch.get_device_module(gpu.type)
     return bool(backend.is_flash_attention_available() and driver.get_device_capability(gpu) >= (8, 0))
+
+
+def step_recorder(device: torch.device) -> Callable[[], tuple[Any, AbstractContextManager[Any]]] | None:
+    """What records launches on this device, to replay them together; None: it cannot.
+
+    Each call gives a recording, which has `replay`, and the block that is recorded. What other threads launch is not.
+    """
+    driver = torch.get_device_module(device)
+    kind = getattr(driver, RECORDINGS.get(device.type, ""), None)
+    if kind is None:
+        return None
+    pool = driver.graph_pool_handle()
+
+    def record() -> tuple[Any, AbstractContextManager[Any]]:
+        recording = kind()
+        return recording, driver.graph(recording, pool=pool, capture_error_mode="thread_local")
+
+    return record
 
 
 def main() -> None:

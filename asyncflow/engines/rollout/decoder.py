@@ -32,11 +32,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asyncflow.bit_sums import sum_of_bits
+from asyncflow.devices import CPU
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.adapter_bank import INSTALLED, AdaptableLayer, AdapterBank
 from asyncflow.engines.rollout.checks import check_tensors
+from asyncflow.engines.rollout.device_cache import DeviceSlotCache
 from asyncflow.engines.rollout.linears import AnyLinear, Linear, PackedLinear, can_pack, padded
+from asyncflow.engines.rollout.low_rank import AdapterRows
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache, capped
+from asyncflow.engines.rollout.step_graphs import StepGraphs
 from asyncflow.model_folder import weight_files
 from asyncflow.types import Array, LoraSpec
 
@@ -138,7 +142,9 @@ class Decoder:
         self._rotation = self._rotation_by(config.rope, max_context)
         self._local_rotation = self._rotation_by(config.local_rope, max_context) if any(config.is_local) else self._rotation
         self._inert_slot = num_slots
-        self.cache = SlotCache(config, num_slots=num_slots + 1, max_context=max_context, like=self.norm)
+        cache = SlotCache if device.type == CPU else DeviceSlotCache
+        self.cache = cache(config, num_slots=num_slots + 1, max_context=max_context, like=self.norm)
+        self._graphs = StepGraphs(self._decoded, device)
 
     def _rotation_by(self, rope: Mapping[str, Any], max_context: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max_context, rotary_dim] by position."""
@@ -296,6 +302,9 @@ class Decoder:
         slots = np.append(slots, inert + self._inert_slot)
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         adapters = self._adapters_of(slots)
+        if isinstance(self.cache, DeviceSlotCache):
+            h_NE = self._graphs(self.cache.inputs(tokens, slots, positions), self.lora.rows_of(adapters))
+            return self._logits(h_NE[:num_rows] if wanted is None else h_NE[self._on_device(wanted)])
         step = self.cache.step(slots, positions)
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
@@ -306,6 +315,17 @@ class Decoder:
             return self._forward(tokens, positions, adapters, attend)[:num_rows]
         last = np.append(wanted, np.full(padded(len(wanted)) - len(wanted), wanted[-1]))
         return self._forward(tokens, positions, adapters, attend, last)[: len(wanted)]
+
+    def _decoded(self, inputs_NX: Tensor, adapted: tuple[AdapterRows, ...]) -> Tensor:
+        """Inputs of the output layer ([N, E]) in the decode step of these inputs (`DeviceSlotCache.inputs`)."""
+        assert isinstance(self.cache, DeviceSlotCache)
+        step = self.cache.step_of(inputs_NX)
+
+        def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+            self.cache.store(layer, step.new, k_NKD, v_NKD)
+            return self.cache.attend(layer, step, q_NHD)
+
+        return self._computed(inputs_NX[:, 0], inputs_NX[:, 1], adapted, attend)
 
     def fill(self, tokens: Array, positions: Array, slots: Array, wanted: Array, pieces: Sequence[PromptPiece]) -> Tensor:
         """`decode`, if there are any rows, with pieces of prompts beside them in the pass: the logits of the rows that are wanted,
@@ -416,13 +436,24 @@ class Decoder:
 
     def _hidden(self, tokens: Array, positions: Array, adapters: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Inputs of the output layer ([T, E]), as in `_forward`."""
-        c, adapted = self.config, self.lora.rows_of(adapters)
+        last = None if wanted_P is None else (self._on_device(wanted_P), self.lora.rows_of(adapters[wanted_P]))
+        return self._computed(self._on_device(tokens), self._on_device(positions), self.lora.rows_of(adapters), attend, last)
+
+    def _computed(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        adapted: tuple[AdapterRows, ...],
+        attend: Attend,
+        last: tuple[Tensor, tuple[AdapterRows, ...]] | None = None,
+    ) -> Tensor:
+        """Inputs of the output layer, on the device alone; `last`: the rows that are wanted (int64 [P]), and their adapters."""
+        c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
-        positions_T = self._on_device(positions)
         rotation, local_rotation = (
             tuple(table_LD[positions_T].unsqueeze(1) for table_LD in tables) for tables in (self._rotation, self._local_rotation)
         )
-        x_TE = self.embedding[self._on_device(tokens)]
+        x_TE = self.embedding[tokens_T]
         if self._multiplier != 1.0:
             x_TE = x_TE.mul_(self._multiplier)
         for index, layer in enumerate(self.layers):
@@ -438,9 +469,9 @@ class Decoder:
             if c.rotates[index]:
                 qk = rotated(qk, *(local_rotation if c.is_local[index] else rotation))
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
-            if wanted_P is not None and layer is self.layers[-1]:
-                x_TE, attended = (x[self._on_device(wanted_P)] for x in (x_TE, attended))
-                adapted = self.lora.rows_of(adapters[wanted_P])
+            if last is not None and layer is self.layers[-1]:
+                x_TE, attended = (x[last[0]] for x in (x_TE, attended))
+                adapted = last[1]
             x_TE = self._added(layer.output(attended, adapted), layer.norms_behind and layer.norms_behind[0], x_TE)
             h_TE = self._normed(x_TE, layer.norms_before[1]) if layer.norms_before else x_TE
             gate, up = layer.gate_up(h_TE, adapted).chunk(2, -1)

@@ -111,11 +111,15 @@ class SlotCache:
         for slot in range(len(self._table)):
             self.release(slot)
 
-    def places(self, slots: Array, positions: Array) -> KeyPlaces:
-        """Places of the tokens at `positions` (int64 [T]) of `slots` (int64 [T]), for which there are blocks then."""
+    def make_room(self, slots: Array, positions: Array) -> None:
+        """Let `slots` (int64 [T]) have the blocks of tokens at `positions` (int64 [T])."""
         wanted = positions // BLOCK + 1
         for token in np.flatnonzero(wanted > self._counts[slots]).tolist():
             self._extend(int(slots[token]), int(wanted[token]))
+
+    def places(self, slots: Array, positions: Array) -> KeyPlaces:
+        """Places of the tokens at `positions` (int64 [T]) of `slots` (int64 [T]), for which there are blocks then."""
+        self.make_room(slots, positions)
         heads, dims = np.arange(self._kv_heads), np.arange(self._head_dim)
         blocks_TK = self._table[slots, positions // BLOCK][:, None] * self._kv_heads + heads
         lanes_T1 = (positions % BLOCK)[:, None]
