@@ -36,10 +36,11 @@ from asyncflow.devices import CPU
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.adapter_bank import INSTALLED, AdaptableLayer, AdapterBank
 from asyncflow.engines.rollout.checks import check_tensors
-from asyncflow.engines.rollout.device_cache import DeviceSlotCache
+from asyncflow.engines.rollout.device_cache import DeviceCache
+from asyncflow.engines.rollout.key_cache import BLOCK, KeyCache
 from asyncflow.engines.rollout.linears import AnyLinear, Linear, PackedLinear, can_pack, padded
 from asyncflow.engines.rollout.low_rank import AdapterRows
-from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache, capped
+from asyncflow.engines.rollout.slot_cache import SlotCache, capped
 from asyncflow.engines.rollout.step_graphs import StepGraphs
 from asyncflow.model_folder import weight_files
 from asyncflow.types import Array, LoraSpec
@@ -142,8 +143,8 @@ class Decoder:
         self._rotation = self._rotation_by(config.rope, max_context)
         self._local_rotation = self._rotation_by(config.local_rope, max_context) if any(config.is_local) else self._rotation
         self._inert_slot = num_slots
-        cache = SlotCache if device.type == CPU else DeviceSlotCache
-        self.cache = cache(config, num_slots=num_slots + 1, max_context=max_context, like=self.norm)
+        cache = SlotCache if device.type == CPU else DeviceCache
+        self.cache: KeyCache = cache(config, num_slots=num_slots + 1, max_context=max_context, like=self.norm)
         self._graphs = StepGraphs(self._decoded, device)
 
     def _rotation_by(self, rope: Mapping[str, Any], max_context: int) -> tuple[Tensor, Tensor]:
@@ -302,14 +303,14 @@ class Decoder:
         slots = np.append(slots, inert + self._inert_slot)
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         adapters = self._adapters_of(slots)
-        if isinstance(self.cache, DeviceSlotCache):
+        if isinstance(self.cache, DeviceCache):
             h_NE = self._graphs(self.cache.inputs(tokens, slots, positions), self.lora.rows_of(adapters))
             return self._logits(h_NE[:num_rows] if wanted is None else h_NE[self._on_device(wanted)])
-        step = self.cache.step(slots, positions)
+        store, attend_rows = self.cache.storing(slots, positions), self.cache.attending(slots, positions)
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            self.cache.store(layer, step.new, k_NKD, v_NKD)
-            return self.cache.attend(layer, step, q_NHD)
+            store(layer, k_NKD, v_NKD)
+            return attend_rows(layer, q_NHD)
 
         if wanted is None:
             return self._forward(tokens, positions, adapters, attend)[:num_rows]
@@ -317,13 +318,14 @@ class Decoder:
         return self._forward(tokens, positions, adapters, attend, last)[: len(wanted)]
 
     def _decoded(self, inputs_NX: Tensor, adapted: tuple[AdapterRows, ...]) -> Tensor:
-        """Inputs of the output layer ([N, E]) in the decode step of these inputs (`DeviceSlotCache.inputs`)."""
-        assert isinstance(self.cache, DeviceSlotCache)
-        step = self.cache.step_of(inputs_NX)
+        """Inputs of the output layer ([N, E]) in the decode step of these inputs (`DeviceCache.inputs`)."""
+        cache = self.cache
+        assert isinstance(cache, DeviceCache)
+        step = cache.step(inputs_NX)
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            self.cache.store(layer, step.new, k_NKD, v_NKD)
-            return self.cache.attend(layer, step, q_NHD)
+            cache.store(layer, step.rows_N, k_NKD, v_NKD)
+            return cache.attend(layer, step, q_NHD)
 
         return self._computed(inputs_NX[:, 0], inputs_NX[:, 1], adapted, attend)
 
@@ -339,16 +341,16 @@ class Decoder:
         for piece in pieces:
             if not piece.first:
                 self.cache.release(piece.slot)
-        step = self.cache.step(slots, positions) if num_rows else None
+        attend_rows = self.cache.attending(slots, positions) if num_rows else None
         tokens = np.concatenate([tokens, *(piece.tokens for piece in pieces)])
         positions = np.concatenate([positions, *(piece.first + np.arange(len(piece.tokens)) for piece in pieces)])
         slots = np.append(slots, np.repeat([piece.slot for piece in pieces], lengths))
-        places = self.cache.places(slots, positions)
+        store = self.cache.storing(slots, positions)
         tiles, rows_T = self._tiles(pieces, num_rows, len(inert))
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            self.cache.store(layer, places, k_TKD[:num_tokens], v_TKD[:num_tokens])
-            attended = [] if step is None else [self.cache.attend(layer, step, q_THD[:num_rows])]
+            store(layer, k_TKD[:num_tokens], v_TKD[:num_tokens])
+            attended = [] if attend_rows is None else [attend_rows(layer, q_THD[:num_rows])]
             attended += [self._attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]
             return torch.cat(attended).index_select(0, rows_T)
 

@@ -1,9 +1,10 @@
-"""Keys and values on an accelerator: attention of a decode step as batched products over all blocks of its slots.
+"""Keys and values on an accelerator: a decode step attends by PyTorch's own kernel, to copies of its slots' blocks.
 
-The host hands over little for a step: one row of integers for each token, `[token, position, blocks of its slot ...]`. Everything
-else is computed from it on the device, so that a step that was recorded once (step_graphs.py) can be replayed for others.
+A block's keys and values lie token by token. The query heads that share a key head are so many queries of that head: nothing is
+repeated. The host hands over little for a step: of each row `[token, position, blocks of its slot ...]`. Everything else is
+computed from it on the device, so that a step that was recorded once (step_graphs.py) can be replayed for others.
 
-N = rows of a step, B = blocks of a row, K = key/value heads, G = query heads of one of them, D = head size, L = keys of all blocks.
+N = rows of a step, B = blocks of a row, E = keys of these, K = key/value heads, G = query heads of one of them, D = head size.
 """
 
 from __future__ import annotations
@@ -13,25 +14,41 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from asyncflow.engines.rollout.slot_cache import BLOCK, KeyPlaces, SlotCache, capped
+from asyncflow.engines.decoder_config import DecoderConfig
+from asyncflow.engines.rollout.key_cache import BLOCK, AttendRows, KeyCache, Store
+from asyncflow.engines.rollout.slot_cache import capped
 from asyncflow.types import Array
 
 
 @dataclass(frozen=True, slots=True)
-class BatchedPlaces:
+class DeviceStep:
     """Places that one decode step writes and reads, the same for every layer."""
 
-    new: KeyPlaces
-    blocks_X: Tensor  # int64 [N * B]: blocks of the cache; where a slot has fewer than B, any
-    mask_N11L: Tensor  # 0, or -inf beyond a row's own key
+    rows_N: Tensor  # int64: rows of the cache that the new tokens' keys and values are
+    blocks_X: Tensor  # int64 [N * B]: blocks of the slots; where one has fewer than B, any
+    mask_N11E: Tensor  # 0, or -inf behind a row's own key
 
 
-class DeviceSlotCache(SlotCache):
-    """The cache of an accelerator, whose products of many small matrices are faster than sums of ragged rows."""
+class DeviceCache(KeyCache):
+    """`KeyCache` for steps without a host."""
+
+    def __init__(self, config: DecoderConfig, *, num_slots: int, max_context: int, like: Tensor) -> None:
+        super().__init__(config, num_slots=num_slots, max_context=max_context, like=like)
+        self._rows = [layer.view(2, -1, self._kv_heads, self._head_dim) for layer in self.tensor]
+
+    def storing(self, slots: Array, positions: Array) -> Store:
+        self.make_room(slots, positions)
+        rows_T = torch.from_numpy(self._table[slots, positions // BLOCK] * BLOCK + positions % BLOCK).to(self.tensor.device)
+        return lambda layer, k_TKD, v_TKD: self.store(layer, rows_T, k_TKD, v_TKD)
+
+    def attending(self, slots: Array, positions: Array) -> AttendRows:
+        step = self.step(torch.from_numpy(self.inputs(positions, slots, positions)).to(self.tensor.device))
+        return lambda layer, q_NHD: self.attend(layer, step, q_NHD)
 
     def inputs(self, tokens: Array, slots: Array, positions: Array) -> Array:
-        """The step of `step` as one array (int64 [N, 2 + B]): tokens, positions, and blocks of the slots.
+        """A decode step as one array (int64 [N, 2 + B]): tokens, positions, and blocks of the slots, which have them then.
 
         B is a power of two, so that there are few shapes.
         """
@@ -41,36 +58,31 @@ class DeviceSlotCache(SlotCache):
         columns: Array = np.column_stack([tokens, positions, self._table[slots, :num_blocks]])
         return columns
 
-    def step(self, slots: Array, positions: Array) -> BatchedPlaces:
-        """See `SlotCache.step`."""
-        return self.step_of(torch.from_numpy(self.inputs(positions, slots, positions)).to(self.tensor.device))
-
-    def step_of(self, inputs_NX: Tensor) -> BatchedPlaces:
-        """The step of these inputs (int64 [N, 2 + B]), on the device alone."""
+    def step(self, inputs_NX: Tensor) -> DeviceStep:
+        """The step of these `inputs`, on the device alone."""
         positions_N1, blocks_NB = inputs_NX[:, 1:2], inputs_NX[:, 2:]
-        device = inputs_NX.device
-        heads_K, dims_D = torch.arange(self._kv_heads, device=device), torch.arange(self._head_dim, device=device)
-        rows_NK = blocks_NB.gather(1, positions_N1 // BLOCK) * self._kv_heads + heads_K
-        lanes_N1 = positions_N1 % BLOCK
-        keys_NKD = (rows_NK[:, :, None] * self._head_dim + dims_D) * BLOCK + lanes_N1[:, :, None]
-        is_later_NL = torch.arange(blocks_NB.shape[1] * BLOCK, device=device) > positions_N1
-        mask_NL = torch.zeros(is_later_NL.shape, dtype=torch.float32, device=device).masked_fill_(is_later_NL, -torch.inf)
-        new = KeyPlaces(keys_NKD.flatten(), (rows_NK * BLOCK + lanes_N1).flatten())
-        return BatchedPlaces(new, blocks_NB.flatten(), mask_NL[:, None, None])
+        rows_N1 = blocks_NB.gather(1, positions_N1 // BLOCK) * BLOCK + positions_N1 % BLOCK
+        is_later_NE = torch.arange(blocks_NB.shape[1] * BLOCK, device=inputs_NX.device) > positions_N1
+        mask_NE = self.tensor.new_zeros(is_later_NE.shape).masked_fill_(is_later_NE, -torch.inf)
+        return DeviceStep(rows_N1.flatten(), blocks_NB.flatten(), mask_NE[:, None, None])
 
-    def attend(self, layer: int, step: BatchedPlaces, q_NHD: Tensor) -> Tensor:  # type: ignore[override]
+    def store(self, layer: int, rows_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write the keys and values of one layer to rows of the cache (int64 [T])."""
+        for half, x_TKD in enumerate((k_TKD, v_TKD)):
+            self._rows[layer][half].index_copy_(0, rows_T, x_TKD)
+
+    def read(self, layer: int, blocks_PB: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (len(blocks_PB), -1, self._kv_heads, self._head_dim)
+        k_PKED, v_PKED = (half.index_select(0, blocks_PB.flatten()).view(shape).transpose(1, 2) for half in self.tensor[layer])
+        return k_PKED, v_PKED
+
+    def attend(self, layer: int, step: DeviceStep, q_NHD: Tensor) -> Tensor:
         """Attention [N, H * D] of one query for each row to the keys of its slot."""
-        num_rows, kv_heads, head_dim = len(q_NHD), self._kv_heads, self._head_dim
-        keys, values = (half.index_select(0, step.blocks_X) for half in self.tensor[layer])
-        k_NBKDL = keys.view(num_rows, -1, kv_heads, head_dim, BLOCK)
-        v_NBKLD = values.view(num_rows, -1, kv_heads, BLOCK, head_dim)
-        q_N1KGD = q_NHD.view(num_rows, 1, kv_heads, -1, head_dim)
-        scores_NBKGL = q_N1KGD @ k_NBKDL
-        scores_NKGL = scores_NBKGL.permute(0, 2, 3, 1, 4).flatten(3).float()
+        k_NKED, v_NKED = self.read(layer, step.blocks_X.view(len(q_NHD), -1))
+        q_NKGD = q_NHD.reshape(len(q_NHD), self._kv_heads, -1, self._head_dim)
         if self._softcap is None:
-            scores_NKGL = scores_NKGL.mul_(self._scale)
-        else:
-            scores_NKGL = capped(scores_NKGL.mul_(self._scale), self._softcap)
-        weights_NKGL = scores_NKGL.add_(step.mask_N11L).softmax(-1).to(q_NHD.dtype)
-        weights_NBKGL = weights_NKGL.unflatten(3, (-1, BLOCK)).permute(0, 3, 1, 2, 4)
-        return (weights_NBKGL @ v_NBKLD).sum(1).view(num_rows, -1)
+            out_NKGD = F.scaled_dot_product_attention(q_NKGD, k_NKED, v_NKED, attn_mask=step.mask_N11E, scale=self._scale)
+        else:  # no kernel has it
+            scores_NKGE = capped((q_NKGD @ k_NKED.mT).float().mul_(self._scale), self._softcap).add_(step.mask_N11E)
+            out_NKGD = scores_NKGE.softmax(-1).to(q_NHD.dtype) @ v_NKED
+        return out_NKGD.reshape(len(q_NHD), -1)

@@ -21,7 +21,7 @@ import torch
 
 from asyncflow.engines.rollout.adapter_bank import INSTALLED
 from asyncflow.engines.rollout.decoder import CHUNK, Decoder, PromptPiece
-from asyncflow.engines.rollout.slot_cache import BLOCK
+from asyncflow.engines.rollout.key_cache import BLOCK
 from asyncflow.types import Array, LoraSpec
 
 LENGTHS = (1, 2, 3, BLOCK + 1)

@@ -57,7 +57,7 @@ class Slots:
         self._is_stop = np.zeros(decoder.config.vocab_size, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._waiting: deque[SlotRequest] = deque()
-        self._filling, self._prefill_chunk = MissingKeys(), options.prefill_chunk
+        self._filling, self._prefill_chunk = MissingKeys(), options.tokens_of_prompts
         self._free = list(range(decoder.num_slots - 1, -1, -1))  # slots of the cache
         self._parked: dict[np.uint64, ParkedSlot] = {}  # by noise key, the one that was parked first in front
         self._num_active = 0

@@ -250,7 +250,8 @@ def _softmax(logits_CV: Tensor, p_CV: Tensor, targets_C: Tensor, head: Head) -> 
     lse_C = logits_CV.logsumexp(1)
     torch.sub(logits_CV, lse_C[:, None], out=p_CV).exp_()
     # H = - sum p log p = lse - sum p logit
-    expected_C = torch.linalg.vecdot(p_CV, logits_CV)
+    # A product of vectors is one of matrices on an accelerator, whose kernels are slow for those of one row.
+    expected_C = torch.linalg.vecdot(p_CV, logits_CV) if p_CV.is_cpu else (p_CV * logits_CV).sum(1)
     if head.shard is None:
         return logits_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C, lse_C - expected_C, lse_C
     rows_C, is_here_C = head.shard.find(targets_C, len(head.weight_VH))

@@ -9,42 +9,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
+from asyncflow.engines.rollout.device_cache import DeviceCache
+from asyncflow.engines.rollout.key_cache import BLOCK, KeyCache
+from asyncflow.engines.rollout.slot_cache import SlotCache
 from tests.depth import few
 
 SLOTS, CONTEXT = 5, 4 * BLOCK
+KINDS = [SlotCache, DeviceCache]
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIG = DecoderConfig.from_fields({"model_type": "qwen2", **SIZES, "num_key_value_heads": 1})
 
 
-def new_cache() -> SlotCache:
-    return SlotCache(CONFIG, num_slots=SLOTS, max_context=CONTEXT, like=torch.zeros(1))
+def new_cache(kind: type[KeyCache]) -> KeyCache:
+    return kind(CONFIG, num_slots=SLOTS, max_context=CONTEXT, like=torch.zeros(1))
 
 
-def write(cache: SlotCache, slot: int, positions: np.ndarray, value: float) -> None:
-    places = cache.places(np.full(len(positions), slot), positions)
+def write(cache: KeyCache, slot: int, positions: np.ndarray, value: float) -> None:
+    store = cache.storing(np.full(len(positions), slot), positions)
     for layer in range(2):
         tokens = torch.full((len(positions), 1, 4), value) + torch.from_numpy(positions).float()[:, None, None]
-        cache.store(layer, places, tokens, -tokens)
+        store(layer, tokens, -tokens)
 
 
-def read(cache: SlotCache, slot: int, length: int) -> np.ndarray:
+def read(cache: KeyCache, slot: int, length: int) -> np.ndarray:
     """What stands at each position of a slot: its key in the first layer, checked against its value in the last."""
-    places = cache.places(np.full(length, slot), np.arange(length))
-    keys = cache._keys[0].view(-1)[places.keys].view(length, 4)
-    values = cache._values[1][places.values]
+    blocks = cache.blocks(np.array([slot]), -(-length // BLOCK))
+    keys, values = cache.read(0, blocks)[0][0, 0, :length], cache.read(1, blocks)[1][0, 0, :length]
     assert keys.equal(-values) and keys.eq(keys[:, :1]).all()
     found: np.ndarray = keys[:, 0].numpy()
     return found
 
 
-def used(cache: SlotCache) -> int:
+def used(cache: KeyCache) -> int:
     return int((cache._users > 0).sum())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "blocks"), [(BLOCK - 1, 4), (BLOCK, 1), (2 * BLOCK, 2), (2 * BLOCK + 5, 2 + 4)])
-def test_siblings_share_whole_blocks_and_each_fills_its_last_one(length: int, blocks: int) -> None:
-    cache = new_cache()
+def test_siblings_share_whole_blocks_and_each_fills_its_last_one(length: int, blocks: int, kind: type[KeyCache]) -> None:
+    cache = new_cache(kind)
     write(cache, 0, np.arange(length), 100.0)
     cache.share(0, [1, 2, 3], length)
     assert used(cache) == cache.most_blocks == blocks
@@ -72,11 +75,12 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=few(60, 2000), deadline=None)
-@given(OPERATIONS)
-def test_whatever_slots_do_each_reads_what_is_its_own(operations: list[tuple[str, int, object]]) -> None:
+@given(operations=OPERATIONS)
+def test_whatever_slots_do_each_reads_what_is_its_own(kind: type[KeyCache], operations: list[tuple[str, int, object]]) -> None:
     """Beside lists that share nothing. A prompt is written into a slot that was released; then more is added to it."""
-    cache, own = new_cache(), {slot: [] for slot in range(SLOTS)}  # type: dict[int, list[float]]
+    cache, own = new_cache(kind), {slot: [] for slot in range(SLOTS)}  # type: dict[int, list[float]]
     for number, (what, slot, extra) in enumerate(operations, 1):
         if what == "write":
             assert isinstance(extra, int)
@@ -106,10 +110,33 @@ def test_whatever_slots_do_each_reads_what_is_its_own(operations: list[tuple[str
         assert sorted([*cache._free, *np.flatnonzero(cache._users).tolist()]) == list(range(len(cache._users)))
 
 
-def test_what_is_cleared_is_all_free_and_finite() -> None:
-    cache = new_cache()
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_cleared_is_all_free_and_finite(kind: type[KeyCache]) -> None:
+    cache = new_cache(kind)
     write(cache, 0, np.arange(40), float("nan"))
     cache.share(0, [1], 40)
     cache.clear()
     assert used(cache) == 0 and cache.tensor.eq(0).all()
     assert cache.block_bytes * len(cache._users) == cache.tensor.nbytes
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_both_attend_to_the_same_keys(softcap: float | None) -> None:
+    """Slots of several lengths, which share a prompt, one of them with two rows: of two query heads of one key head."""
+    fields = {"model_type": "gemma2", "attn_logit_softcapping": softcap, "head_dim": 4, "sliding_window": 4096}
+    config = DecoderConfig.from_fields(
+        {**SIZES, **fields, "num_key_value_heads": 1} if softcap else {**SIZES, "model_type": "llama"}
+    )
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, CONTEXT, config.num_key_value_heads, config.head_dim, generator=random)
+    queries = torch.randn(4, config.num_attention_heads, config.head_dim, generator=random)
+    slots, positions = np.array([0, 1, 1, 2]), np.array([70, 50, 51, 3])
+    found = []
+    for kind in KINDS:
+        cache = kind(config, num_slots=SLOTS, max_context=CONTEXT, like=torch.zeros(1))
+        cache.storing(np.zeros(71, np.int64), np.arange(71))(1, *tokens[:, :71])
+        cache.share(0, [1, 2], 45)
+        cache.storing(np.ones(7, np.int64), np.arange(45, 52))(1, *tokens[:, 60:67])
+        found.append(cache.attending(slots, positions)(1, queries))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert found[0].abs().sum() > 1
