@@ -184,7 +184,8 @@ def training(path: Path, size: Size, device: str, repeats: int, *, has_profile: 
         for key in ("self_device_time_total", "self_cpu_time_total"):
             print(profile.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=80))
     print(
-        f"passes of up to {most} tokens; {num_tokens} packed tokens; products at {np.median(rates) / 1e12:.1f} T operations a second"
+        f"passes of up to {most} tokens; {num_tokens} packed tokens; "
+        f"products at {np.median(rates) / 1e12:.1f} T operations a second"
     )
     return [
         Figure("passes", num_tokens / float(np.median(took)), "packed tokens a second"),

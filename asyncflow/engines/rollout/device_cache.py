@@ -37,6 +37,7 @@ class DeviceCache(KeyCache):
     def __init__(self, config: DecoderConfig, *, num_slots: int, max_context: int, like: Tensor) -> None:
         super().__init__(config, num_slots=num_slots, max_context=max_context, like=like)
         self._rows = [layer.view(2, -1, self._kv_heads, self._head_dim) for layer in self.tensor]
+        self._positions = torch.arange(self._table.shape[1] * BLOCK).to(like.device)
 
     def storing(self, slots: Array, positions: Array) -> Store:
         self.make_room(slots, positions)
@@ -62,7 +63,7 @@ class DeviceCache(KeyCache):
         """The step of these `inputs`, on the device alone."""
         positions_N1, blocks_NB = inputs_NX[:, 1:2], inputs_NX[:, 2:]
         rows_N1 = blocks_NB.gather(1, positions_N1 // BLOCK) * BLOCK + positions_N1 % BLOCK
-        is_later_NE = torch.arange(blocks_NB.shape[1] * BLOCK, device=inputs_NX.device) > positions_N1
+        is_later_NE = self._positions[: blocks_NB.shape[1] * BLOCK] > positions_N1
         mask_NE = self.tensor.new_zeros(is_later_NE.shape).masked_fill_(is_later_NE, -torch.inf)
         return DeviceStep(rows_N1.flatten(), blocks_NB.flatten(), mask_NE[:, None, None])
 

@@ -42,7 +42,7 @@ class StepGraphs:
     """Recorded steps, by shape and adapters."""
 
     def __init__(self, compute: Compute, device: torch.device) -> None:
-        """`compute`: inputs (int64 [N, 2 + B], see `DeviceSlotCache.inputs`), adapters of the rows -> [N, E]."""
+        """`compute`: inputs (int64 [N, 2 + B], see `DeviceCache.inputs`), adapters of the rows -> [N, E]."""
         self._compute, self._device = compute, device
         self._recorder = step_recorder(device)
         self._seen: Counter[Shape] = Counter()
