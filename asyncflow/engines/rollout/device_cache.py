@@ -27,7 +27,7 @@ class DeviceStep:
     """Places that one decode step writes and reads, the same for every layer."""
 
     rows_N: Tensor  # int64: rows of the cache that the new tokens' keys and values are
-    blocks_X: Tensor  # int64 [N * B]: blocks of the slots; where one has fewer than B, any
+    blocks_X: Tensor  # int64 [N * B]: blocks of the slots; where one has fewer than B, its first again
     mask_N11E: Tensor  # 0, or -inf behind a row's own key
 
 
@@ -51,12 +51,14 @@ class DeviceCache(KeyCache):
     def inputs(self, tokens: Array, slots: Array, positions: Array) -> Array:
         """A decode step as one array (int64 [N, 2 + B]): tokens, positions, and blocks of the slots, which have them then.
 
-        B is a power of two, so that there are few shapes.
+        B is a power of two, so that there are few shapes. A slot with fewer blocks has its first one again: what lies in others'
+        may not be finite, and weights of 0 would not hide it.
         """
         self.make_room(slots, positions)
         most = int(positions.max()) // BLOCK + 1
         num_blocks = min(1 << (most - 1).bit_length(), self._table.shape[1])
-        columns: Array = np.column_stack([tokens, positions, self._table[slots, :num_blocks]])
+        held, has_NB = self._table[slots, :num_blocks], np.arange(num_blocks) < self._counts[slots, None]
+        columns: Array = np.column_stack([tokens, positions, np.where(has_NB, held, held[:, :1])])
         return columns
 
     def step(self, inputs_NX: Tensor) -> DeviceStep:

@@ -140,3 +140,13 @@ def test_both_attend_to_the_same_keys(softcap: float | None) -> None:
         found.append(cache.attending(slots, positions)(1, queries))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     assert found[0].abs().sum() > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_in_one_slot_reaches_no_other(kind: type[KeyCache]) -> None:
+    """An adapter that is broken, in the slot that has the first blocks; beside it one of another length."""
+    cache = new_cache(kind)
+    write(cache, 0, np.arange(3 * BLOCK), float("nan"))
+    write(cache, 1, np.arange(5), 1.0)
+    attended = cache.attending(np.array([0, 1]), np.array([3 * BLOCK - 1, 4]))(1, torch.ones(2, 2, 4))
+    assert attended[0].isnan().all() and attended[1].isfinite().all()
