@@ -68,7 +68,7 @@ from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.linears import padded
-from asyncflow.engines.rollout.slots import PREFILL_TOKENS
+from asyncflow.engines.rollout.slot_options import PREFILL_CHUNK
 from asyncflow.run.worker_start import generating
 
 ROOT = Path(__file__).parent.parent
@@ -147,7 +147,7 @@ def run_continuous(manager: Any, prompts: list[np.ndarray], lengths: list[int]) 
 def run_floor(decoder: Decoder, prompts: list[np.ndarray], lengths: list[int]) -> int:
     """The engine's products: all prompts in full passes, then each step with the rows that are still active."""
     prompt_tokens = sum(len(p) for p in prompts)
-    prefills = [PREFILL_TOKENS] * (prompt_tokens // PREFILL_TOKENS) + [prompt_tokens % PREFILL_TOKENS]
+    prefills = [PREFILL_CHUNK] * (prompt_tokens // PREFILL_CHUNK) + [prompt_tokens % PREFILL_CHUNK]
     decodes = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
     for rows in [*prefills, *decodes]:
         for layer in decoder.layers:
@@ -162,7 +162,7 @@ def run_floor(decoder: Decoder, prompts: list[np.ndarray], lengths: list[int]) -
 
 @cache
 def rows_of(width: int) -> torch.Tensor:
-    return torch.randn(PREFILL_TOKENS, width)
+    return torch.randn(PREFILL_CHUNK, width)
 
 
 def compare(engine: SlotEngine, model: Model, load: Load, repeats: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Final
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from asyncflow.devices import CPU, CUDA, KINDS, NPU, ONE_OF_KINDS, kind_of
 from asyncflow.types import UserError
-
-RECORDINGS: Final[Mapping[str, str]] = {CUDA: "CUDAGraph", NPU: "NPUGraph"}
-"""The class of a recording, by kind of device."""
 
 
 def check_device(device: str, key: str) -> None:
@@ -76,22 +74,38 @@ def has_flash_attention(gpu: torch.device) -> bool:
     return bool(backend.is_flash_attention_available() and driver.get_device_capability(gpu) >= (8, 0))
 
 
-def step_recorder(device: torch.device) -> Callable[[], tuple[Any, AbstractContextManager[Any]]] | None:
-    """What records launches on this device, to replay them together; None: it cannot.
+def use_device(device: torch.device) -> None:
+    """Make a device with a number the calling thread's own: streams, and what records launches, are of that one."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
-    Each call gives a recording, which has `replay`, and the block that is recorded. What other threads launch is not.
-    """
-    driver = torch.get_device_module(device)
-    kind = getattr(driver, RECORDINGS.get(device.type, ""), None)
-    if kind is None:
-        return None
-    pool = driver.graph_pool_handle()
 
-    def record() -> tuple[Any, AbstractContextManager[Any]]:
-        recording = kind()
-        return recording, driver.graph(recording, pool=pool, capture_error_mode="thread_local")
+_RECORDING = threading.Lock()  # of all threads one at a time can
 
-    return record
+
+class Recorder:
+    """Records what a thread launches on its own device, to be launched again at once. Recordings are replayed one at a time: they
+    share their memory, and what libraries keep for a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._driver = device, torch.get_device_module(device)
+        self._pool, self._stream = self._driver.graph_pool_handle(), self._driver.Stream(device)
+
+    @contextmanager
+    def recorded(self) -> Iterator[Any]:
+        """A recording, which has `replay`, of the block. Raises `RuntimeError` where something in it cannot be recorded."""
+        recording, before = self._driver.CUDAGraph(), torch.accelerator.current_stream(self._device)
+        how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with _RECORDING, self._driver.graph(recording, **how):
+                yield recording
+        finally:
+            torch.accelerator.set_stream(before)  # a recording that has failed leaves its own behind
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """Recorder for a device; None where nothing is recorded: on NPUs it was never tried."""
+    return Recorder(device) if device.type == CUDA else None
 
 
 def main() -> None:

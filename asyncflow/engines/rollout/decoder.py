@@ -304,7 +304,7 @@ class Decoder:
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         adapters = self._adapters_of(slots)
         if isinstance(self.cache, DeviceCache):
-            h_NE = self._graphs(self.cache.inputs(tokens, slots, positions), self.lora.rows_of(adapters))
+            h_NE = self._graphs(np.column_stack([tokens, self.cache.places(slots, positions)]), self.lora.rows_of(adapters))
             return self._logits(h_NE[:num_rows] if wanted is None else h_NE[self._on_device(wanted)])
         store, attend_rows = self.cache.storing(slots, positions), self.cache.attending(slots, positions)
 
@@ -318,10 +318,10 @@ class Decoder:
         return self._forward(tokens, positions, adapters, attend, last)[: len(wanted)]
 
     def _decoded(self, inputs_NX: Tensor, adapted: tuple[AdapterRows, ...]) -> Tensor:
-        """Inputs of the output layer ([N, E]) in the decode step of these inputs (`DeviceCache.inputs`)."""
+        """Inputs of the output layer ([N, E]) in the decode step of these tokens and places (`DeviceCache.places`)."""
         cache = self.cache
         assert isinstance(cache, DeviceCache)
-        step = cache.step(inputs_NX)
+        step = cache.step(inputs_NX[:, 1:])
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
             cache.store(layer, step.rows_N, k_NKD, v_NKD)

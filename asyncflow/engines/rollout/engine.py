@@ -32,7 +32,7 @@ from torch import Tensor
 from asyncflow.attestation import Attestation, sum_of_all
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.devices import check_device
+from asyncflow.engines.devices import check_device, use_device
 from asyncflow.engines.lora import read_lora
 from asyncflow.engines.rollout.adapter_bank import INSTALLED, Adapter
 from asyncflow.engines.rollout.checks import check_tokens
@@ -80,6 +80,7 @@ class SlotEngine(ThreadedEngine):
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(options.num_threads))
         self._start(slots, options.num_threads)
+        self._hand_in(partial(use_device, decoder.device)).result()
         self.why_not_deterministic = self._why_not_deterministic(options)
         self.is_deterministic = not self.why_not_deterministic
         self._base = None if lora is None else sum_of_all(dict(decoder.sums()).values())

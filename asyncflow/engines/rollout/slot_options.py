@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from asyncflow.devices import CPU
+from asyncflow.devices import CPU, kind_of
 from asyncflow.engines.base import RolloutEngineOptions
 from asyncflow.types import LoraSpec, UserError
 
@@ -46,7 +46,7 @@ class SlotOptions(RolloutEngineOptions):
     @property
     def tokens_of_prompts(self) -> int:
         """Tokens of prompts and observations that a step computes: `prefill_chunk`, or what the device is fast with."""
-        return self.prefill_chunk or (PREFILL_CHUNK if self.device == CPU else PREFILL_CHUNK_OF_DEVICES)
+        return self.prefill_chunk or (PREFILL_CHUNK if kind_of(self.device) == CPU else PREFILL_CHUNK_OF_DEVICES)
 
 
 def check(

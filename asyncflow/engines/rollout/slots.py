@@ -37,7 +37,6 @@ from asyncflow.engines.rollout.slot_options import SlotOptions
 from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
 
-PREFILL_TOKENS = 256  # of a pass that computes responses' keys again: enough for full speed, few enough to stay in the cache
 TIMED_TOGETHER = 8  # decode steps: they are short and many; a number, since those of a time would be few where they are slow
 MAX_TIMINGS = 10_000  # kept until they are taken
 
@@ -57,7 +56,7 @@ class Slots:
         self._is_stop = np.zeros(decoder.config.vocab_size, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._waiting: deque[SlotRequest] = deque()
-        self._filling, self._prefill_chunk = MissingKeys(), options.tokens_of_prompts
+        self._filling, self._tokens_of_prompts = MissingKeys(), options.tokens_of_prompts
         self._free = list(range(decoder.num_slots - 1, -1, -1))  # slots of the cache
         self._parked: dict[np.uint64, ParkedSlot] = {}  # by noise key, the one that was parked first in front
         self._num_active = 0
@@ -159,7 +158,7 @@ class Slots:
             self._compute_keys_again()
 
     def _compute_keys_again(self) -> None:
-        """Keys and values of every response under way, by the weights installed now, some `PREFILL_TOKENS` at a time. Those of
+        """Keys and values of every response under way, by the weights installed now, some `tokens_of_prompts` at a time. Those of
         parked slots are computed by their next turns."""
         for key in list(self._parked):
             self.forget(key)
@@ -167,7 +166,7 @@ class Slots:
         for row in range(self._num_active):
             pending.append(row)
             num_tokens = int((self._prompt_lengths[pending] + self._counts[pending]).sum())
-            if num_tokens >= PREFILL_TOKENS or row == self._num_active - 1:
+            if num_tokens >= self._tokens_of_prompts or row == self._num_active - 1:
                 # The last token's own are computed when it is decoded.
                 rows = [[*self._requests[r].prompt_ids, *self._tokens[r, : self._counts[r] - 1]] for r in pending]
                 self._decoder.prefill([np.array(row, np.int64) for row in rows], self._slots[pending, None].tolist())
@@ -177,7 +176,7 @@ class Slots:
     def step(self) -> None:
         """Give free rows to what waits; then a token for every active row, and some of the keys that others lack."""
         self._admit()
-        work, began = self._filling.next(self._prefill_chunk), time.monotonic()
+        work, began = self._filling.next(self._tokens_of_prompts), time.monotonic()
         if work.num_tokens:
             self.end_timing()
             num_active, num_claimed = self._num_active, self._num_claimed

@@ -6,6 +6,7 @@ its inputs to the output layer's; what is recorded reads weights and cache where
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,26 +15,30 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncflow.engines.devices import step_recorder
+from asyncflow.engines.devices import recorder_of
 from asyncflow.engines.rollout.adapter_bank import INSTALLED
 from asyncflow.engines.rollout.low_rank import AdapterRows
 from asyncflow.types import Array
 
 RECORDED_AFTER: Final = 3
 """Steps of one shape until it is recorded, which takes as long as some steps."""
+MOST_RECORDED: Final = 64
+"""Shapes that are recorded, at most: each keeps memory for a step's activations and for its launches."""
 
+Shape = tuple[tuple[int, ...], int]  # of the inputs; the number of adapters, 0 or 1
 INSTALLED_EVERYWHERE: Final = AdapterRows(INSTALLED)
 """What rows may have in a recorded step: others' adapters come and go."""
 
-Shape = tuple[tuple[int, ...], int]  # of the inputs; the number of adapters, 0 or 1
 Compute = Callable[[Tensor, tuple[AdapterRows, ...]], Tensor]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedStep:
     """A recorded step: writes `output` from `inputs` when it is replayed."""
 
-    graph: Any
+    recording: Any
     inputs_NX: Tensor
     output_NE: Tensor
 
@@ -42,30 +47,44 @@ class StepGraphs:
     """Recorded steps, by shape and adapters."""
 
     def __init__(self, compute: Compute, device: torch.device) -> None:
-        """`compute`: inputs (int64 [N, 2 + B], see `DeviceCache.inputs`), adapters of the rows -> [N, E]."""
+        """`compute`: inputs (int64 [N, X]: token, position and blocks of each row), adapters of the rows -> [N, E]."""
         self._compute, self._device = compute, device
-        self._recorder = step_recorder(device)
+        self._recorder = recorder_of(device)
         self._seen: Counter[Shape] = Counter()
-        self._recorded: dict[Shape, Recorded] = {}
+        self._recorded: dict[Shape, RecordedStep] = {}
 
     def __call__(self, inputs: Array, adapted: tuple[AdapterRows, ...]) -> Tensor:
         """What is computed from these inputs: [N, E], which lasts until the next call."""
-        can_be_recorded = self._recorder is not None and all(rows == INSTALLED_EVERYWHERE for rows in adapted)
-        key = inputs.shape, len(adapted)
-        recorded = self._recorded.get(key) if can_be_recorded else None
-        if recorded is None:
-            self._seen[key] += can_be_recorded
-            if self._seen[key] <= RECORDED_AFTER or not can_be_recorded:
-                return self._compute(torch.from_numpy(inputs).to(self._device), adapted)
-            recorded = self._recorded[key] = self._record(inputs, adapted)
-        recorded.inputs_NX.copy_(torch.from_numpy(inputs))
-        recorded.graph.replay()
-        return recorded.output_NE
+        if (step := self._step(inputs, adapted)) is None:
+            return self.compute(inputs, adapted)
+        step.inputs_NX.copy_(torch.from_numpy(inputs))
+        step.recording.replay()
+        return step.output_NE
 
-    def _record(self, inputs: Array, adapted: tuple[AdapterRows, ...]) -> Recorded:
+    def compute(self, inputs: Array, adapted: tuple[AdapterRows, ...]) -> Tensor:
+        """The same, launched operation by operation."""
+        return self._compute(torch.from_numpy(inputs).to(self._device), adapted)
+
+    def _step(self, inputs: Array, adapted: tuple[AdapterRows, ...]) -> RecordedStep | None:
+        """The recorded step of this shape; None: there is none, or not yet."""
+        if self._recorder is None or any(rows != INSTALLED_EVERYWHERE for rows in adapted):
+            return None
+        shape = inputs.shape, len(adapted)
+        if shape not in self._recorded and len(self._recorded) < MOST_RECORDED:
+            self._seen[shape] += 1
+            if self._seen[shape] > RECORDED_AFTER:
+                self._record(shape, inputs, adapted)
+        return self._recorded.get(shape)
+
+    def _record(self, shape: Shape, inputs: Array, adapted: tuple[AdapterRows, ...]) -> None:
         assert self._recorder is not None
         inputs_NX = torch.from_numpy(inputs).to(self._device)
-        graph, recording = self._recorder()
-        with recording:
-            output_NE = self._compute(inputs_NX, adapted)
-        return Recorded(graph, inputs_NX, output_NE)
+        try:
+            with self._recorder.recorded() as recording:
+                output_NE = self._compute(inputs_NX, adapted)
+        except RuntimeError as error:
+            log.warning("decode steps are launched one operation at a time from now on: they cannot be recorded (%s)", error)
+            self._recorder = None
+            self._recorded.clear()
+            return
+        self._recorded[shape] = RecordedStep(recording, inputs_NX, output_NE)

@@ -31,6 +31,7 @@ from asyncflow.engines.base import (
     TrainEngine,
     TrainEngineOptions,
 )
+from asyncflow.engines.devices import use_device
 from asyncflow.engines.train.parallel.calls import Call
 from asyncflow.engines.train.training import PolicyTraining, Training
 from asyncflow.threads import ComputeThread
@@ -115,8 +116,8 @@ class TrainingEngine(ModelTraining, Generic[T]):
 
     def _set_up(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        if self._ranks is not None and (index := self._ranks.device.index) is not None:
-            torch.accelerator.set_device_index(index)  # which is a thread's own, too
+        if self._ranks is not None:
+            use_device(self._ranks.device)
 
     def _leave(self) -> None:
         assert self._ranks is not None

@@ -70,7 +70,11 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
     Raises `UserError` if there is no attention for this device.
     """
     if device.type == CUDA:
-        return CudaFlash() if has_flash_attention(device) and dtype in (torch.float16, torch.bfloat16) else CudaEfficient()
+        if has_flash_attention(device) and dtype in (torch.float16, torch.bfloat16):
+            return CudaFlash()
+        if dtype == torch.bfloat16:
+            raise UserError("this GPU has no attention in bfloat16 (compute capability 8.0): set train.dtype to float32.")
+        return CudaEfficient()
     if device.type not in (CPU, NPU):
         raise UserError(f"The trainer has no attention for train.device {device.type!r}: set it to {ONE_OF_KINDS}.")
     return CpuFlash() if device.type == CPU else NpuFusion()
@@ -235,6 +239,7 @@ class CudaEfficient:
             query_QHD[None], *(x[None] for x in self._repeated(query_QHD, key_MKD, value_MKD)), None, *rest, scale=part.scale
         )
         places_Q = self._places(query_QHD, part)
+        assert lse_NHL[:, 0].numel() == _num_places(self._lengths(query_QHD, part)), "the LSE is padded as `LSE_STEP` says"
         return out_1QHD[0], lse_NHL.transpose(1, 2).flatten(0, 1).index_select(0, places_Q)
 
     def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,7 +269,8 @@ class CudaEfficient:
         return grads[0][0], grad_key_MKD, grad_value_MKD
 
     def _repeated(self, query_QHD: Tensor, *keys_or_values: Tensor) -> list[Tensor]:
-        return [x.repeat_interleave(query_QHD.shape[1] // x.shape[1], 1) for x in keys_or_values]
+        num_each = query_QHD.shape[1] // keys_or_values[0].shape[1]
+        return [x if num_each == 1 else x.repeat_interleave(num_each, 1) for x in keys_or_values]
 
     def _lengths(self, query_QHD: Tensor, part: AttentionPart) -> tuple[int, ...]:
         return part.lengths if part.is_causal else (len(query_QHD),)
@@ -273,8 +279,8 @@ class CudaEfficient:
         return _lse_places(self._lengths(query_QHD, part), query_QHD.device)
 
 
-LSE_STEP: Final = 32
-"""Queries to a multiple of which memory-efficient attention pads the LSE of each segment."""
+LSE_STEP: Final = 1 if torch.version.hip else 32
+"""Queries to a multiple of which memory-efficient attention pads the LSE of each segment; AMD's pads to the longest."""
 
 
 @lru_cache(maxsize=16)  # as of `_offsets`

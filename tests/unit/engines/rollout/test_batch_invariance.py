@@ -94,7 +94,7 @@ async def test_bits_do_not_depend_on_the_company(model_path: Path, dtype: Litera
     singles = [(prompt, (sample,)) for prompt in range(len(PROMPTS)) for sample in SAMPLES]
     shuffled = random.Random(0).sample(singles, len(singles))
     assert_equal_bits(await generate_all(engine, groups), alone)
-    engine._slots._prefill_chunk = 40  # other prompts in a pass
+    engine._slots._tokens_of_prompts = 40  # other prompts in a pass
     assert_equal_bits(await generate_all(engine, groups[::-1]), alone)
     interruption = asyncio.create_task(interrupt(engine))
     assert_equal_bits(await generate_all(engine, shuffled), alone)

@@ -121,7 +121,8 @@ def test_what_is_cleared_is_all_free_and_finite(kind: type[KeyCache]) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_both_attend_to_the_same_keys(softcap: float | None) -> None:
+@pytest.mark.parametrize("copied_bytes", [2**30, 1])
+def test_both_attend_to_the_same_keys(softcap: float | None, copied_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of several lengths, which share a prompt, one of them with two rows: of two query heads of one key head."""
     fields = {"model_type": "gemma2", "attn_logit_softcapping": softcap, "head_dim": 4, "sliding_window": 4096}
     config = DecoderConfig.from_fields(
