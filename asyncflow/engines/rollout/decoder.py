@@ -1,6 +1,6 @@
 """One decoder for Qwen2, Qwen3, Llama and families near to them, made for generation: no autograd, no modules, no transformers.
 
-    DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
+    DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py, device_cache.py), prefill, decode
 
 A decode step has a row for each new token, with its slot of the cache. A slot may have several rows, which come one after another
 (an observation; drafts; a response whose keys were dropped): each has the bits that it has in a step of its own. A pass may have
@@ -11,8 +11,8 @@ On one CPU thread the bits of a row do not depend on its neighbours: buffers are
 they are in, and slot_cache.py sums each slot by itself. Nor do they depend on the adapters that other rows have (low_rank.py).
 
 In bfloat16 each operation rounds where transformers' modules round, so the logits of a prompt of `CHUNK` tokens at most are theirs
-to the bit. Decode steps are not: slot_cache.py rounds scores and weights of
-the keys to bfloat16, where the attention kernel of a whole row keeps float32.
+to the bit. Decode steps are not: slot_cache.py rounds scores and weights of the keys to bfloat16, where the attention kernel of a
+whole row keeps float32. On an accelerator no bits are promised, and decode steps are recorded and replayed (step_graphs.py).
 
 T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
 L = keys, E = hidden size, F = feed-forward size, V = vocabulary.

@@ -9,7 +9,7 @@ not. At start-up probe.py looks whether this machine keeps the promise that a re
 
 Between the turns of an episode its slot is parked (slots.py), and others generate.
 
-The slots of a group have their prompt's keys in common (slot_cache.py). Few slots have draft tokens verified together (drafts.py).
+The slots of a group have their prompt's keys in common (key_cache.py). Few slots have draft tokens verified together (drafts.py).
 
 Requests may name low-rank adapters that were loaded beside what is installed (loaded_adapters.py): one step has rows of several of
 them, and of none (low_rank.py). Loading and unloading stops nobody.
