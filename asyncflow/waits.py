@@ -299,7 +299,8 @@ CAPTURED: Final = _wait(
 COMPUTATION: Final = _wait(
     "computation",
     "the computation of the thread that owns the model",
-    "threads.py:ComputeThread.run engines/rollout/threaded.py:ThreadedEngine._generate engines/train/model/causal_model.py:-",
+    "threads.py:ComputeThread.run engines/rollout/threaded.py:ThreadedEngine._generate engines/train/model/causal_model.py:-"
+    " engines/devices.py:-",
 )
 SERVER: Final = _wait(
     "vLLM",

@@ -83,7 +83,7 @@ def use_device(device: torch.device) -> None:
 _RECORDING = threading.Lock()  # of all threads one at a time can
 
 
-class Recorder:
+class LaunchRecorder:
     """Records what a thread launches on its own device, to be launched again at once. Recordings are replayed one at a time: they
     share their memory, and what libraries keep for a stream."""
 
@@ -103,9 +103,9 @@ class Recorder:
             torch.accelerator.set_stream(before)  # a recording that has failed leaves its own behind
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
+def recorder_of(device: torch.device) -> LaunchRecorder | None:
     """Recorder for a device; None where nothing is recorded: on NPUs it was never tried."""
-    return Recorder(device) if device.type == CUDA else None
+    return LaunchRecorder(device) if device.type == CUDA else None
 
 
 def main() -> None:
