@@ -4,7 +4,8 @@
                                 [--dir runs/models] [--keep] [--json FILE]
 
 `whole`, `adapter`: the recipe over SmolLM2-135M-Instruct, as a user runs it, each seed one whole command: mean reward of the first
-and last five steps, and of held-out prompts before and after, and minutes; of both parts, what they have gained, over all seeds.
+and last five steps, and of held-out prompts before and after, and minutes (an absolute aim: what a user of two cores is to wait for
+a model that has learned, 15); of both parts, what they have gained, over all seeds.
 With `--keep` a run that has ended already is not made again. The picture of reward and response length is smollm2.svg in `--dir`.
 `--model` where the Hugging Face Hub cannot be reached: the folder of recipes/models/make_smollm2.py.
 `costs`: lora.py, which needs a quiet machine: bytes, memory, step time, log-probs, attesting. `families`: how many kinds of model

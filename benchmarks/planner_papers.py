@@ -5,7 +5,8 @@
 scaling   AsyncFlow's Figure 10: 7B and 32B on 32 to 1,024 devices; half of them train, half generate, and weights are one version
           old (`delayed`). The baseline has all tasks on all devices, one after another, at the same costs.
 tables    Periodic Asynchrony's Tables 1 to 4: ratios of trained tokens per second and device, of the recipes in recipes/papers.
-search    The best plan for 1,024 devices: seconds, and numbers of plans.
+search    The best plan for 1,024 devices: seconds, and numbers of plans. Its aim, a minute, is absolute: it is how long somebody
+          waits for a plan.
 plans     The planner's own on-policy plan at each size of Figure 10, beside the paper's division.
 
 Assumptions, since neither paper's text says them: the device (ascend-910b-64gb.yaml), 512 prompts a step with 16 responses for

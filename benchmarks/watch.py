@@ -6,7 +6,8 @@ A made-up run of so many steps, workers and spans a step is written to a folder,
 (headless, drawn by the CPU) opens the page. Told are the seconds from the address to the figures, to the newest part of the Gantt
 chart, and until that has been moved by a mouse that drags it at once; the longest time after that in which the page answers nobody
 (it reads its library of line charts); the seconds until all spans have been read, from which moment on any part of the run can be
-looked at; the same opening after that; and the frames a second while the chart is dragged and while the page is scrolled. Needs
+looked at; the same opening after that; and the frames a second while the chart is dragged and while the page is scrolled. Its
+aims are absolute, since they are what somebody who looks at a page feels: there within 2 s, and 30 frames a second. Needs
 `playwright` and Chromium.
 """
 
