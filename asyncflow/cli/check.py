@@ -46,6 +46,11 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """By extra of pyproject.toml: the packages that AsyncFlow imports, and what for."""
 COSTS_FILE = "costs.json"
+DOORS = (
+    "ranks, weight_sync collective and network, agents and vLLM's nccl listen on loopback, unless a key `listen` or cluster=ray "
+    "says otherwise; a run without these opens none"
+)
+"""Ports on which a run of `asyncflow train` listens."""
 
 
 def check(
@@ -162,7 +167,7 @@ def _machine() -> list[tuple[str, str]]:
         rows.append(("shared memory", "no /dev/shm: weights travel through files in the run's folder"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        rows.append(("ports", f"a run opens none; loopback works (tried {probe.getsockname()[1]})"))
+        rows.append(("ports", f"{DOORS}; loopback works (tried {probe.getsockname()[1]})"))
     return rows
 
 

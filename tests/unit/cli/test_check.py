@@ -12,13 +12,14 @@ from collections.abc import Iterator
 import pytest
 from typer.main import get_command
 
-from asyncflow.cli.check import EXTRAS, _extras
+from asyncflow.cli.check import EXTRAS, _extras, _machine
 from asyncflow.cli.verbs import app
 from asyncflow.cluster import CLUSTERS
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.rewards import REWARDS
 from asyncflow.transfer_queue import STORAGES
+from asyncflow.weight_sync import network
 from tests.conftest import ROOT
 from tests.unit.test_docs import is_key
 
@@ -47,6 +48,15 @@ OF_OTHERS = {
 """What is imported, and is asked of nobody in pyproject.toml."""
 
 
+LISTENERS = {
+    "engines/rollout/vllm/transfer.py": "nccl",
+    "engines/train/adapters/gathered.py": "ranks",
+    "engines/train/parallel/ranks.py": "ranks",
+    "environments/capture/endpoint.py": "agents",
+    "transport/server.py": "network",  # by TLS; also where a key `listen` asks for it
+    "weight_sync/group.py": "collective",
+}
+"""Files that listen on an address, and the word by which `asyncflow check` tells of it."""
 LOADED_BY_NAME = {"httptools"}
 """What another package is told to use."""
 
@@ -133,3 +143,16 @@ def test_a_missing_extra_is_told_with_the_command_that_installs_it(monkeypatch: 
     assert rows["ray"].startswith("ray 2.60, for workers placed by Ray")
     assert rows["maths"].startswith("missing: pip install 'asyncflow-rl[maths]', for rewards")
     assert rows["service"].startswith("missing: pip install 'asyncflow-rl[service]', for a run")
+
+
+def test_the_ports_of_a_run_are_told_truly() -> None:
+    """A file of the package that listens is told of, or listens for a command of its own."""
+    told = dict(_machine())["ports"]
+    assert network.LISTEN.startswith("tls:127.0.0.1:")
+    listens = re.compile(r"create_server\(|create_device\(|stay_on_loopback\(\)")
+    files = {
+        path.relative_to(ROOT / "asyncflow").as_posix()
+        for path in (ROOT / "asyncflow").rglob("*.py")
+        if listens.search(path.read_text())
+    }
+    assert files == LISTENERS.keys() and all(word in told for word in LISTENERS.values())
