@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncflow.config import Config, LayoutConfig
+from asyncflow.devices import CPU, kind_of
 from asyncflow.engines.families import DECODED, Family, head_dim
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
@@ -228,10 +229,15 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
     b, slots = _BYTES[rollout.dtype], -(-(rollout.num_slots + config.num_parked) // instances)
     kv = shapes.kv_bytes_per_token(b) / min(tp, shapes.kv_heads)
     how = f"{kv:,.0f} B a token x {slots:,} slots x {context:,} tokens"
-    return [
+    parts = [
         MemoryUse("weights", b * shapes.parameters / tp, f"{b} B x {shapes.parameters:,} / tensor_parallel {tp}"),
         MemoryUse("keys and values", kv * slots * context, how + (": at most; vLLM takes what there is" if is_cut else "")),
     ]
+    if chosen.name == "slots" and kind_of(rollout.device) != CPU:
+        of_layer, rows = kv / shapes.layers, rollout.num_slots
+        how = f"one layer's {of_layer:,.0f} B a token x {rows:,} slots x {context:,} tokens: a decode step attends to copies"
+        parts.append(MemoryUse("copies of these", of_layer * rows * context, how))
+    return parts
 
 
 def reference_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:

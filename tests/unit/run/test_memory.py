@@ -133,7 +133,10 @@ def test_what_generation_takes() -> None:
     config = config_of(rollout={"num_slots": 6, "dtype": "bfloat16"})
     parts = by_name(rollout_parts(config, TINY, 20))
     assert parts["weights"] == 2 * 4040
-    assert parts["keys and values"] == 2 * (2 * 4 * 2 * 2) * 6 * 20
+    assert parts["keys and values"] == 2 * (2 * 4 * 2 * 2) * 6 * 20 and "copies of these" not in parts
+    on_device = config_of(environment="tools", episodes={"num_parked": 3}, rollout={"num_slots": 6, "device": "cuda:1-2"})
+    parts = by_name(rollout_parts(on_device, TINY, 20))
+    assert parts["keys and values"] == 4 * (2 * 4 * 2 * 2) * 9 * 20 and parts["copies of these"] == 4 * (2 * 2 * 2) * 6 * 20
     engine = {"name": "vllm", "instances": 4, "tensor_parallel": 2}
     parts = by_name(rollout_parts(config_of(rollout={"num_slots": 6, "dtype": "bfloat16", "engine": engine}), TINY, 20))
     assert parts["weights"] == 4040 and parts["keys and values"] == 2 * (2 * 4 * 1 * 2) * 2 * 20
