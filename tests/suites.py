@@ -36,13 +36,13 @@ TRAIN_ENGINE_TESTS = (
 ADAPTER_ROOMS = (
     "asyncflow/engines/train/adapters",
     "asyncflow/engines/train/leader_engine.py",
-    "tests/contract/test_train_engine.py",
 )
 
 
 @dataclass(frozen=True)
 class Suite:
-    """`rooms`: files and folders whose change asks for all of it. `keyword`: which of its `tests`, in pytest's words."""
+    """`rooms`: files and folders whose change asks for all of it, as that of its `tests` does. `keyword`: which of these, in
+    pytest's words."""
 
     name: str
     tests: tuple[str, ...]
@@ -83,7 +83,7 @@ SUITES = (
         "tinker",
         ("tests/tinker",),
         ".venv",
-        ("asyncflow/service/tinker", "asyncflow/service/app.py", "asyncflow/engines/train/passes.py", "tests/tinker"),
+        ("asyncflow/service/tinker", "asyncflow/service/app.py", "asyncflow/engines/train/passes.py"),
         variables={
             "ASYNCFLOW_TINKER_PYTHONS": os.pathsep.join(
                 str(ROOT / environment / "bin" / "python") for environment in (".venv-tinker", ".venv-tinker-early")
@@ -177,7 +177,7 @@ def why_deep(suite: Suite, tested: dict[str, str]) -> str:
     known = subprocess.run(["git", "cat-file", "-e", f"{last}^{{commit}}"], cwd=ROOT, capture_output=True, check=False)
     if known.returncode:
         return f"commit {last}, at which it last passed, is not known here"
-    changed = said("git", "diff", "--name-only", last, "HEAD", "--", *suite.rooms).split()
+    changed = said("git", "diff", "--name-only", last, "HEAD", "--", *suite.rooms, *suite.tests).split()
     return f"{changed[0]} has changed since {last}" if changed else ""
 
 
@@ -235,10 +235,10 @@ def said(*command: str) -> str:
 HEAD = """# When everything last passed
 
 `make test-deep` writes this page: every test there is, with all seeds, all parameters and all mutants, and the suites with
-environments of their own (DeepSpeed, Megatron-Core, Ray, other people's environments, a real vLLM). `make test` runs the part of
-the first row that finds most faults. The gate (`.ci/run`) adds the smoke tests of the others; of a suite whose rooms have changed
-since the commit named here it runs everything (`tests/suites.py`). Where the last run of a suite has failed, or was of changes that
-were not committed (`+`), the row of the last one that passed stays below it.
+environments of their own (DeepSpeed, Megatron-Core, Ray, Tinker's SDK, other people's environments, a real vLLM). `make test` runs
+the part of the first row that finds most faults. The gate (`.ci/run`) adds the smoke tests of the others; of a suite whose rooms or
+tests have changed since the commit named here it runs everything (`tests/suites.py`). Where the last run of a suite has failed, or
+was of changes that were not committed (`+`), the row of the last one that passed stays below it.
 
 | suite | at commit | on | passed | failed | skipped | seconds |
 |---|---|---|---|---|---|---|

@@ -91,8 +91,16 @@ def test_all_of_a_suite_runs_where_a_room_has_changed_since_it_passed(repository
     (repository / "room.py").write_text("after\n")
     commit(repository)
     assert suites.why_deep(suite, passed) == f"room.py has changed since {passed['ray']}"
+    assert suites.why_deep(Suite("ray", ("room.py",)), passed) == f"room.py has changed since {passed['ray']}"  # a test of its own
     assert suites.why_deep(suite, {}) == "it has never passed"
     assert suites.why_deep(suite, {"ray": "0123456789ab"}).endswith("is not known here")
+
+
+def test_the_page_begins_as_it_would_now_and_names_every_suite() -> None:
+    page = (ROOT / "docs" / "tested.md").read_text()
+    assert page.startswith(suites.HEAD) and {row[0] for row in suites.ROW.findall(page)} == {s.name for s in (EVERYTHING, *SUITES)}
+    for text in (suites.HEAD, (ROOT / "CONTRIBUTING.md").read_text()):
+        assert all(suite.name in text.lower().replace("other people's", "others'") for suite in SUITES), text
 
 
 def test_the_page_says_when_each_suite_passed_and_keeps_the_rows_of_others(repository: Path) -> None:
