@@ -35,7 +35,7 @@ from asyncflow.types import TensorSpec
 from tests.conftest import MODEL
 from tests.contract.devices import alike, needed_devices
 from tests.depth import in_gate
-from tests.patience import patience
+from tests.patience import patience, until
 from tests.vllm.servers import CONTEXT, fake_python
 
 PROMPT = np.arange(7, 27)
@@ -92,6 +92,21 @@ async def responses(
 ) -> dict[int, Response]:
     stream = engine.generate(prompt, samples=samples, sampling=Sampling(temperature, length), key=KEY)
     return {response.sample: response async for response in stream}
+
+
+async def under_way(engine: RolloutEngine, samples: Sequence[int], length: int = 200) -> asyncio.Task[dict[int, Response]]:
+    """Responses, more than the engine makes at once: the first has come, and others are being made."""
+    made, stream = {}, engine.generate(PROMPT, samples=samples, sampling=Sampling(max_new_tokens=length), key=KEY)
+
+    async def take() -> dict[int, Response]:
+        async for response in stream:
+            made[response.sample] = response
+        return made
+
+    task = asyncio.create_task(take())
+    await until(lambda: made or task.done(), 60)
+    assert not task.done()
+    return task
 
 
 def changed(shift: float) -> dict[str, torch.Tensor]:
@@ -329,8 +344,8 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
         pytest.skip("transformers' caches are kept")
     shift, model = -0.05, saved(tmp_path / "changed", -0.05)
     async with opened(kv_on_install=kv_on_install, num_slots=2) as engine:
-        task = asyncio.create_task(responses(engine, (5, 6), 200))
-        await asyncio.sleep(0.05)
+        task = asyncio.create_task(responses(engine, (5,), 200))
+        await responses(engine, (6,), 2)
         task.cancel()  # its prompt is cached
         middle = (await installed_midway(engine, shift, version=7))[0]
         after = (await responses(engine, (0,), 200))[0]
@@ -351,12 +366,11 @@ async def test_an_engine_that_was_reset_has_ended_all_requests_and_makes_the_sam
         if (reset := getattr(engine, "reset", None)) is None:
             pytest.skip("a worker with this engine does not stay for another attempt of its run")
         expected = await responses(engine, (5, 6), 60)
-        under_way = asyncio.create_task(responses(engine, range(12), 200))
-        await asyncio.sleep(0.05)
+        task = await under_way(engine, range(12))
         await engine.pause()
         await reset()
         with pytest.raises(RuntimeError, match="was reset"):
-            await under_way
+            await task
         again = await responses(engine, (5, 6), 60)
         assert [again[sample].token_ids.tolist() for sample in (5, 6)] == [expected[sample].token_ids.tolist() for sample in (5, 6)]
 
@@ -367,8 +381,7 @@ async def test_pausing_stops_and_loses_nothing(opened: Opened) -> None:
         started = time.monotonic()
         expected = await responses(engine, samples, 100)
         took = time.monotonic() - started
-        task = asyncio.create_task(responses(engine, samples, 100))
-        await asyncio.sleep(0.05)
+        task = await under_way(engine, samples, 100)
         await engine.pause()
         await engine.pause()
         waiting = asyncio.create_task(responses(engine, (99,), 5))  # one that comes while it is paused
@@ -454,8 +467,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(opened: Opened, 
 async def test_leaving_early_makes_room(opened: Opened) -> None:
     async with opened(num_slots=4) as engine:
         expected = await responses(engine, range(3))
-        task = asyncio.create_task(responses(engine, range(50), 200))
-        await asyncio.sleep(0.05)
+        task = await under_way(engine, range(50))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

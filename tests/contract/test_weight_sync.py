@@ -26,7 +26,7 @@ from asyncflow.weight_sync.group import CHUNK_BYTES
 from asyncflow.weight_sync.network import Network
 from tests.contract.devices import needed_devices
 from tests.contract.weight_sources import Gathered
-from tests.patience import patience
+from tests.patience import patience, until
 
 MakeSync = Callable[..., WeightSync]
 
@@ -440,11 +440,16 @@ async def test_there_are_no_copies_beyond_the_retained_versions(make_sync: MakeS
         manifest = await sender.publish(version, Gathered(tensors))  # as from a device
         fetched = await receiver.fetch(manifest)
         await receiver.release()
-    await asyncio.sleep(0.05)  # the threads let go of what they were given
     folders = 2 if isinstance(sync, Network) else 1  # the workers' machine has files of its own
     folder = str(Path(manifest.address).parent)
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
-    files = list(Path(folder).rglob("weights-*"))
+
+    def maps() -> list[list[str]]:
+        return [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+
+    await until(lambda: len({line[4] for line in maps()}) <= folders * keep)  # the threads let go of what they were given
+    known = before.keys() | {tensor.untyped_storage().data_ptr() for tensor in (*tensors.values(), *fetched.values())}
+    await until(lambda: sum(size for place, size in storages().items() if place not in known) < 2.1 * CHUNK_BYTES)
+    lines, files = maps(), list(Path(folder).rglob("weights-*"))
     assert len(files) == len({line[4] for line in lines}) == folders * keep  # by inode: none is deleted and still mapped
     assert sum(path.stat().st_size for path in files) == len(files) * manifest.num_bytes
     sizes = {place: size for place, size in storages().items() if place not in before}

@@ -26,7 +26,7 @@ from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
 from asyncflow.weight_sync.group import Group
 from asyncflow.weight_sync.network import WHOLE_EVERY, NetworkReceiver
 from tests.contract.weight_processes import NUM_BYTES, digest, make, running, weights
-from tests.patience import patience
+from tests.patience import patience, until
 
 Options = Callable[..., dict[str, Any]]
 
@@ -295,8 +295,8 @@ async def test_one_that_cannot_become_its_machines_receiver_leaves_nothing_and_m
         patched.setattr(Server, "start", refused)
         with pytest.raises(OSError, match="Too many open files"):
             await receiver.fetch(manifest)
-    await asyncio.sleep(0.1)  # a thread that is told to end does so by itself
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "weight-node"]
+    # A thread that is told to end does so by itself.
+    await until(lambda: not [thread for thread in set(threading.enumerate()) - before if thread.name == "weight-node"])
     assert digest(await receiver.fetch(manifest)) == digest(weights(0))
     await receiver.close()
     await sender.close()

@@ -65,6 +65,7 @@ class Sometimes(GRPO):
         sums = super().loss(batch)
         self.calls += 1
         if self.calls > self.sleep_from:
+            open(__file__ + ".sleeps", "w").close()
             time.sleep(60)
         if self.calls in self.bad_calls:
             return type(sums)(sums.loss * float("nan"), sums.metrics)
@@ -305,8 +306,7 @@ def test_ctrl_c_while_a_thread_computes(small: Small, tmp_path: Path, background
     algorithm = {"path": f"{tmp_path / 'loss.py'}:Sometimes", "sleep_from": 9}
     run_dir = tmp_path / "runs" / "test"
     command = background("train", write_config(tmp_path, small(run={"steps": 500}, algorithm=algorithm)))
-    wait_for(lambda: len(metrics(run_dir)) >= 2, command)
-    time.sleep(0.5)
+    wait_for(lambda: len(metrics(run_dir)) >= 2 and (tmp_path / "loss.py.sleeps").exists(), command)
     ends_in_order(command, run_dir)
 
 

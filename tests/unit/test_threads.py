@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.threads import ComputeThread, at_files, places
-from tests.patience import patience
+from tests.patience import patience, until
 
 
 async def test_calls_run_in_order_in_one_other_thread() -> None:
@@ -50,9 +50,9 @@ async def test_a_call_that_raises_what_no_future_takes_ends_its_wait() -> None:
 
 
 async def test_a_cancelled_call_does_not_hold_the_loop() -> None:
-    thread, release = ComputeThread("test"), threading.Event()
-    call = asyncio.create_task(thread.run(release.wait, 5.0))
-    await asyncio.sleep(0.01)
+    thread, begun, release = ComputeThread("test"), threading.Event(), threading.Event()
+    call = asyncio.create_task(thread.run(lambda: begun.set() or release.wait(patience(5.0))))
+    await until(begun.is_set)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(call, patience(0.5))
@@ -62,12 +62,13 @@ async def test_a_cancelled_call_does_not_hold_the_loop() -> None:
 
 
 def test_a_closed_loop_ends_the_thread_quietly() -> None:
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
 
     async def leave() -> ComputeThread:
         thread = ComputeThread("test")
-        thread.waiting = asyncio.ensure_future(thread.run(release.wait, 5.0))  # type: ignore[attr-defined]
-        await asyncio.sleep(0.01)
+        call = thread.run(lambda: begun.set() or release.wait(patience(5.0)))
+        thread.waiting = asyncio.ensure_future(call)  # type: ignore[attr-defined]
+        await until(begun.is_set)
         return thread
 
     thread = asyncio.run(leave())

@@ -15,7 +15,7 @@ from asyncflow.environments.base import Action, EnvironmentFailure, Opening, see
 from asyncflow.environments.pool import EnvironmentPool
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.types import RunError, UserError
-from tests.patience import patience
+from tests.patience import patience, until
 
 # One environment for all tests: the action says how to misbehave.
 FILE = """
@@ -38,7 +38,11 @@ class Echo:
     def do_raise(self, rest): raise KeyError("no " + rest)
     def do_exit(self, rest): print("bye, said the environment", flush=True); os._exit(3)
     def do_eat(self, rest): eaten = [b"x" * (64 << 20) for _ in range(64)]; return None, None, True, {}
-    def do_sleep(self, rest): time.sleep(float(rest)); return None, 1, True, {}
+    def do_sleep(self, rest):
+        seconds, _, begun = rest.partition(" ")
+        if begun: open(begun, "w").close()
+        time.sleep(float(seconds))
+        return None, 1, True, {}
     def do_nothing(self, rest): return 3
     def do_nan(self, rest): return None, float("nan"), True, {}
     def do_pid(self, rest): return str(os.getpid()), None, False, None
@@ -204,11 +208,11 @@ async def test_what_an_episode_started_ends_with_it(open_pool: Open) -> None:
     assert not psutil.pid_exists(pid)
 
 
-async def test_a_cancelled_turn_leaves_the_process_to_others(open_pool: Open) -> None:
-    pool = await open_pool()
+async def test_a_cancelled_turn_leaves_the_process_to_others(open_pool: Open, tmp_path: Path) -> None:
+    pool, begun = await open_pool(), tmp_path / "begun"
     episode, _ = await pool.begin({"name": "x"}, 1)
-    turn = asyncio.create_task(episode.step(Action("sleep 0.3")))
-    await asyncio.sleep(0.05)
+    turn = asyncio.create_task(episode.step(Action(f"sleep 0.3 {begun}")))
+    await until(begun.exists)
     turn.cancel()
     episode.end()
     other, _ = await pool.begin({"name": "y"}, 2)
@@ -221,12 +225,12 @@ async def test_an_environment_that_cannot_be_built_is_said_before_anything_start
         await open_pool(name)
 
 
-async def test_a_closed_pool_says_so_and_leaves_no_process(open_pool: Open) -> None:
+async def test_a_closed_pool_says_so_and_leaves_no_process(open_pool: Open, tmp_path: Path) -> None:
     others = psutil.Process().children(recursive=True)  # of tests before this one
-    pool = await open_pool()
+    pool, begun = await open_pool(), tmp_path / "begun"
     episode, _ = await pool.begin({"name": "x"}, 1)
-    turn = asyncio.create_task(episode.step(Action("sleep 60")))
-    await asyncio.sleep(0.05)
+    turn = asyncio.create_task(episode.step(Action(f"sleep 60 {begun}")))
+    await until(begun.exists)
     children = [child for child in psutil.Process().children(recursive=True) if child not in others]
     await pool.close()
     with pytest.raises(RunError, match="was closed"):
@@ -267,12 +271,12 @@ async def test_an_environment_may_have_an_interpreter_of_its_own(tmp_path: Path)
         await pool.close()
 
 
-async def test_an_episode_that_waits_gets_no_process_that_is_about_to_be_killed(open_pool: Open) -> None:
-    pool = await open_pool(seconds=1.5)
+async def test_an_episode_that_waits_gets_no_process_that_is_about_to_be_killed(open_pool: Open, tmp_path: Path) -> None:
+    pool, begun = await open_pool(seconds=1.5), tmp_path / "begun"
     hanging, _ = await pool.begin({"name": "x"}, 1)
     waiting = asyncio.create_task(pool.begin({"name": "y"}, 2))
-    turn = asyncio.create_task(hanging.step(Action("sleep 600")))
-    await asyncio.sleep(0.05)
+    turn = asyncio.create_task(hanging.step(Action(f"sleep 600 {begun}")))
+    await until(begun.exists)
     turn.cancel()
     hanging.end()  # it cannot be closed in time, so its process is killed
     episode, _ = await waiting

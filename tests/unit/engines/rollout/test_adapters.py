@@ -22,7 +22,7 @@ from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_options import AdapterRoom
 from asyncflow.types import LoraSpec, UserError
 from tests.depth import few
-from tests.patience import patience
+from tests.patience import patience, until
 from tests.unit.engines.rollout.models import llama
 
 Dtype = Literal["float32", "bfloat16"]
@@ -237,8 +237,8 @@ async def test_an_adapter_goes_when_the_last_request_that_names_it_has_ended(pat
         await group(engine, SHORT, range(1), adapter="two")
         # One that is left early, or was never begun, holds nothing either.
         stream = engine.generate(SHORT, samples=[0, 1], sampling=Sampling(max_new_tokens=300), key=KEY, adapter="two")
-        left = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0.01)
+        computed, left = engine.num_computed, asyncio.create_task(anext(stream))
+        await until(lambda: engine.num_computed > computed)
         left.cancel()
         await asyncio.wait([left])
         never = engine.generate(SHORT, samples=[0], sampling=Sampling(), key=KEY, adapter="two")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.linears import can_pack
-from tests.patience import patience
+from tests.patience import patience, until
 
 PROMPT = np.arange(7, 27)
 KEY = SampleKey(seed=11, prompt_index=5)
@@ -58,6 +58,21 @@ async def responses(
 ) -> dict[int, Response]:
     stream = engine.generate(prompt, samples=samples, sampling=Sampling(temperature, length), key=key)
     return {response.sample: response async for response in stream}
+
+
+async def under_way(engine: SlotEngine, samples: Sequence[int]) -> asyncio.Task[dict[int, Response]]:
+    """Responses of 200 tokens, more than the engine makes at once: the first has come, and others are being made."""
+    made, stream = {}, engine.generate(PROMPT, samples=samples, sampling=Sampling(max_new_tokens=200), key=KEY)
+
+    async def take() -> dict[int, Response]:
+        async for response in stream:
+            made[response.sample] = response
+        return made
+
+    task = asyncio.create_task(take())
+    await until(lambda: made or task.done(), 60)
+    assert not task.done()
+    return task
 
 
 async def responses_to(engine: SlotEngine, sampling: Sampling) -> dict[int, Response]:
@@ -469,8 +484,7 @@ async def test_leaving_early_frees_the_slots(saved: tuple[PreTrainedModel, Path]
     _, path = saved
     async with opened(path, num_slots=4) as engine:
         expected = await responses(engine, range(3))
-        task = asyncio.create_task(responses(engine, range(50), 200))
-        await asyncio.sleep(0.02)
+        task = await under_way(engine, range(50))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -505,8 +519,8 @@ async def test_a_full_context_is_allowed(saved: tuple[PreTrainedModel, Path]) ->
 
 async def test_close_ends_pending_generates(saved: tuple[PreTrainedModel, Path]) -> None:
     async with opened(saved[1]) as engine:
-        tasks = [asyncio.create_task(responses(engine, range(10), 200)) for _ in range(3)]
-        await asyncio.sleep(0.02)
+        tasks = [await under_way(engine, range(10)), *(asyncio.create_task(responses(engine, range(10), 200)) for _ in range(2))]
+        await asyncio.sleep(0)  # they ask
         await engine.close()
         await asyncio.sleep(0)  # they were woken before this coroutine was: a loop that ends here leaves nobody waiting
         for task in tasks:

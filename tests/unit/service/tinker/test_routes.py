@@ -35,7 +35,7 @@ from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import ReadWeights, Samplers
 from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.types import LoraSpec, Objective, Ragged, TokenBatch
-from tests.patience import patience
+from tests.patience import patience, until
 
 
 class Training:
@@ -456,18 +456,19 @@ async def test_a_session_that_ends_takes_its_models_with_it(tmp_path: Path, monk
 
 
 async def test_an_engine_that_is_made_too_late_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_go = threading.Event()
+    begun, may_go = threading.Event(), threading.Event()
     async with opened(tmp_path) as world:
         make = world._make
 
         def slowly(folder: Path | None, adapter: LoraConfig | None) -> Training:
+            begun.set()
             may_go.wait(patience(10))
             return make(folder, adapter)
 
         monkeypatch.setattr(world.sessions, "_context", replace(world.sessions._context, make_engine=slowly))
         session = await world.session()
         await world.post("/create_model", {"session_id": session, "model_seq_id": 0, "base_model": "base"})
-        await asyncio.sleep(0.02)
+        await until(begun.is_set)
         await world.post(f"/sessions/{session}/finish", {})
         may_go.set()
         deadline = time.monotonic() + patience(10)
