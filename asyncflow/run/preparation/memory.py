@@ -26,6 +26,9 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2}
 _LOGIT_COPIES: Final = 3
 """Logits, their probabilities and their gradient."""
 GIB: Final = 1 << 30
+COPIED_BYTES: Final = GIB
+"""Largest copy of keys and values in the embedded engine on an accelerator, unless one slot has more
+(`engines/rollout/device_cache.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +237,10 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
         MemoryUse("keys and values", kv * slots * context, how + (": at most; vLLM takes what there is" if is_cut else "")),
     ]
     if chosen.name == "slots" and kind_of(rollout.device) != CPU:
-        of_layer, rows = kv / shapes.layers, rollout.num_slots
-        how = f"one layer's {of_layer:,.0f} B a token x {rows:,} slots x {context:,} tokens: a decode step attends to copies"
-        parts.append(MemoryUse("copies of these", of_layer * rows * context, how))
+        of_row = kv / shapes.layers * context
+        copied = min(of_row * rollout.num_slots, max(of_row, COPIED_BYTES))
+        how = f"of one layer's, which a decode step attends to: {rollout.num_slots:,} slots' {of_row:,.0f} B, or {COPIED_BYTES:,} B"
+        parts.append(MemoryUse("copies of these", copied, how))
     return parts
 
 

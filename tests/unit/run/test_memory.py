@@ -17,6 +17,7 @@ from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.train.random_model import SPECS, make_random_model
 from asyncflow.run.factories import num_devices
 from asyncflow.run.preparation.memory import (
+    COPIED_BYTES,
     GIB,
     MemoryUse,
     Shapes,
@@ -137,6 +138,9 @@ def test_what_generation_takes() -> None:
     on_device = config_of(environment="tools", episodes={"num_parked": 3}, rollout={"num_slots": 6, "device": "cuda:1-2"})
     parts = by_name(rollout_parts(on_device, TINY, 20))
     assert parts["keys and values"] == 4 * (2 * 4 * 2 * 2) * 9 * 20 and parts["copies of these"] == 4 * (2 * 2 * 2) * 6 * 20
+    wide = replace(TINY, head_dim=1 << 20)  # 16 MiB a token and layer
+    copied = [by_name(rollout_parts(on_device, wide, context))["copies of these"] for context in (2, 16, 128)]
+    assert copied == [2 * 6 * (16 << 20), 1 << 30, 128 * (16 << 20)]
     engine = {"name": "vllm", "instances": 4, "tensor_parallel": 2}
     parts = by_name(rollout_parts(config_of(rollout={"num_slots": 6, "dtype": "bfloat16", "engine": engine}), TINY, 20))
     assert parts["weights"] == 4040 and parts["keys and values"] == 2 * (2 * 4 * 1 * 2) * 2 * 20
@@ -147,13 +151,14 @@ def test_the_cache_is_as_large_as_the_engines_own() -> None:
     import torch
 
     from asyncflow.engines.decoder_config import DecoderConfig
+    from asyncflow.engines.rollout import device_cache
     from asyncflow.engines.rollout.slot_cache import SlotCache
 
     sizes = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = DecoderConfig.from_fields({"model_type": "qwen2", **sizes, "num_key_value_heads": 2})
     cache = SlotCache(config, num_slots=6, max_context=64, like=torch.zeros(1, dtype=torch.bfloat16))
     parts = by_name(rollout_parts(config_of(rollout={"num_slots": 6, "dtype": "bfloat16"}), TINY, 64))
-    assert parts["keys and values"] == cache.tensor.nbytes
+    assert parts["keys and values"] == cache.tensor.nbytes and COPIED_BYTES == device_cache.COPIED_BYTES
 
 
 SET_UPS = {

@@ -61,8 +61,10 @@ def test_everybody_receives_the_bytes_in_order_and_again(num_bytes: int) -> None
 def test_closing_it_is_an_error_at_the_others_at_once() -> None:
     sender, receiver = members(2, 30)
     arrived: list[Array | RuntimeError] = []
-    thread = receive(receiver, 4 * CHUNK_BYTES, arrived)
-    time.sleep(0.1)
+    thread, deadline = receive(receiver, 4 * CHUNK_BYTES, arrived), time.monotonic() + patience(20)
+    while not receiver._under_way:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     start = time.monotonic()
     sender.close()
     thread.join(patience(20))
