@@ -139,8 +139,7 @@ async def test_who_goes_in_the_moment_of_being_given_room_gives_it_back(tmp_path
         blocking.close("the client has gone")
         assert not room._waiting and room.used_bytes > 0
         waiting.close("and so has the other")
-        await asyncio.sleep(0.05)
-        assert room.used_bytes == 0
+        await until(lambda: room.used_bytes == 0)
         first.close()
         second.close()
 
@@ -185,7 +184,8 @@ async def test_a_caller_waits_while_too_much_is_unsent(tmp_path: Path) -> None:
         calls = [
             asyncio.create_task(peer.call(type(bench.echo), "echo", "keep", (np.zeros(500_000, np.uint8),))) for _ in range(20)
         ]
-        await asyncio.sleep(0.1)
+        await until(lambda: stream.num_unsent_bytes > 1_000_000)
+        await asyncio.sleep(0.05)  # and no call goes further
         assert 1_000_000 < stream.num_unsent_bytes <= 1_500_000
         connection._stream.set_reading(True)
         await asyncio.wait_for(asyncio.gather(*calls), 5)
