@@ -84,7 +84,7 @@ class waiting:
     Recorded only in a process's `OpenWaits`; a microsecond, so not for what happens at every token.
     """
 
-    __slots__ = ("_book", "_seconds", "bytes", "facts", "moved_at", "since", "wait")
+    __slots__ = ("_open_waits", "_seconds", "bytes", "facts", "moved_at", "since", "wait")
 
     def __init__(self, wait: Wait, *, seconds: float | None = None, **facts: int | str) -> None:
         self.wait, self.facts, self._seconds = wait, facts, seconds
@@ -92,20 +92,20 @@ class waiting:
         self.moved_at: float | None = None
 
     def __enter__(self) -> waiting:
-        self._book = _recorded.get()
-        if self._book is not None:
+        self._open_waits = _recorded.get()
+        if self._open_waits is not None:
             self.since = asyncio.get_running_loop().time()
-            self._book._open[self] = None
+            self._open_waits._open[self] = None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._book is not None:
-            self._book._open.pop(self, None)
+        if self._open_waits is not None:
+            self._open_waits._open.pop(self, None)
 
     def moved(self, num_bytes: int) -> None:
         """Note that so many bytes more have come."""
         self.bytes += num_bytes
-        if self._book is not None:
+        if self._open_waits is not None:
             self.moved_at = asyncio.get_running_loop().time()
 
     def at(self, now: float) -> OpenWait:
@@ -201,7 +201,7 @@ LANE: Final = _wait(
     "lane",
     "the cause that the lane names",
     "loops/algorithm1.py:train Publishing.begin Publishing.ended loops/critic.py:_install publish_critic train_critic"
-    " loops/rollout.py:Rollout._show_lane loops/tasks.py:serve run/workers.py:_go_on _led compute_values critic_worker leave"
+    " loops/rollout.py:Rollout._show_lane loops/tasks.py:serve run/workers.py:_go_on _call_state compute_values critic_worker leave"
     " train_worker run/state/saving.py:CheckpointWriter.save service/generation.py:PublishedFiles.fetch",
     ends="that of the wait it names",
 )
@@ -476,7 +476,7 @@ SCALING: Final = _wait(
 TRIAL: Final = _wait(
     "trial",
     "a process that looks at the machine, at the user's own engines, or at a layer's costs",
-    "run/parts_there.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group"
+    "run/availability.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group"
     " cli/watch.py:predicted",
     ends="its own deadline",
 )

@@ -173,7 +173,7 @@ async def train_worker(name: str, run_dir: Path) -> None:
         engine = await asyncio.to_thread(train_engine, run)
         if (rank := engine.data_parallel_rank) is None:
             spans.waiting("leader")
-            await engine.follow(make_algorithm(run.config), partial(_led, spans))
+            await engine.follow(make_algorithm(run.config), partial(_call_state, spans))
             return
         sender = None
         if rank == 0:
@@ -211,7 +211,7 @@ async def _with_threads(run: RunConnection, pool: str, engine: object) -> AsyncI
         yield
 
 
-def _led(spans: Recorder, call: str) -> AbstractContextManager[None]:
+def _call_state(spans: Recorder, call: str) -> AbstractContextManager[None]:
     """State of a trainer's lane during a call that it follows: gathering weights is no work on a step, see `Publishing`."""
     return spans.held("publish") if call == "gather" else spans.busy(call)
 

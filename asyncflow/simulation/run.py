@@ -278,7 +278,7 @@ class SimulatedJob(Job):
             lock = asyncio.Lock()
             for unit in driver.transfer_queue.units:
                 own = asyncio.Lock() if self.has_units_apart else lock
-                unit.holdings.storage = SleepingStorage(unit.holdings.storage, self._costs, own)
+                unit.unit_store.storage = SleepingStorage(unit.unit_store.storage, self._costs, own)
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains: dict[str, Main] = {
             "rollout_worker": self._rollout_worker,

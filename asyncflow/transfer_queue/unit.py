@@ -62,20 +62,20 @@ class StorageUnit:
     def __init__(self, storage: Storage, schema: Schema, options: UnitOptions = AS_USUAL) -> None:
         self.schema = schema
         room = Capacity(options.capacity_rows, options.capacity_bytes)
-        self.holdings = UnitStore(storage, schema, room, lambda notice: self._log.post(notice))
-        self._log = NoticeLog(uuid.uuid4().hex[:12], options.notify_timeout_seconds, NOTICES_KEPT, self.holdings.everything)
+        self.unit_store = UnitStore(storage, schema, room, lambda notice: self._log.post(notice))
+        self._log = NoticeLog(uuid.uuid4().hex[:12], options.notify_timeout_seconds, NOTICES_KEPT, self.unit_store.everything)
         self._ended_leases: dict[str, dict[int, None]] = {}  # task -> leases that are over, oldest first
         self._snapshot_dir = options.snapshot_dir
         self._interest = {t.name: schema.mask((*t.reads, *t.outputs, DEAD, FILTERED)) for t in schema.tasks}
 
     async def open(self, owner: QueueOwner | None = None) -> None:
         """Open the storage and take up what has outlived an earlier process of the owner's."""
-        await self.holdings.open(owner)
+        await self.unit_store.open(owner)
 
     async def close(self) -> None:
         """End all writes and close the storage."""
         self._log.close()
-        await self.holdings.close()
+        await self.unit_store.close()
 
     # -- what clients ask ---------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ class StorageUnit:
         columns = batch.batch()
         self.schema.check_metas(metas)
         self.schema.check(columns)
-        new = await self.holdings.admit(metas, columns, row_bytes)
-        return await self.holdings.store(columns, new)
+        new = await self.unit_store.admit(metas, columns, row_bytes)
+        return await self.unit_store.store(columns, new)
 
     @remote
     async def complete(self, token: Token, batch: WireBatch) -> np.ndarray:
@@ -105,8 +105,8 @@ class StorageUnit:
         self.schema.check_outputs(token.task, columns)
         writers = [token] * len(columns)
         if self._is_over(token):
-            return self.holdings.written_by(columns.indices, writers)
-        return await self.holdings.store(columns, [], writers)
+            return self.unit_store.written_by(columns.indices, writers)
+        return await self.unit_store.store(columns, [], writers)
 
     @remote
     async def mark(self, leases: list[tuple[Token, list[int]]]) -> np.ndarray:
@@ -125,8 +125,8 @@ class StorageUnit:
         batch = Batch(rows[lasts], np.unique(rows[lasts] >> self.schema.group_bits), marks)
         self.schema.check_outputs(tasks[0], batch)
         self.schema.check(batch)
-        stored = await self.holdings.store(batch, [], list(itertools.compress(writers, lasts)))
-        marked = self.holdings.written_by(rows, writers)
+        stored = await self.unit_store.store(batch, [], list(itertools.compress(writers, lasts)))
+        marked = self.unit_store.written_by(rows, writers)
         marked[lasts] = stored
         return marked
 
@@ -143,7 +143,7 @@ class StorageUnit:
         texts = Ragged.from_arrays([np.frombuffer(reason.encode(), np.uint8) for reason in reasons], "uint8")
         batch = Batch(rows, np.unique(rows >> self.schema.group_bits), {mark: texts})
         self.schema.check(batch)
-        await self.holdings.store(batch, [])
+        await self.unit_store.store(batch, [])
 
     @remote
     async def read(self, indices: np.ndarray, columns: list[str]) -> WireBatch:
@@ -152,37 +152,37 @@ class StorageUnit:
 
     async def columns(self, indices: np.ndarray, columns: Sequence[str]) -> Batch:
         """`read`, within this process. Large arrays may be read-only views of what is stored."""
-        if missing := self.holdings.index.first_without(indices, self.schema.mask(columns)):
+        if missing := self.unit_store.index.first_without(indices, self.schema.mask(columns)):
             row, lacking = missing
             name = next(c for c in columns if self.schema.mask([c]) & lacking)
             raise LookupError(f"row {row} has no column {name!r}")
-        return await self.holdings.storage.read(indices, columns)
+        return await self.unit_store.storage.read(indices, columns)
 
     @remote
     async def present(self, rows: np.ndarray) -> np.ndarray:
         """Rows, of these, that are there."""
-        return self.holdings.index.present(rows)
+        return self.unit_store.index.present(rows)
 
     @remote
     async def drop(self, rows: np.ndarray) -> None:
         """Free rows, here and in all controllers. Unknown ones are passed over."""
-        await self.holdings.drop(rows)
+        await self.unit_store.drop(rows)
 
     @remote
     async def end_partition(self, task: str, partition: int) -> None:
         """End a partition for a task: no more rows of it will come."""
-        await self.holdings.end(Notice(task=task, ended_partition=partition))
+        await self.unit_store.end(Notice(task=task, ended_partition=partition))
 
     @remote
     async def close_task(self, task: str) -> None:
         """The end of a task's stream, for all its consumers, now and later."""
-        await self.holdings.end(Notice(task=task, is_closed=True))
+        await self.unit_store.end(Notice(task=task, is_closed=True))
 
     @remote
     async def status(self) -> UnitStatus:
         """State of the unit, for `asyncflow status` and for metrics."""
-        holdings, now = self.holdings, asyncio.get_running_loop().time()
-        return UnitStatus(holdings.index.num_rows, holdings.storage.nbytes, self._log.away(), holdings.room.state(now))
+        unit_store, now = self.unit_store, asyncio.get_running_loop().time()
+        return UnitStatus(unit_store.index.num_rows, unit_store.storage.nbytes, self._log.away(), unit_store.room.state(now))
 
     # -- what controllers ask -----------------------------------------------------------------------------------------------
 
@@ -214,19 +214,19 @@ class StorageUnit:
     @remote
     async def remove(self) -> None:
         """Remove all that the queue's owner has stored: the queue is at its end, and nobody wants it any more."""
-        await self.holdings.remove()
+        await self.unit_store.remove()
 
     # -- snapshots ----------------------------------------------------------------------------------------------------------
 
     @remote
     async def snapshot(self, name: str) -> SnapshotFile:
         """Write all rows to `name` in the snapshot directory: whole or not at all, and kept when the machine stops."""
-        return await self.holdings.snapshot(self._snapshot_path(name))
+        return await self.unit_store.snapshot(self._snapshot_path(name))
 
     @remote
     async def restore(self, name: str) -> int:
         """Take up the rows of a snapshot. Returns how many there are. Raises `ValueError` when the file is damaged."""
-        return await self.holdings.restore(self._snapshot_path(name))
+        return await self.unit_store.restore(self._snapshot_path(name))
 
     @remote
     async def forget_snapshot(self, name: str) -> None:

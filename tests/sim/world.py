@@ -286,8 +286,8 @@ class World:
         left = [row for group in sorted(facts.acknowledged) for row in facts.rows(group) if not self.has_ended(row)]
         lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
         for number, at in sorted(self.units.items()):
-            masks = {row: f"{mask:b}" for rows, mask, _ in at.holdings.index.records() for row in rows.tolist() if row in left}
-            lines.append(f"unit {number} has {masks}, room {at.holdings.room.state(self.loop.time())}, away {at._log.away()}")
+            masks = {row: f"{mask:b}" for rows, mask, _ in at.unit_store.index.records() for row in rows.tolist() if row in left}
+            lines.append(f"unit {number} has {masks}, room {at.unit_store.room.state(self.loop.time())}, away {at._log.away()}")
         for process, controller in self.controllers:
             if process.is_alive:
                 states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
@@ -424,19 +424,19 @@ class World:
 
     async def _snapshot(self, at: SimUnit) -> None:
         """What another unit takes up from the file is what this one had when it was asked, no more and no less."""
-        if at.holdings.freeing.held_off.locked():  # it would be one of a later moment
+        if at.unit_store.freeing.held_off.locked():  # it would be one of a later moment
             return
         then = _masks(at)
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "unit"
             try:
-                await at.holdings.snapshot(path)
+                await at.unit_store.snapshot(path)
             except RunError:  # the storage does not answer: the file is whole or not there
                 if not path.exists():
                     return
             restored = StorageUnit(MemoryStorage(), self.schema)
             await restored.open()
-            count = await restored.holdings.restore(path)
+            count = await restored.unit_store.restore(path)
         self.counts["snapshot"] += 1
         self.counts["row in a snapshot"] += count
         if _masks(restored) != then or count != len(then):
@@ -515,7 +515,7 @@ class World:
     def is_known_to_have_ended(self, step: int) -> bool:
         """Whether anybody who is alive can still tell of it: then everybody is to hear of it."""
         tables = [c.table for process, c in self.controllers if process.is_alive and c.spec.name == "train"]
-        facts = [unit.holdings.facts.now for unit in self.units.values() if unit.process.is_alive]
+        facts = [unit.unit_store.facts.now for unit in self.units.values() if unit.process.is_alive]
         ended = [*(table.ended_partitions for table in tables), *(fact.ended_partitions.get("train", ()) for fact in facts)]
         return any(step in each for each in ended)
 
@@ -560,7 +560,7 @@ class World:
 
     def check_told(self, at: SimUnit, metas: list[GroupMeta]) -> None:
         """A put is answered when every controller in session knows of it."""
-        rows = at.holdings.index.present(self.schema.rows_of(metas)).tolist()
+        rows = at.unit_store.index.present(self.schema.rows_of(metas)).tolist()
         followers = {follower.incarnation for follower in at._log._followers.values() if not follower.is_away}
         for process, controller in self.controllers:
             if process.is_alive and controller.table.incarnation in followers:
@@ -579,7 +579,7 @@ class World:
                 if controller is None:
                     self.facts.violated(f"nobody follows unit {number} for task {task}")
                     continue
-                masks = {row: mask for rows, mask, _ in at.holdings.index.records() for row in rows.tolist()}
+                masks = {row: mask for rows, mask, _ in at.unit_store.index.records() for row in rows.tolist()}
                 known = controller.table.rows_of(number).tolist()
                 if sorted(masks) != known:
                     more, less = sorted(set(known) - set(masks)), sorted(set(masks) - set(known))
@@ -628,12 +628,12 @@ class World:
             counts["expired"] += controller.table.leases.num_expired
             counts["redelivered"] += controller.table.num_redelivered
         for at in self.units.values():
-            counts["admission wait"] += at.holdings.room.state(self.loop.time()).longest_wait_seconds > 0
+            counts["admission wait"] += at.unit_store.room.state(self.loop.time()).longest_wait_seconds > 0
 
 
 def _masks(at: StorageUnit) -> dict[int, int]:
     """The columns of all rows that a unit has."""
-    return {row: mask for rows, mask, _ in at.holdings.index.records() for row in rows.tolist()}
+    return {row: mask for rows, mask, _ in at.unit_store.index.records() for row in rows.tolist()}
 
 
 class SimController(Controller):
@@ -694,7 +694,7 @@ class SimUnit(StorageUnit):
     @remote
     async def complete(self, token: Token, batch: WireBatch) -> np.ndarray:
         was_over = token in self.over or self._log.incarnation(token.task) not in (None, token.incarnation)
-        before = {row: (token.task, row) in self.holdings._writers for row in batch.batch().indices.tolist()}
+        before = {row: (token.task, row) in self.unit_store._writers for row in batch.batch().indices.tolist()}
         stored = await super().complete(token, batch)
         late = [row for row, is_kept in zip(before, stored.tolist(), strict=True) if is_kept and not before[row]]
         if was_over and late:

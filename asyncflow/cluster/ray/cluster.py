@@ -141,29 +141,29 @@ class RayCluster(SupervisedCluster):
             self._places.check_open()
         try:
             host = place.host or place.begin_host()
-            is_abroad = await host.node.remote() != self._connection.node
+            is_remote = await host.node.remote() != self._connection.node
         except import_ray().exceptions.RayError:  # gone since the worker's last start
             place.end_host()
             host = place.begin_host()
-            is_abroad = await host.node.remote() != self._connection.node
+            is_remote = await host.node.remote() != self._connection.node
         sees_run = await self._sees_run(host)
         letter = Letter(
             name=place.spec.name,
             entry=place.spec.entry,
-            run_dir=str(self._run_dir.absolute() if is_abroad else self._run_dir),
+            run_dir=str(self._run_dir.absolute() if is_remote else self._run_dir),
             cwd=os.getcwd(),
             run_id=self._run_id,
-            is_abroad=is_abroad,
-            environment=self._environment(place, is_abroad=is_abroad),
-            files=self._files() if is_abroad and not sees_run else {},
+            is_remote=is_remote,
+            environment=self._environment(place, is_remote=is_remote),
+            files=self._files() if is_remote and not sees_run else {},
         )
         pid = await host.start.remote(msgspec.msgpack.encode(letter))
         place.has_begun = True
-        return RayProcess(host, pid, log, partial(self._places.end_silent_host, place, host), is_here=not is_abroad)
+        return RayProcess(host, pid, log, partial(self._places.end_silent_host, place, host), is_here=not is_remote)
 
-    def _environment(self, place: WorkerPlace, *, is_abroad: bool) -> dict[str, str]:
+    def _environment(self, place: WorkerPlace, *, is_remote: bool) -> dict[str, str]:
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}
-        if is_abroad:
+        if is_remote:
             forwarded = self._options.forwarded(forwarded)
         if place.needs.keys() & {*COUNTED_AS.values()}:
             own[OWN_DEVICES] = "1"

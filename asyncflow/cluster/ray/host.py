@@ -38,7 +38,7 @@ class Letter(msgspec.Struct, frozen=True):
     run_dir: str
     cwd: str
     run_id: str
-    is_abroad: bool
+    is_remote: bool
     environment: dict[str, str]
     files: dict[str, bytes]
 
@@ -82,7 +82,7 @@ class RayHost:
         self._end_predecessor()
         told = msgspec.msgpack.decode(letter, type=Letter)
         run_dir, environment = Path(told.run_dir), {**told.environment}
-        if told.is_abroad:
+        if told.is_remote:
             environment = {**os.environ, **environment}
             places = self._hold(told.run_id)
             environment |= places.environment()

@@ -28,6 +28,7 @@ from asyncflow.loops.samples import EVALUATION_GROUPS, VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, check_options, resolve
 from asyncflow.rewards import REWARDS
+from asyncflow.run.availability import check_devices, check_engines, check_storage
 from asyncflow.run.factories import (
     check_samplers,
     check_shares,
@@ -47,7 +48,6 @@ from asyncflow.run.factories import (
 )
 from asyncflow.run.models.model_card import may_push
 from asyncflow.run.models.model_source import SHAPES, Log, check_folder, is_made, model_folder
-from asyncflow.run.parts_there import check_devices, check_engines, check_storage
 from asyncflow.run.preparation.prompts import read_source, short_enough, tokenize
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES

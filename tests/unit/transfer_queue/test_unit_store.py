@@ -136,13 +136,13 @@ async def test_a_dropped_row_stays_away_when_the_storage_could_not_free_it() -> 
     store = Failing()
     unit = await lives(store)
     await put(unit)
-    keeping = unit.holdings.storage.keep
+    keeping = unit.unit_store.storage.keep
 
     async def keep_and_break(name: str, value: bytes) -> None:
         await keeping(name, value)
         store.failing = [True]
 
-    unit.holdings.storage.keep = keep_and_break  # type: ignore[method-assign]
+    unit.unit_store.storage.keep = keep_and_break  # type: ignore[method-assign]
     with pytest.raises(RunError):
         await unit.drop(np.array([5]))
     assert await there(await lives(store), 4, 5, 6, 7) == [4, 6, 7]
@@ -165,7 +165,7 @@ async def test_a_unit_that_ends_in_the_middle_of_a_write_waits_for_no_controller
     await unit.follow("train", "one", "", 0, [])  # and nothing more is heard of it
     storage.gate.set()
     told = asyncio.create_task(put(unit, 1))
-    while unit.holdings.index.first_without(np.array([4]), SCHEMA.mask(["prompt"])):
+    while unit.unit_store.index.first_without(np.array([4]), SCHEMA.mask(["prompt"])):
         await asyncio.sleep(0)
     storage.gate.clear()
     writing = asyncio.create_task(put(unit, 2))

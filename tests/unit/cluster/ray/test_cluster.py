@@ -142,15 +142,15 @@ def test_the_environment_of_a_worker_here_and_elsewhere(own_cluster: RayCluster,
         monkeypatch.setenv(name, "1")
     worker = WorkerSpec("trainer/3", "e", {"LOCAL_RANK": "3", "RANK": "3"})
     place = ray_places.WorkerPlace(worker, ray_places._Pool(None, set()), 0, {"CPU": 1.0})
-    here = own_cluster._environment(place, is_abroad=False)
+    here = own_cluster._environment(place, is_remote=False)
     assert here["A_SECRET"] == here["MY_CHOICE"] == "1" and here["LOCAL_RANK"] == "3"
-    elsewhere = own_cluster._environment(place, is_abroad=True)
+    elsewhere = own_cluster._environment(place, is_remote=True)
     assert elsewhere["MY_CHOICE"] == elsewhere["NCCL_DEBUG"] == "1" and elsewhere["RANK"] == "3"
     assert not {"A_SECRET", "PATH", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} & elsewhere.keys()
     assert "ASYNCFLOW_OWN_DEVICES" not in here | elsewhere
     place.needs = {"GPU": 1.0}
-    for is_abroad in (False, True):  # it sees its own device alone
-        told = own_cluster._environment(place, is_abroad=is_abroad)
+    for is_remote in (False, True):  # it sees its own device alone
+        told = own_cluster._environment(place, is_remote=is_remote)
         assert told["LOCAL_RANK"] == "0" and told["ASYNCFLOW_OWN_DEVICES"]
 
 
@@ -161,7 +161,7 @@ def letter(run_dir: Path, function: str, **changes: Any) -> bytes:
         run_dir=str(run_dir),
         cwd=str(run_dir),
         run_id="r1",
-        is_abroad=False,
+        is_remote=False,
         environment={**os.environ, "COLOUR": "red", "RAY_AUTH_TOKEN": "secret"},
         files={},
     )
@@ -236,7 +236,7 @@ def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_m
     monkeypatch.setattr("asyncflow.cluster.ray.node_folders.SHARED_MEMORY", memory)
     monkeypatch.setattr("tempfile.tempdir", str(run_dir))
     host = RayHost()
-    host.start(letter(run_dir, "stays", is_abroad=True, environment={}, files={"key.pem": b"the key", "job.json": b"{}"}))
+    host.start(letter(run_dir, "stays", is_remote=True, environment={}, files={"key.pem": b"the key", "job.json": b"{}"}))
     copied = run_dir / "asyncflow-node-r1" / "files" / "run" / run_dir.name
     await_file(copied / "w")
     assert (copied / "key.pem").read_bytes() == b"the key" and (copied / "key.pem").stat().st_mode & 0o077 == 0
@@ -255,7 +255,7 @@ def test_a_run_of_any_name_has_a_folder_of_its_own_on_another_machine(tmp_path: 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "workers.py").write_text(WORKERS)
     host = RayHost()
-    told = msgspec.msgpack.decode(letter(tmp_path, "well", is_abroad=True, environment={}, files={"job.json": b"{}"}), type=Letter)
+    told = msgspec.msgpack.decode(letter(tmp_path, "well", is_remote=True, environment={}, files={"job.json": b"{}"}), type=Letter)
     host.start(msgspec.msgpack.encode(msgspec.structs.replace(told, run_dir="/elsewhere/model")))
     heard(host)
     node = tmp_path / "asyncflow-node-r1" / "files"

@@ -413,7 +413,7 @@ def trainers(count: int) -> list[WorkerSpec]:
 
 
 @pytest.fixture
-def abroad(make: Make, tmp_path: Path) -> Make:
+def several_nodes(make: Make, tmp_path: Path) -> Make:
     """A cluster whose trainers may be anywhere."""
     (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\nqueue: {listen: 'tls:h:0'}\n")
     (tmp_path / "key.pem").touch()
@@ -421,27 +421,27 @@ def abroad(make: Make, tmp_path: Path) -> Make:
     return lambda room, **options: make(room, trainers="anywhere", **options)
 
 
-async def test_trainers_on_several_nodes_are_told_so_and_the_first_one_stays(abroad: Make) -> None:
-    cluster, ray = abroad(4)
+async def test_trainers_on_several_nodes_are_told_so_and_the_first_one_stays(several_nodes: Make) -> None:
+    cluster, ray = several_nodes(4)
     ray.nodes = {1: "there", 2: "there"}
     await cluster.start([*trainers(3), *rollouts(0)])
     here = {"ray.io/node-id": "here"}
     assert ray.labels == [[here, {}, {}], [here]]  # rollouts have no door to weights elsewhere
-    environments = [cluster._environment(cluster._places.by_name[f"trainer/{rank}"], is_abroad=rank > 0) for rank in range(3)]
+    environments = [cluster._environment(cluster._places.by_name[f"trainer/{rank}"], is_remote=rank > 0) for rank in range(3)]
     assert [(e["LOCAL_WORLD_SIZE"], e["STORE"]) for e in environments] == [("1", "driver"), ("2", "driver"), ("2", "driver")]
     await cluster.stop(0.0)
 
 
-async def test_trainers_that_are_all_here_are_as_they_are_locally(abroad: Make) -> None:
-    cluster, _ = abroad(2)
+async def test_trainers_that_are_all_here_are_as_they_are_locally(several_nodes: Make) -> None:
+    cluster, _ = several_nodes(2)
     await cluster.start(trainers(2))
-    environments = [cluster._environment(cluster._places.by_name[f"trainer/{rank}"], is_abroad=False) for rank in range(2)]
+    environments = [cluster._environment(cluster._places.by_name[f"trainer/{rank}"], is_remote=False) for rank in range(2)]
     assert [(e["LOCAL_WORLD_SIZE"], e["STORE"]) for e in environments] == [("2", "a file")] * 2
     await cluster.stop(0.0)
 
 
-async def test_a_trainer_where_the_runs_folder_is_not_seen_is_refused_before_anybody_is_started(abroad: Make) -> None:
-    cluster, ray = abroad(3)
+async def test_a_trainer_where_the_runs_folder_is_not_seen_is_refused_before_anybody_is_started(several_nodes: Make) -> None:
+    cluster, ray = several_nodes(3)
     ray.nodes, ray.shares_files = {1: "there"}, False
     with pytest.raises(UserError, match=r"trainer/1 would be on a node that does not see .*, where trainers write checkpoints"):
         await cluster.start([*rollouts(0), *trainers(2)])

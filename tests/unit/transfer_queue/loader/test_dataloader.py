@@ -234,13 +234,13 @@ def test_the_next_request_does_not_wait_for_the_transfer(queue: ServedQueue) -> 
     queue.put(range(8))
     may_read = asyncio.Event()
     for unit in queue.queue.units:
-        at_once = unit.holdings.storage.read
+        at_once = unit.unit_store.storage.read
 
         async def read(*asked: Any, at_once: Any = at_once) -> Any:
             await may_read.wait()
             return await at_once(*asked)
 
-        unit.holdings.storage.read = read  # type: ignore[method-assign]
+        unit.unit_store.storage.read = read  # type: ignore[method-assign]
     loader = open_loader(queue.address, "train", batch_size=4, prefetch=2)
     with ThreadPoolExecutor(1) as thread, loader:
         stream = iter(loader)

@@ -60,7 +60,7 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
         names = " and ".join(f"{each.kind} {each.name!r}" for each in asked)
         try:
             async with asyncio.timeout(IMPORT_SECONDS):
-                await _asked_of("asyncflow.run.parts_there", [], msgspec.msgpack.encode(asked), f"{names} cannot be imported")
+                await _asked_of("asyncflow.run.availability", [], msgspec.msgpack.encode(asked), f"{names} cannot be imported")
         except TimeoutError:
             raise UserError(f"{names} was not imported within {IMPORT_SECONDS:g} s: does the file wait for something?") from None
 
@@ -119,7 +119,7 @@ def _asked(config: Config) -> Iterator[AskedEngine]:
 
 
 def main() -> None:
-    """`python -m asyncflow.run.parts_there`: exit 2, with a sentence, for the first engine that cannot be had."""
+    """`python -m asyncflow.run.availability`: exit 2, with a sentence, for the first engine that cannot be had."""
     for asked in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[AskedEngine]):
         try:
             check_options(asked.kind, asked.name, asked.options, asked.known, asked.given)
