@@ -102,12 +102,12 @@ def fault_of_probe(attested: Attestation, version: int, probe: Probe, tolerance:
     """The same by the engine's log-probs of a probe; "" also if the engine has not told any. `tolerance`: see `Probing`."""
     if attested.log_probs is None:
         return ""
-    told, trainers, count = attested.log_probs, probe.log_probs, len(probe.log_probs)
-    if not told or len(told) % count:
-        return f"the engine gives {len(told)} log-probs of the probe sequence's {count}"
+    given, trainers, count = attested.log_probs, probe.log_probs, len(probe.log_probs)
+    if not given or len(given) % count:
+        return f"the engine gives {len(given)} log-probs of the probe sequence's {count}"
     allowed = tolerance if attested.parts is not None else max(tolerance, UNSUMMED_TOLERANCE)
-    for begin in range(0, len(told), count):
-        found = told[begin : begin + count]
+    for begin in range(0, len(given), count):
+        found = given[begin : begin + count]
         differences = [abs(own - right) for own, right in zip(found, trainers, strict=True)]
         mean = sum(differences) / count
         if not mean <= allowed:  # or it is no number

@@ -246,8 +246,8 @@ class AsyncClient:
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
         """Let rollout workers join or leave. See `Trainer.scale_rollout`."""
-        told = await self._post("/v1/scale", {"num_workers": num_workers, "grace_seconds": grace_seconds})
-        return str(told["message"])
+        answer = await self._post("/v1/scale", {"num_workers": num_workers, "grace_seconds": grace_seconds})
+        return str(answer["message"])
 
     async def checkpoint(self) -> int:
         """Have a checkpoint written with the next step that is committed; returns its version."""

@@ -225,7 +225,7 @@ class ReplayFolder(RunFolder):
             record=RecordState(),
         )
         checkpoint = str(plan.checkpoint.resolve()) if plan.checkpoint is not None else ""
-        self.tell_workers(
+        self.write_job(
             JobFile(str(plan.model.resolve()), prepared.max_context, str(self.weights_dir), first=plan.first, checkpoint=checkpoint)
         )
         folder = plan.checkpoint or self._folder.path

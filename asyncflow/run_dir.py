@@ -170,8 +170,8 @@ class RunDir:
             try:
                 self.path.mkdir(parents=True, mode=0o700)
             except OSError as error:
-                told = f"the run's folder {self.path} cannot be made ({error.strerror}): give another run.dir"
-                raise UserError(told) from error
+                message = f"the run's folder {self.path} cannot be made ({error.strerror}): give another run.dir"
+                raise UserError(message) from error
         (self.path / _MARKER_FILE).touch()
         if fork is not None:
             replace(self.path / FORK_FILE, fork)

@@ -34,8 +34,8 @@ def named(target: str) -> Any:
     except CannotImport:
         raise
     except Exception as error:  # a file may raise anything
-        says_all = isinstance(error, ImportError | SyntaxError)
-        raise CannotImport(words_of(error).removeprefix(f"{type(error).__name__}: " if says_all else "")) from error
+        is_complete = isinstance(error, ImportError | SyntaxError)
+        raise CannotImport(words_of(error).removeprefix(f"{type(error).__name__}: " if is_complete else "")) from error
     if not hasattr(module, name):
         raise CannotImport(f"{place} has no {name!r}")
     return getattr(module, name)

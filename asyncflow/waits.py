@@ -150,7 +150,7 @@ INSTALL_LEAVE: Final = _wait("leave to install", "the schedule's leave to instal
 RUN_ENDS: Final = _wait(
     "end of the run",
     "the end of the run",
-    "cli/queue.py:_until_told _listen cli/serve.py:until_told transfer_queue/queue.py:TransferQueue.running"
+    "cli/queue.py:_until_stopped _listen cli/serve.py:until_stopped transfer_queue/queue.py:TransferQueue.running"
     " transfer_queue/node.py:serve_controller serve_controller.join run/running.py:Running._over"
     " service/hosted.py:HostedRun._watch",
     ends="the run's end",
@@ -417,7 +417,7 @@ LOADER: Final = _wait(
 WORKERS_START: Final = _wait(
     "workers' start",
     "the cluster to start {workers} workers",
-    "run/running.py:Running.start cluster/forking.py:ForkServer.fork - ForkServer._hear",
+    "run/running.py:Running.start cluster/forking.py:ForkServer.fork - ForkServer._receive",
     ends="an interrupt, or the cluster's own deadline (start_seconds on Ray)",
 )
 RAY_ROOM: Final = _wait(

@@ -212,7 +212,7 @@ class JoinedGenerator:
                 self._free -= len(prompt.rows)
                 answering.create_task(self._answer(prompt))
 
-    async def _change(self, version: int, told: AsyncGeneratorWorker | None = None, probe: ProbeData | None = None) -> None:
+    async def _change(self, version: int, worker_api: AsyncGeneratorWorker | None = None, probe: ProbeData | None = None) -> None:
         """Change to a version, and say so where it was asked for: the service does when the responses under way may go through it.
         It may be cut off at any point."""
         tensors = await self._tensors(version)
@@ -223,8 +223,8 @@ class JoinedGenerator:
             attested = await self._engine.attest() if self._attests else None
             if self._attests and probe is not None:
                 attested = await self._probed(attested, probe)
-            if told is not None:
-                await told.installed(version, attested)
+            if worker_api is not None:
+                await worker_api.installed(version, attested)
             self._version = version
         finally:
             await self._engine.resume()

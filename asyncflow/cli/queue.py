@@ -64,7 +64,7 @@ def serve(
         unit_options=UnitOptions(capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, snapshot_dir=snapshot_dir),
         credentials=credentials,
     )
-    _run(_until_told(_serve(queue, address, restore, credentials)))
+    _run(_until_stopped(_serve(queue, address, restore, credentials)))
 
 
 @app.command()
@@ -89,9 +89,9 @@ def unit(
         address,
         options=UnitOptions(capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, snapshot_dir=snapshot_dir),
         credentials=_credentials(key),
-        on_listening=_say,
+        on_listening=_print_address,
     )
-    _run(_until_told(serving))
+    _run(_until_stopped(serving))
 
 
 @app.command()
@@ -99,7 +99,7 @@ def controller(hub: Hub, task: Annotated[str, typer.Argument()], address: Addres
     """Be a task's controller of a queue that is served elsewhere, in place of the one it has, until that one ends."""
     from asyncflow.transfer_queue.node import serve_controller
 
-    _run(_until_told(serve_controller(hub, task, address, credentials=_credentials(key), on_listening=_say)))
+    _run(_until_stopped(serve_controller(hub, task, address, credentials=_credentials(key), on_listening=_print_address)))
 
 
 @app.command()
@@ -138,7 +138,7 @@ async def _listen(server: Server, addresses: list[str]) -> None:
     """Serve until cancelled."""
     try:
         for address in addresses:
-            _say(await server.start(address))
+            _print_address(await server.start(address))
         await asyncio.Event().wait()
     finally:
         await server.close()
@@ -158,11 +158,11 @@ async def _ask(hub: str, key: Path | None, method: str, *arguments: Any) -> Any:
         await peer.close()
 
 
-def _say(address: str) -> None:
+def _print_address(address: str) -> None:
     print(f"listening at {address}", flush=True)
 
 
-async def _until_told(service: Coroutine[Any, Any, None]) -> None:
+async def _until_stopped(service: Coroutine[Any, Any, None]) -> None:
     """Run until SIGINT or SIGTERM, and end in order, even where the shell that started the process in the background set SIGINT to
     be ignored."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(service)

@@ -45,8 +45,8 @@ def reward(
             continue
         scored.append(each.outcome.reward)
         parts = zip(names, each.outcome.parts, strict=False)
-        told = "".join(f"  {name} {'none' if part is None else f'{part:g}'}" for name, part in parts) if len(names) > 1 else ""
-        print(f"{each.outcome.reward:9.4g}  {each.name}: {shown!r}{told}")
+        details = "".join(f"  {name} {'none' if part is None else f'{part:g}'}" for name, part in parts) if len(names) > 1 else ""
+        print(f"{each.outcome.reward:9.4g}  {each.name}: {shown!r}{details}")
     mean = f", mean {sum(scored) / len(scored):.4g}" if scored else ""
     print(f"{len(scored)} of {len(tried)} responses scored{mean}, {num_failed} failed")
     if num_failed:

@@ -106,7 +106,7 @@ async def _serve(
     print(f"serving {config.run_dir} at {address}, with the keys in {keys.path}")
     print(f"try        {_example(address, keys.path, trusted)}", flush=True)
     try:
-        status = await until_told(hosted.over)
+        status = await until_stopped(hosted.over)
     finally:
         await hosted.stop()
         await hosted.farewell()
@@ -170,14 +170,14 @@ async def _serve_tinker(
             trust = f"SSL_CERT_FILE={trusted} " if trusted else ""
             print(f"try        {trust}TINKER_BASE_URL={address} TINKER_API_KEY={_secret_of(keys.path)} python", flush=True)
             try:
-                return await until_told(asyncio.Event())
+                return await until_stopped(asyncio.Event())
             finally:
                 await server.stop()
     finally:
         audit.close()
 
 
-async def until_told(over: asyncio.Event) -> int:
+async def until_stopped(over: asyncio.Event) -> int:
     """Wait until it is over, or a signal says so. Returns the exit status."""
     seen: list[int] = []
 

@@ -65,7 +65,7 @@ def _names(runs: list[Path]) -> list[str]:
 
 async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[str]) -> int:
     """Serve the page until a signal comes. Returns the exit status. Raises `UserError`."""
-    from asyncflow.cli.serve import until_told
+    from asyncflow.cli.serve import until_stopped
     from asyncflow.service.app import AuditLog, GatePaths, make_app
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
@@ -102,7 +102,7 @@ async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[s
             if opens:
                 _open(f"{address}{PAGE}#{fragment}", Path(scratch))
         try:
-            await until_told(asyncio.Event())
+            await until_stopped(asyncio.Event())
             return 0
         finally:
             await server.stop()

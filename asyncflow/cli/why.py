@@ -30,17 +30,17 @@ def why(
     print(f"{run}: {situation.committed} of {situation.steps} steps are committed; {state_of_driver(situation)}")
     first, *others = paths(situation)
     _print(first, 0, set())
-    told = {link.text for link in first}
+    explained = {link.text for link in first}
     if others:
         print("and the others:")
     for path in others:
-        _print(path, 1, told)
-        told.update(link.text for link in path)
+        _print(path, 1, explained)
+        explained.update(link.text for link in path)
 
 
-def _print(path: Sequence[Link], depth: int, told: Collection[str]) -> None:
+def _print(path: Sequence[Link], depth: int, explained: Collection[str]) -> None:
     """Print who waits for whom, a line each with what ends that wait; what was printed before is not explained again."""
     for number, link in enumerate(path):
         arrow = f"{'  ' * number}-> " if number else ""
-        ends = "as above" if link.text in told else f"at the latest until: {link.ends}"
+        ends = "as above" if link.text in explained else f"at the latest until: {link.ends}"
         print(f"{'  ' * depth}{arrow}{link.text} [{ends}]")

@@ -61,8 +61,8 @@ class Process:
     def kill(self) -> None:
         """End the process, and tell `on_death`."""
         self.is_alive = self.is_paused = False
-        for tell in self.on_death:
-            tell()
+        for report in self.on_death:
+            report()
 
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)

@@ -112,7 +112,7 @@ def main() -> None:
             ready = {descriptor for descriptor, _ in poll.poll(0 if imports else None)}
             if woken in ready:
                 os.read(woken, 1 << 12)
-                _tell_of_ends(driver)
+                _report_ends(driver)
             if driver.fileno() in ready:
                 message, descriptors, _, _ = socket.recv_fds(driver, MAX_MESSAGE_BYTES, 2)
                 if not message:
@@ -205,7 +205,7 @@ def _set_malloc(environment: dict[str, str]) -> None:
             mallopt(number, int(environment[name]))
 
 
-def _tell_of_ends(driver: socket.socket) -> None:
+def _report_ends(driver: socket.socket) -> None:
     with contextlib.suppress(ChildProcessError):  # there is none left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended

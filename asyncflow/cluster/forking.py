@@ -206,7 +206,7 @@ class ForkServer:
         if self._loop is not loop:
             self._forget_workers()
             self._loop = loop
-            loop.add_reader(self._socket, self._hear)
+            loop.add_reader(self._socket, self._receive)
 
     def _forget_workers(self) -> None:
         """Workers of an event loop that is closed are nobody's any more: their control pipes close, and they end."""
@@ -218,17 +218,17 @@ class ForkServer:
         self._asked.clear()
         self._children.clear()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             while message := self._socket.recv(MAX_MESSAGE_BYTES):
-                self._heard(msgspec.msgpack.decode(message, type=Word))
+                self._received(msgspec.msgpack.decode(message, type=Word))
         except BlockingIOError:
             return
         except ConnectionResetError:
             pass
         self._lost()
 
-    def _heard(self, word: Word) -> None:
+    def _received(self, word: Word) -> None:
         if isinstance(word, Ended):
             if (child := self._children.pop(word.pid, None)) is not None:
                 child.ended(word.status)
@@ -274,5 +274,5 @@ class ForkServer:
         atexit.unregister(self._process.kill)
 
     def _send(self, message: Import | Fork, descriptors: Sequence[int] = ()) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, of which `_hear` hears
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, of which `_receive` learns
             socket.send_fds(self._socket, [msgspec.msgpack.encode(message)], descriptors)

@@ -66,9 +66,9 @@ def run_rank(
             f"{layout.size}: start it with --nproc-per-node {layout.size}"
         )
     # By its name, as the worker below: a driver, which has this module too, imports no torch.
-    said_by_first = load("store", "asyncflow.transport.torch_store:said_by_first")
+    word_of_first = load("store", "asyncflow.transport.torch_store:word_of_first")
     own = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex}"
-    launch, _kept_open = said_by_first(LAUNCH, own if rank == 0 else None, deadline_seconds)
+    launch, _kept_open = word_of_first(LAUNCH, own if rank == 0 else None, deadline_seconds)
     host, process_id, _ = launch.split("/")
     if host != socket.gethostname():
         raise UserError(

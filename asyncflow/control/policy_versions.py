@@ -172,8 +172,8 @@ class PolicyVersions:
         Returns what is wrong then: the worker is stale, and takes no prompts. "": it serves.
         """
         worker = client_name.get()
-        told = self._targets.get(worker)
-        promised = told if told is not None and told.version == version else self._kept.get(version)
+        target = self._targets.get(worker)
+        promised = target if target is not None and target.version == version else self._kept.get(version)
         fault = self._fault(worker, promised, attested) if promised is not None else ""
         is_compared = promised is not None and bool(promised.sums) and attested is not None and attested.parts is not None
         if version:
@@ -195,13 +195,13 @@ class PolicyVersions:
 
     def _fault(self, worker: str, promised: Manifest, attested: Attestation | None) -> str:
         """Description of what a worker generates with, if that is not what was promised, as far as its engine can tell."""
-        told = attested or Attestation(None)
+        given = attested or Attestation(None)
         if promised.probe is not None:
             left = self._probes_left.get(worker, FIRST_PROBES) - 1
-            self._probes_left[worker] = 0 if told.log_probs is None else max(left, told.parts is None)
-        fault = fault_of(told, promised.version, promised.sums, promised.base) if promised.sums else ""
+            self._probes_left[worker] = 0 if given.log_probs is None else max(left, given.parts is None)
+        fault = fault_of(given, promised.version, promised.sums, promised.base) if promised.sums else ""
         if not fault and promised.probe is not None:
-            fault = fault_of_probe(told, promised.version, promised.probe, self.probing.tolerance)
+            fault = fault_of_probe(given, promised.version, promised.probe, self.probing.tolerance)
         return fault
 
     @remote

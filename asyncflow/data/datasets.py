@@ -191,10 +191,10 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
     try:
         row = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        told = f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}"
+        message = f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}"
         if path.suffix.lower() not in _JSON:
-            told += "; a file of this name is read as JSON Lines: call one with commas .csv, one with tabs .tsv"
-        raise UserError(told) from error
+            message += "; a file of this name is read as JSON Lines: call one with commas .csv, one with tabs .tsv"
+        raise UserError(message) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists as deep
         raise UserError(f"{path}, line {number} cannot be read: {error}") from error
     if not isinstance(row, dict):

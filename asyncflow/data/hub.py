@@ -38,9 +38,9 @@ def read_data_set(path: str, named: str, subset: str | None, limit: int | None) 
             with _without_retries(path):
                 found = datasets.load_dataset(path, subset)
     except Exception as error:  # of many libraries: the Hub's, its HTTP client's, pyarrow's
-        told = str(error).strip().splitlines() or [type(error).__name__]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         where = "cannot be read" if folder.exists() else "is no file or folder here, and cannot be had from the Hugging Face Hub"
-        raise UserError(f"the data set {path}{f' ({subset})' if subset else ''} {where}: {told[0]}") from error
+        raise UserError(f"the data set {path}{f' ({subset})' if subset else ''} {where}: {lines[0]}") from error
     if isinstance(found, datasets.DatasetDict):
         if named not in found:
             splits = ", ".join(map(str, found))

@@ -220,7 +220,7 @@ class MicroBatch:
     int64 [R]: of each row's oldest token, in versions. ref_logprobs, ragged float32: only where the reference is a separate task.
     values, ragged float32: only for a critic, and `advantages` are then the returns. target_ids, ragged int64: the tokens whose
     log-probs the loss is given, one for each response token; None: the response tokens themselves. rewards float32 [R].
-    told_rows: positions of rows of which the result is to have figures token by token; an engine may lack them.
+    examined_rows: positions of rows of which the result is to have figures token by token; an engine may lack them.
     """
 
     indices: Array
@@ -234,7 +234,7 @@ class MicroBatch:
     values: Ragged | None = None
     target_ids: Ragged | None = None
     rewards: Array | None = None
-    told_rows: tuple[int, ...] = ()
+    examined_rows: tuple[int, ...] = ()
 
     @property
     def token_advantages(self) -> Array:
@@ -266,8 +266,8 @@ class MicroBatchResult:
 
     `logprob_differences`: the number of loss tokens whose log-prob equals the rollout engine's to the bit, and the largest
     difference in nats. `is_computed`: False if no engine computed the micro-batch, because it has no gradient
-    (`train.skip_zero_advantages`). `token_figures`: of each row in `MicroBatch.told_rows`, by its index: numbers by their name, one
-    for each response token, as the loss had them.
+    (`train.skip_zero_advantages`). `token_figures`: of each row in `MicroBatch.examined_rows`, by its index: numbers by their
+    name, one for each response token, as the loss had them.
     """
 
     loss_sum: float

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.environments.base import Action, EnvironmentFailure, Message, Words
-from asyncflow.environments.joints import QUESTION, ChatTokenizer, JointsByTools, said
+from asyncflow.environments.joints import QUESTION, ChatTokenizer, JointsByTools, turn_text
 from asyncflow.types import Array, UserError
 
 
@@ -84,7 +84,7 @@ class ChatFormat:
 
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """See `TurnFormat`."""
-        return Action(said(self._tokenizer, turn_ids), is_finished, turn_ids.tolist())
+        return Action(turn_text(self._tokenizer, turn_ids), is_finished, turn_ids.tolist())
 
 
 @contextlib.contextmanager

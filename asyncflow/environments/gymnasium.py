@@ -38,7 +38,7 @@ class Gymnasium:
     def reset(self, example: Mapping[str, Any], seed: int) -> list[Message]:
         """See `Environment`."""
         observation, _ = self._env.reset(seed=seed % (1 << 31), options=dict(example))
-        return _said(observation)
+        return _messages(observation)
 
     def step(self, action: Action) -> TurnResult:
         """See `Environment`. A turn without a number that is an action changes nothing, and is told so."""
@@ -47,17 +47,17 @@ class Gymnasium:
             found = _NUMBER.findall(action)
             taken = int(found[-1]) if found else -1
             if not 0 <= taken < self._num_actions:
-                return TurnResult(_said(f"An action is a number from 0 to {self._num_actions - 1}."), 0.0, False, {})
+                return TurnResult(_messages(f"An action is a number from 0 to {self._num_actions - 1}."), 0.0, False, {})
         observation, reward, terminated, truncated, _ = self._env.step(taken)
         done = bool(terminated or truncated)
-        return TurnResult(None if done else _said(observation), float(reward), done, {"truncated": bool(truncated)})
+        return TurnResult(None if done else _messages(observation), float(reward), done, {"truncated": bool(truncated)})
 
     def close(self) -> None:
         """See `Environment`."""
         self._env.close()
 
 
-def _said(observation: Any) -> list[Message]:
+def _messages(observation: Any) -> list[Message]:
     if not isinstance(observation, str):
         observation = json.dumps(observation.tolist() if hasattr(observation, "tolist") else observation, default=str)
     return [{"role": "user", "content": observation}]

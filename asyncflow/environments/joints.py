@@ -63,15 +63,15 @@ class Survey(NamedTuple):
 
     def sentences(self) -> list[str]:
         """Sentences for the user of a run, before it starts."""
-        said = []
+        notes = []
         if self.changing:
-            said.append(
+            notes.append(
                 f"the chat template may change earlier turns when a {' or '.join(sorted(self.changing))} message follows: where it "
                 f"does, the turn starts a branch, a sequence of its own"
             )
         if "tool" in self.refused:
-            said.append(f"the chat template has no tool messages ({self.refused['tool']}): results of tools are user messages")
-        return said
+            notes.append(f"the chat template has no tool messages ({self.refused['tool']}): results of tools are user messages")
+        return notes
 
 
 class Joints:
@@ -108,7 +108,7 @@ class Joints:
 
     def answer(self, token_ids: Array) -> Message:
         """Sampled tokens as the assistant's message, special tokens inside it included."""
-        return {"role": "assistant", "content": self.survey.begun + said(self._tokenizer, token_ids)}
+        return {"role": "assistant", "content": self.survey.begun + turn_text(self._tokenizer, token_ids)}
 
     def between(self, last_token: int, observation: Sequence[Message]) -> Array:
         """int64 [n]: tokens from a sampled answer to the next one. `last_token`: of the answer; what closes it is not repeated if
@@ -126,10 +126,10 @@ class Joints:
         not count."""
         before = self._rendered(messages).removesuffix(self.survey.begun)
         after = self._rendered([*messages, answer, *observation])
-        said = answer["content"].strip()
-        if not after.startswith(before) or not after[len(before) :].lstrip().startswith(said):
+        content = answer["content"].strip()
+        if not after.startswith(before) or not after[len(before) :].lstrip().startswith(content):
             return True
-        behind = after[len(before) :].lstrip()[len(said) :].lstrip()
+        behind = after[len(before) :].lstrip()[len(content) :].lstrip()
         marked = self._rendered([QUESTION, {"role": "assistant", "content": _MARK}, *observation])
         return behind != _behind_mark(marked).lstrip()
 
@@ -211,7 +211,7 @@ class JointsByTools:
         return self._known[key]
 
 
-def said(tokenizer: ChatTokenizer, turn_ids: Array) -> str:
+def turn_text(tokenizer: ChatTokenizer, turn_ids: Array) -> str:
     """Text of a turn (int64 [n]), special tokens included but for its end token."""
     has_end = len(turn_ids) and int(turn_ids[-1]) in tokenizer.end_token_ids  # else a stop string has ended the turn
     return tokenizer.decode_all(turn_ids[:-1] if has_end else turn_ids)

@@ -40,7 +40,7 @@ class OpenEnv:
     async def reset(self, example: Mapping[str, Any], seed: int) -> list[Message]:
         """See `Environment`."""
         result = await self._client.reset(seed=seed % (1 << 31), **{name: example[name] for name in self._columns})
-        return self._said(result.observation)
+        return self._messages(result.observation)
 
     async def step(self, action: Action) -> TurnResult:
         """See `Environment`. A turn that is to be JSON and is not changes nothing, and is told so."""
@@ -52,12 +52,12 @@ class OpenEnv:
                 return TurnResult([{"role": "user", "content": f"An action is a JSON object: {error}"}], 0.0, False, {})
         result = await self._client.step(taken)
         reward = None if result.reward is None else float(result.reward)
-        return TurnResult(None if result.done else self._said(result.observation), reward, bool(result.done), {})
+        return TurnResult(None if result.done else self._messages(result.observation), reward, bool(result.done), {})
 
     async def close(self) -> None:
         """See `Environment`."""
         await self._client.close()
 
-    def _said(self, observation: Mapping[str, Any]) -> list[Message]:
+    def _messages(self, observation: Mapping[str, Any]) -> list[Message]:
         value = observation if self._observation_field is None else observation.get(self._observation_field, "")
         return [{"role": "user", "content": value if isinstance(value, str) else json.dumps(value)}]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.environments.base import Action, Words
-from asyncflow.environments.joints import ChatTokenizer, said
+from asyncflow.environments.joints import ChatTokenizer, turn_text
 from asyncflow.types import Array
 
 
@@ -32,7 +32,7 @@ class TextFormat:
 
     def action(self, turn_ids: Array, *, is_finished: bool) -> Action:
         """See `TurnFormat`."""
-        return Action(said(self._tokenizer, turn_ids), is_finished, turn_ids.tolist())
+        return Action(turn_text(self._tokenizer, turn_ids), is_finished, turn_ids.tolist())
 
 
 def _text(words: Words) -> str:

@@ -38,13 +38,13 @@ class Malformed(NamedTuple):
 def calls_in(text: str) -> list[ToolCall | Malformed]:
     """Calls of a turn, in their order, by whichever form it has; what stands in its thoughts (`<think>`) is none. Empty: the turn
     calls nothing."""
-    said = _THOUGHTS.sub("", text)
-    if bodies := _HERMES.findall(said) or _FENCED.findall(said):
+    answer = _THOUGHTS.sub("", text)
+    if bodies := _HERMES.findall(answer) or _FENCED.findall(answer):
         return [call for body in bodies for call in _read(body)]
-    _, mark, body = said.partition("[TOOL_CALLS]")
+    _, mark, body = answer.partition("[TOOL_CALLS]")
     if mark:
         return list(_read(body))
-    _, mark, body = said.rpartition("<|python_tag|>")
+    _, mark, body = answer.rpartition("<|python_tag|>")
     is_call = body.strip().startswith("{") and '"name"' in body
     return list(_read(body)) if mark or is_call else []
 

@@ -42,8 +42,8 @@ class TRLEnvironment:
     async def reset(self, example: Mapping[str, Any], seed: int) -> str | None:
         """See `Environment`."""
         self._turns = 0
-        said = self._environment.reset(**example)
-        return await said if inspect.isawaitable(said) else said
+        observation = self._environment.reset(**example)
+        return await observation if inspect.isawaitable(observation) else observation
 
     async def step(self, action: Action) -> TurnResult:
         """See `Environment`."""

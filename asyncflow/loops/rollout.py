@@ -304,9 +304,9 @@ class Rollout:
         attested: Attestation | None = None
         if (attest := getattr(self._engine, "attest", None)) is not None:
             attested = await attest()
-        told = attested or Attestation(None)
-        if manifest.probe is not None and told.log_probs is None and (log_probs := await self._probed(manifest.probe)) is not None:
-            attested = msgspec.structs.replace(told, log_probs=log_probs)
+        given = attested or Attestation(None)
+        if manifest.probe is not None and given.log_probs is None and (log_probs := await self._probed(manifest.probe)) is not None:
+            attested = msgspec.structs.replace(given, log_probs=log_probs)
         if attested is not None:
             self._spans.off_lane("attest", start, version=manifest.version)
         return attested

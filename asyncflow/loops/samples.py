@@ -404,7 +404,7 @@ def micro_batches(
             ref_logprobs=batch.ragged(REFERENCE_COLUMN.name).take(piece) if has_reference else None,
             values=batch.ragged(VALUES_COLUMN.name).take(piece) if has_values else None,
             rewards=batch.dense("reward")[rows] if "reward" in batch.columns else None,
-            told_rows=tuple(number for number, row in enumerate(batch.indices[rows].tolist()) if is_examined(row)),
+            examined_rows=tuple(number for number, row in enumerate(batch.indices[rows].tolist()) if is_examined(row)),
         )
 
 

@@ -43,7 +43,7 @@ class Selection:
         async for leased in self._queue.stream(SELECT_TASK):
             group = leased.lease.groups[0].group
             if self._ledger.ledger.is_member(group):  # its lease had expired before it was told so
-                self._start(self._tell(leased))
+                self._start(self._mark_member(leased))
                 continue
             self._held[group] = leased
             self._ledger.decide(group, is_varied=is_varied(leased.batch.dense("reward")))
@@ -51,13 +51,13 @@ class Selection:
     def decided(self, decided: Decided) -> None:
         """Act on the ledger's decisions: complete members, drop the rest."""
         for group in decided.members:
-            self._start(self._tell(self._held.pop(group)))
+            self._start(self._mark_member(self._held.pop(group)))
         for group in (*decided.degenerate, *decided.surplus):
             self._held.pop(group, None)
         if decided.left:
             self._start(self._queue.drop(decided.left))
 
-    async def _tell(self, leased: Leased) -> None:
+    async def _mark_member(self, leased: Leased) -> None:
         batch = leased.batch
         columns: dict[str, Values] = {MEMBER_COLUMN.name: np.ones(len(batch), np.uint8)}
         await self._queue.complete(leased.lease, Batch(batch.indices, batch.groups, columns))

@@ -143,19 +143,19 @@ def conversation(played: Played, decode: Callable[[Array], str]) -> list[dict[st
     """An episode as it is kept for reading: what was said by whom, token by token, and the log-probs of what was sampled."""
     response, pieces, end = played.response, [], 0
 
-    def said(by: str, first: int, last: int) -> dict[str, Any]:
+    def piece(by: str, first: int, last: int) -> dict[str, Any]:
         ids = response.token_ids[first:last]
         return {"by": by, "text": decode(ids), "tokens": ids.tolist(), "texts": [decode(ids[i : i + 1]) for i in range(len(ids))]}
 
     def observed(first: int, last: int) -> None:
         if last > first:
-            pieces.append(said("environment", first, last))
+            pieces.append(piece("environment", first, last))
 
     for (first, count, calls, failures), reward in zip(played.turns.tolist(), played.turn_rewards, strict=True):
         observed(end, first)
         end = first + count
         logprobs = [round(float(logprob), 4) for logprob in response.logprobs[first:end]]
         what = {"logprobs": logprobs, "reward": reward, TOOL_CALLS: calls, TOOL_FAILURES: failures}
-        pieces.append(said("policy", first, end) | what)
+        pieces.append(piece("policy", first, end) | what)
     observed(end, len(response.token_ids))
     return pieces

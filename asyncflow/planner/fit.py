@@ -56,8 +56,8 @@ class Residual(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         """The residual in one line."""
-        said = f"{self.name:18} {self.num_samples:6,} samples  bias {self.bias:+6.1%}  worst size {self.worst:+6.1%}"
-        return f"{said}  noise {self.noise:5.0%}"
+        line = f"{self.name:18} {self.num_samples:6,} samples  bias {self.bias:+6.1%}  worst size {self.worst:+6.1%}"
+        return f"{line}  noise {self.noise:5.0%}"
 
     def warning(self) -> str:
         """Sentence that says what is wrong; "" where nothing is."""

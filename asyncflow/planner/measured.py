@@ -72,7 +72,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def warnings(self) -> list[str]:
         """Sentences, one for each piece that the costs describe badly."""
-        return [said for each in self.residuals if (said := each.warning())]
+        return [warning for each in self.residuals if (warning := each.warning())]
 
     def lines(self) -> list[str]:
         """The residuals, the warnings and the notes, as they are printed."""
@@ -81,7 +81,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
             slowed = ", ".join(f"{pool} {slowdown:.0%}" for pool, slowdown in sorted(contention.slowdown.items()))
             shown.append(f"slower while all {contention.cores} cores compute: {slowed or 'not known'}")
         shown.append(f"steps of {self.step_seconds:.3g} s took {self.left_out:.2f} times what is simulated with these costs")
-        return [*shown, *(f"warning: {said}" for said in self.warnings), *(f"note: {note}" for note in self.notes)]
+        return [*shown, *(f"warning: {warning}" for warning in self.warnings), *(f"note: {note}" for note in self.notes)]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

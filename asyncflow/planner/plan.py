@@ -113,10 +113,10 @@ def _lengths(config: Config, prompt: float | None) -> tuple[Lengths, list[str]]:
         ]
     median = config.rollout.max_new_tokens / 3
     assumed = round(prompt) if prompt is not None else max(1, (config.data.max_prompt_tokens or 256) // 2)
-    said = f"responses have {median:.0f} tokens in the median, a third of rollout.max_new_tokens, and sigma 0.6"
+    assumption = f"responses have {median:.0f} tokens in the median, a third of rollout.max_new_tokens, and sigma 0.6"
     if prompt is None:
-        said += f"; prompts have {assumed}"
-    return Lengths(prompt=assumed, response_median=median), [f"{said}: set plan.lengths to what you know"]
+        assumption += f"; prompts have {assumed}"
+    return Lengths(prompt=assumed, response_median=median), [f"{assumption}: set plan.lengths to what you know"]
 
 
 def calibrated(asked: PlanRequest, measurement: Measurement, where: Config) -> PlanRequest:
@@ -136,9 +136,11 @@ def calibrated(asked: PlanRequest, measurement: Measurement, where: Config) -> P
             else:
                 fixed[name] = measured
     model = replace(asked.model, lengths=seen.lengths, factors=factors, measured=fixed, contention=seen.contention)
-    said = "computed costs are scaled to measured ones: " + ", ".join(f"{name} x {factor:.2g}" for name, factor in factors.items())
+    assumption = "computed costs are scaled to measured ones: " + ", ".join(
+        f"{name} x {factor:.2g}" for name, factor in factors.items()
+    )
     rest = f"what no cost covers made measured steps {measurement.left_out:.2f} times as long as simulated ones; this is left out"
-    return replace(asked, model=model, assumptions=(said, rest, *asked.assumptions[-1:]))
+    return replace(asked, model=model, assumptions=(assumption, rest, *asked.assumptions[-1:]))
 
 
 async def find_plan(asked: PlanRequest, *, processes: int = 2, rows: int = ROWS_OF_SEARCH) -> Found:

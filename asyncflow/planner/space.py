@@ -131,7 +131,7 @@ class Halves:
     def _fit(self, half: Half, groups: Groups) -> bool:
         return all(self.gib(half, group) <= self.usable for group in groups)
 
-    def say_why(self, halves: Sequence[Half], groups: Groups, of_what: str) -> NoReturn:
+    def raise_no_fit(self, halves: Sequence[Half], groups: Groups, of_what: str) -> NoReturn:
         """Raises `UserError` that says why none of these halves fits, the tasks beside them first."""
         usable = self.usable
         for host, *guests in groups:
@@ -233,11 +233,11 @@ class Space:
         fitting, kept = ([i for i in each if least <= halves.training[i].devices < left] for each in found)
         there = [half for half in halves.training if half.devices < left]
         if not fitting:
-            halves.say_why(there, self._groups, f"each device that trains, on up to {left - 1}")
+            halves.raise_no_fit(there, self._groups, f"each device that trains, on up to {left - 1}")
         by_devices = {of: halves.generating(left - of) for of in {half.devices for half in there}}
         if not any(by_devices[halves.training[i].devices][1] for i in kept):
             every = [half for i in kept for half in by_devices[halves.training[i].devices][0]]
-            halves.say_why(every, (), "each device that generates")
+            halves.raise_no_fit(every, (), "each device that generates")
         fit = sum(by_devices[halves.training[i].devices][2] for i in fitting)
         enumerated = sum(len(by_devices[half.devices][0]) for half in there)
         remaining = sum(len(by_devices[halves.training[i].devices][1]) for i in kept)

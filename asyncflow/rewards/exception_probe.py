@@ -22,7 +22,7 @@ _NOTE: Final = "__note_what_is_caught__"
 _caught: list[type[MemoryError] | type[RecursionError]] = []
 
 
-def import_telling(name: str, packages: Collection[str], *, without: Sequence[str] = ()) -> ModuleType:
+def import_probed(name: str, packages: Collection[str], *, without: Sequence[str] = ()) -> ModuleType:
     """A module. All modules of these packages are imported so, but for those whose names begin as in `without`; one that was there
     in the usual way is imported anew. Raises `ImportError`."""
 

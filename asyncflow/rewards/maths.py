@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from asyncflow.rewards.answers import MARKS, AnswerScorer, reference_answer
-from asyncflow.rewards.exception_probe import first_caught, forget_caught, import_telling
+from asyncflow.rewards.exception_probe import first_caught, forget_caught, import_probed
 from asyncflow.rewards.number_parsing import Quantity, are_equal, is_range, plain, quantity, sides_of
 from asyncflow.sandbox.limits import memory_share
 
@@ -53,7 +53,7 @@ class Maths(AnswerScorer):
         super().__init__(answer_column, marks, require_end, needs_mark=True)
         self._tolerance, self._decimals = relative_tolerance, decimals
         try:
-            self._verifier: Any = import_telling(
+            self._verifier: Any = import_probed(
                 "math_verify", ("math_verify", "latex2sympy2_extended"), without=["latex2sympy2_extended.gen"]
             )
         except ImportError as error:

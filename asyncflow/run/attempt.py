@@ -89,7 +89,7 @@ class Attempt:
         await self.driver.saves.close()
         await self.driver.close()
 
-    async def say_why(self) -> None:
+    async def report_cause(self) -> None:
         """Write into the last situation on the disk why the run ends. So does the log, with who waited for whom, where that is not
         in order: it has failed, or somebody has interrupted it while nothing moved."""
         failure = self.running.failure
@@ -109,7 +109,7 @@ class Attempt:
         if listen is not None:
             door = await self._server.start(listen)
             self.driver.log(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
-            self._folder.tell_workers(msgspec.structs.replace(self._folder.job, door=door))
+            self._folder.write_job(msgspec.structs.replace(self._folder.job, door=door))
 
     async def _stop_loops(self) -> None:
         """Tell all loops that it is over. A step whose updates have begun is made to its end."""

@@ -383,21 +383,23 @@ def check_shares(config: Config) -> None:
     for task, other in config.plan.shares.items():
         if task == "helpers":
             continue
-        said = f"plan.shares.{task}={other}"
+        setting = f"plan.shares.{task}={other}"
         for each in (task, other):
             if not workers.get(each):
-                raise UserError(f"{said}, but no worker of this run with a device of its own has the task {each}: leave it out")
+                raise UserError(f"{setting}, but no worker of this run with a device of its own has the task {each}: leave it out")
         if (count := len(workers[task])) > (there := len(workers[other])):
-            raise UserError(f"{said}: {count} workers would be on {there} devices: take {there} workers or fewer")
+            raise UserError(f"{setting}: {count} workers would be on {there} devices: take {there} workers or fewer")
         devices = {each: device_of(config, each) for each in (task, other)}
         if kind_of(devices[task]) != kind_of(devices[other]):
             raise UserError(
-                f"{said}, but {device_key(task)}={devices[task]} and {device_key(other)}={devices[other]}: set them to the same"
+                f"{setting}, but {device_key(task)}={devices[task]} and {device_key(other)}={devices[other]}: set them to the same"
             )
         if ":" in devices[task]:
-            raise UserError(f"{said} says which device it is: set {device_key(task)}={kind_of(devices[task])}, without a number")
+            raise UserError(f"{setting} says which device it is: set {device_key(task)}={kind_of(devices[task])}, without a number")
         if config.cluster.name == "inline" and kind_of(devices[task]) != CPU:
-            raise UserError(f"{said}: with cluster=inline all workers are one process, which sees all devices: take cluster=local")
+            raise UserError(
+                f"{setting}: with cluster=inline all workers are one process, which sees all devices: take cluster=local"
+            )
 
 
 def is_on_cores(config: Config) -> bool:

@@ -174,7 +174,7 @@ class Job(Listener):
         try:
             if self.attempt is not None:
                 try:
-                    await self.attempt.say_why()
+                    await self.attempt.report_cause()
                 finally:
                     await self._stop(self.attempt)
             elif self._staying is not None:  # for an attempt that could not be made

@@ -139,8 +139,8 @@ class StepwiseRun:
                     why.append(f"{name} could not get it ({versions.stale[name]})")
                 elif serving.get(name, -1) < version:
                     why.append(f"{name} serves {serving[name]}" if name in serving else f"{name} is not there")
-            told = "; ".join(why) or "it is not published yet"
-            raise RunError(f"version {version} is not served by all within {timeout_seconds:g} s: {told}") from error
+            reasons = "; ".join(why) or "it is not published yet"
+            raise RunError(f"version {version} is not served by all within {timeout_seconds:g} s: {reasons}") from error
         return version
 
     async def stop(self) -> None:

@@ -45,7 +45,7 @@ class Watch:
     def __init__(self, driver: Driver, situations: Situations, folder: Path | None) -> None:
         """`folder`: where situations are written, if they are."""
         self._driver, self.situations, self._folder = driver, situations, folder
-        self._said = ""  # the cause that the log has named last
+        self._logged = ""  # the cause that the log has named last
         self._writing: asyncio.Task[None] | None = None
         self._why_unwritten = ""
         self._has_ended = False
@@ -88,14 +88,14 @@ class Watch:
                 with contextlib.suppress(OSError):  # a disk that is full is told of above
                     driver.hub.log.flush()
             if idle < patience:
-                self._said = ""
+                self._logged = ""
             elif not situation.is_held and not driver.ledger.is_stopping:
-                self._say(idle, sentence(situation))
+                self._log_cause(idle, sentence(situation))
 
-    def _say(self, idle: float, cause: str) -> None:
+    def _log_cause(self, idle: float, cause: str) -> None:
         """Say once what the cause is, and again when it is another one."""
-        if _timeless(cause) != self._said:
-            self._said = _timeless(cause)
+        if _timeless(cause) != self._logged:
+            self._logged = _timeless(cause)
             self._driver.log(f"nothing has moved for {idle:.0f} s: {cause}")
 
     @property

@@ -216,7 +216,7 @@ class SandboxPool(ABC):
             lambda: SandboxProcess(self.replies, names.process), *next(self._commands), start_new_session=True, env=self._variables
         )
         self._living.add(process)
-        self._tell_guard(f"+{process.pid}\n")
+        self._write_to_guard(f"+{process.pid}\n")
         try:
             return process, await process.ask(self._setup, seconds)
         except TimeoutError:
@@ -233,9 +233,9 @@ class SandboxPool(ABC):
         """Kill a process, and forget it."""
         await process.kill()
         self._living.discard(process)
-        self._tell_guard(f"-{process.pid}\n")
+        self._write_to_guard(f"-{process.pid}\n")
 
-    def _tell_guard(self, line: str) -> None:
+    def _write_to_guard(self, line: str) -> None:
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.write(line.encode())
 

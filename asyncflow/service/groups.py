@@ -100,7 +100,7 @@ def token_figures(run_dir: Path, row: int) -> list[dict[str, Any]]:
             "step": trained.step,
             "epoch": trained.epoch,
             "num_more": trained.length - len(trained.ids),
-            "tokens": _told(
+            "tokens": _token_cells(
                 texts.each(np.array(trained.ids, np.int64)),
                 {"logprob": trained.logprobs, "mask": trained.mask, "version": trained.versions, **trained.figures},
             ),
@@ -110,7 +110,7 @@ def token_figures(run_dir: Path, row: int) -> list[dict[str, Any]]:
     ]
 
 
-def _told(texts: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
+def _token_cells(texts: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
     """Each token with its text and its number in every column."""
     return [{"text": text, **{name: column[i] for name, column in columns.items()}} for i, text in enumerate(texts)]
 
@@ -134,7 +134,7 @@ def _row_figures(batch: Batch, number: int, advantages: Advantages | None, texts
         "reward": float(batch.dense("reward")[number]),
         "advantage": advantage,
         "truncated": bool(batch.dense("truncated")[number]),
-        "tokens": _told(texts.each(ids), shown),
+        "tokens": _token_cells(texts.each(ids), shown),
     }
 
 

@@ -70,8 +70,8 @@ def type_of(schema: Mapping[str, Any]) -> list[tuple[str, str]]:
         "maximum": "to",
         "exclusiveMaximum": "below",
     }
-    told = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
-    return [(" ".join([str(schema.get("format", kind) if kind == "string" else kind), *told]), "")]
+    limits = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
+    return [(" ".join([str(schema.get("format", kind) if kind == "string" else kind), *limits]), "")]
 
 
 def _operations(paths: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

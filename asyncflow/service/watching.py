@@ -93,15 +93,15 @@ class WatchedRun:
     async def changes(self) -> AsyncIterator[Mapping[str, Any]]:
         """Parts of the page, by name: all of them, then those that change; {} now and then where none does."""
         known: dict[str, Any] = {}
-        told_at = 0.0
+        sent_at = 0.0
         while True:
             parts = dict(await self.of(self._look))
             if "advice" in parts:
                 parts["advice"] = [self._with_prediction(each, is_live=parts["facts"]["is_live"]) for each in parts["advice"]]
             changed = {name: part for name, part in parts.items() if known.get(name) != part}
-            if changed or time.monotonic() - told_at > _QUIET_SECONDS:
+            if changed or time.monotonic() - sent_at > _QUIET_SECONDS:
                 yield changed
-                told_at = time.monotonic()
+                sent_at = time.monotonic()
             is_behind = bool(known) and parts["facts"]["share"] < 1  # a page that has just been opened asks for more first
             known |= changed
             if is_behind:

@@ -50,7 +50,7 @@ def advice(run: RunReader) -> list[Advice]:
 
 def _about_time(activities: Mapping[str, Activity], step_seconds: float, config: Mapping[str, Any]) -> list[Advice]:
     """Advice about halves that wait for one another."""
-    told = _Notes()
+    notes = _Notes()
     idle = idle_of_pools(activities)
     busy = {pool: 1 - sum(shares.values()) for pool, shares in idle.items()}
     if "rollout" not in busy or "trainer" not in busy:
@@ -61,7 +61,7 @@ def _about_time(activities: Mapping[str, Activity], step_seconds: float, config:
     overlapped = max(busy.values()) * step_seconds
     waits = idle["rollout"].get(INTERVAL, 0.0) + idle["rollout"].get(WEIGHTS, 0.0)
     if schedule in _WAITING_MODES and waits > _MUCH_IDLE:
-        told.tell(
+        notes.add(
             f"Rollout workers wait {waits:.0%} of their time for the update and its weights: with schedule=delayed they would "
             f"generate the next step meanwhile, for at best {overlapped:.3g} s a step instead of {step_seconds:.3g} s.",
             change="schedule=delayed",
@@ -81,28 +81,28 @@ def _about_time(activities: Mapping[str, Activity], step_seconds: float, config:
         elif idle[faster].get(SLOWEST, 0.0) < _MUCH_IDLE:
             change = f"rollout.num_workers={count['rollout'] + 1}" if slower == "rollout" else ""
             words += f" Another worker for it brings at best {work[slower] / (count[slower] + 1):.3g} s of its work a step."
-        told.tell(words, change)
+        notes.add(words, change)
     if (tail := idle["trainer"].get(SLOWEST, 0.0) + idle["rollout"].get(SLOWEST, 0.0)) > _MUCH_IDLE:
-        told.tell(
+        notes.add(
             f"The last group of a step keeps others waiting for {tail:.0%} of a worker's time: shorter responses "
             f"(rollout.max_new_tokens), more prompts a step, or schedule=bounded hide such stragglers.",
         )
     if (environments := idle["rollout"].get(ENVIRONMENTS, 0.0)) > _MUCH_IDLE:
-        told.tell(
+        notes.add(
             f"Rollout workers wait {environments:.0%} of their time for environments: more episodes at once (episodes.at_once) "
             f"fill it.",
         )
-    return told
+    return notes
 
 
 def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: Mapping[str, Any]) -> list[Advice]:
     """Advice about what is learnt from."""
-    told = _Notes()
+    notes = _Notes()
     mean = _means(rows)
     groups, without = _option(config, "train", "prompts_per_step"), mean("reward/zero_std_groups")
     if groups and without is not None and without > _MANY * groups:
         is_skipped = bool(_option(config, "train", "skip_zero_advantages"))
-        told.tell(
+        notes.add(
             f"{without:.0f} of {groups} groups a step have no signal: all their rewards are equal. "
             + ("" if is_skipped else f"train.skip_zero_advantages=true spares up to {without / groups:.0%} of the training; ")
             + "algorithm=dapo takes other prompts in their place; or choose prompts that are neither too easy nor too hard.",
@@ -110,36 +110,36 @@ def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: M
         )
     if (cut := mean("response_length/clipped_ratio")) is not None and cut > _MANY:
         longest = _option(config, "rollout", "max_new_tokens")
-        told.tell(
+        notes.add(
             f"{cut:.0%} of the responses are cut off at {longest} tokens: raise rollout.max_new_tokens, or reward short ones.",
         )
     cores_busy, workers = mean("perf/cores_busy"), _option(config, "rollout", "num_workers")
     if cores_busy is not None and cores_busy < _IDLE_CORES and workers:
-        told.tell(
+        notes.add(
             f"The machine's cores are busy {cores_busy:.0%} of the time: with rollout.num_workers={workers + 1} more of them "
             f"generate at once, and train while nothing is left to generate (train.helpers).",
             change=f"rollout.num_workers={workers + 1}",
         )
     if (exposed := mean("perf/exposed_weights")) is not None and exposed > _LARGE_EXPOSED:
-        told.tell(f"Weights take {exposed:.1%} of the workers' time: see weight_sync.name for other ways, or train an adapter.")
+        notes.add(f"Weights take {exposed:.1%} of the workers' time: see weight_sync.name for other ways, or train an adapter.")
     if (clipped := mean("policy/clip_ratio")) is not None and clipped > _MANY_CLIPPED:
-        told.tell(f"{clipped:.0%} of the tokens are clipped: a lower learning rate, or fewer epochs, keeps the policy nearer.")
+        notes.add(f"{clipped:.0%} of the tokens are clipped: a lower learning rate, or fewer epochs, keeps the policy nearer.")
     if (mismatch := mean("mismatch/kl")) is not None and mismatch > LARGE_MISMATCH:
-        told.tell(f"Rollout and trainer disagree on one and the same version (mismatch/kl {mismatch:.3g}): compare their dtypes.")
+        notes.add(f"Rollout and trainer disagree on one and the same version (mismatch/kl {mismatch:.3g}): compare their dtypes.")
     entropies = [row["policy/entropy"] for row in every if row.get("policy/entropy") is not None]
     if len(entropies) > 5 and entropies[0] > 0 and statistics.fmean(entropies[-3:]) < _LITTLE_ENTROPY * entropies[0]:
-        told.tell(
+        notes.add(
             f"The policy's entropy has fallen from {entropies[0]:.3g} to {entropies[-1]:.3g} nats: it hardly explores any more: "
             f"a higher clip (algorithm=dapo), a lower learning rate or a KL term keeps more of it.",
         )
     for key, words in (("rows/unscored", "could not be scored (see below why)"), ("rows/dead", "failed for good")):
         if (lost := sum(row.get(key) or 0 for row in rows)) > 0:
-            told.tell(f"{lost:.0f} responses of the last {len(rows)} steps {words}.")
-    return told
+            notes.add(f"{lost:.0f} responses of the last {len(rows)} steps {words}.")
+    return notes
 
 
 class _Notes(list[Advice]):
-    def tell(self, words: str, change: str = "") -> None:
+    def add(self, words: str, change: str = "") -> None:
         """Add a piece of advice, from its fields."""
         self.append(Advice(words, change))
 

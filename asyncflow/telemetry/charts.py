@@ -143,12 +143,12 @@ def _card(chart: Chart, rows: Sequence[MetricRow], note: str | None = None) -> d
 
 def _note(chart: Chart) -> str:
     """The definitions of the lines, each named where there are several; once where all lines share one."""
-    told: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for metric, label in chart.lines.items():
-        told.setdefault(DEFINITIONS.get(metric_key(metric), ""), label)
-    if len(told) < 2:
-        return next(iter(told), "")
-    return " ".join(f"{label}: {definition}" for definition, label in told.items())
+        labels.setdefault(DEFINITIONS.get(metric_key(metric), ""), label)
+    if len(labels) < 2:
+        return next(iter(labels), "")
+    return " ".join(f"{label}: {definition}" for definition, label in labels.items())
 
 
 def _finished(chart: Chart, note: str, traces: list[dict[str, Any]]) -> dict[str, Any]:

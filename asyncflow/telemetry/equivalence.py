@@ -189,8 +189,8 @@ def facts(step: StepPrint) -> Facts:
     found: Facts = {}
     for group in sorted(step.groups, key=lambda group: group.group):
         for row in group.rows:
-            told = {"response": row.response, "rollout log-probs": row.logprobs, "reward": row.reward, "spans": str(row.spans)}
-            found |= {(what, f"row {row.row}"): value for what, value in told.items()}
+            facts = {"response": row.response, "rollout log-probs": row.logprobs, "reward": row.reward, "spans": str(row.spans)}
+            found |= {(what, f"row {row.row}"): value for what, value in facts.items()}
         found |= {("loss", f"group {group.group}, micro-batch {i}"): loss for i, loss in enumerate(group.losses)}
     names = sorted(step.tensors, key=lambda name: (not name.startswith("weights/"), name))
     return found | {("tensor", name): step.tensors[name] for name in names}

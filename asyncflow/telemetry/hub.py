@@ -80,7 +80,7 @@ class Hub:
         self._on_sample, self._on_trained, self._on_unscored, self._on_tokens = on_sample, on_trained, on_unscored, on_tokens
         self._reported = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
-        self._heard: dict[str, float] = {}  # when, by the driver's clock
+        self._reported_at: dict[str, float] = {}  # when, by the driver's clock
 
     @remote
     async def report(
@@ -99,7 +99,7 @@ class Hub:
             self._on_sample(sample)
         for row in trained:
             self._on_trained(row)
-        self.states[state.worker], self._heard[state.worker] = state, self._clock()
+        self.states[state.worker], self._reported_at[state.worker] = state, self._clock()
         for step, sums in state.own_metrics.items():
             add(self.own_metrics.setdefault(step, {}), sums)
         for each in unscored:
@@ -120,11 +120,11 @@ class Hub:
 
     def silence(self, worker: str) -> float | None:
         """Seconds since this worker has reported; None if it never has, or has gone."""
-        return self._clock() - self._heard[worker] if worker in self._heard else None
+        return self._clock() - self._reported_at[worker] if worker in self._reported_at else None
 
     def left(self, worker: str) -> None:
         """Note that a worker has gone: its reports are not waited for."""
-        self._heard.pop(worker, None)
+        self._reported_at.pop(worker, None)
         if (state := self.states.pop(worker, None)) is not None:
             self.past.append(state)
         self._reported.set()

@@ -53,8 +53,8 @@ def _all(samples: Sequence[dict[str, Any]], unscored: Sequence[UnscoredResponse]
         sample = samples[number]
         yield {**sample, "number": number, "length": len(str(sample.get("response") or ""))}
     for each in reversed(unscored):
-        told = {"prompt": each.prompt, "response": each.response, "length": len(each.response), "why": each.trace or each.error}
-        yield {"step": None, "number": -1, "finish_reason": FAILED, "purpose": "train", "kind": each.kind, **told}
+        fields = {"prompt": each.prompt, "response": each.response, "length": len(each.response), "why": each.trace or each.error}
+        yield {"step": None, "number": -1, "finish_reason": FAILED, "purpose": "train", "kind": each.kind, **fields}
 
 
 def _matches(sample: dict[str, Any], query: SampleQuery, words: Sequence[str]) -> bool:

@@ -41,8 +41,8 @@ def facts(run: RunReader) -> list[tuple[str, str]]:
         pool = worker.split("/")[0]
         pools[pool] = pools.get(pool, 0) + 1
     workers = ", ".join(f"{count} x {pool}" for pool, count in pools.items() if pool != "driver")
-    told = [(key, choice(run.config.get(key))) for key in ("schedule", "algorithm", "model", "data", "cluster")]
-    return [(key, value) for key, value in [*told, ("workers", workers)] if value]
+    facts = [(key, choice(run.config.get(key))) for key in ("schedule", "algorithm", "model", "data", "cluster")]
+    return [(key, value) for key, value in [*facts, ("workers", workers)] if value]
 
 
 def figures(run: RunReader) -> list[tuple[str, str, str]]:
@@ -158,17 +158,17 @@ def planned(run: RunReader) -> list[tuple[str, str, str, str]]:
     seconds = sum(row["perf/step_seconds"] for row in later)
     tokens = sum((row.get("perf/tpspd") or 0.0) * row["perf/step_seconds"] for row in later)
     shown = [
-        (name, f"{told:,.4g}", f"{seen:,.4g}", f"{told / seen - 1:+.0%}" if seen else "")
-        for name, told, seen in (
+        (name, f"{expected:,.4g}", f"{seen:,.4g}", f"{expected / seen - 1:+.0%}" if seen else "")
+        for name, expected, seen in (
             ("seconds of a step", predicted["step_seconds"], seconds / len(later)),
             ("TPSPD", predicted["tpspd"], tokens / seconds),
         )
     ]
     idle = idle_of_pools(run.spans.activities(ends[0], ends[-1]))
-    for pool, told in predicted["busy"].items():
+    for pool, expected in predicted["busy"].items():
         if pool in idle:
             busy = 1 - sum(idle[pool].values())
-            shown.append((f"busy share of {pool}", f"{told:.1%}", f"{busy:.1%}", f"{100 * (told - busy):+.1f} points"))
+            shown.append((f"busy share of {pool}", f"{expected:.1%}", f"{busy:.1%}", f"{100 * (expected - busy):+.1f} points"))
     return shown
 
 
@@ -257,15 +257,15 @@ def unscored(responses: Iterable[UnscoredResponse]) -> list[dict[str, str]]:
 
 def turns(kept: object) -> list[dict[str, Any]]:
     """An episode's turns: who said what, each token with what a pointer on it shows."""
-    told = []
+    turns_shown = []
     for turn in kept if isinstance(kept, list) else ():
         notes = [f"p = {math.exp(logprob):.3g}, in the loss" for logprob in turn.get("logprobs", ())]
         texts = turn["texts"][:_MOST_TOKENS]
         shown = zip(texts, notes or ["observed, not in the loss"] * len(texts), strict=False)
         called = f", {turn['tool_calls']} tools called, {turn['tool_failures']} failed" if turn.get("tool_calls") else ""
         reward = "" if turn.get("reward") is None else f", reward {turn['reward']:.3g}"
-        told.append({"by": turn["by"], "about": turn["by"] + called + reward, "tokens": list(shown)})
-    return told
+        turns_shown.append({"by": turn["by"], "about": turn["by"] + called + reward, "tokens": list(shown)})
+    return turns_shown
 
 
 def shortened(text: object) -> str:

@@ -56,11 +56,11 @@ class SpanIndex:
             self._ends[int(step)] = max(self._ends.get(int(step), 0.0), end)
         self._newest = join_pieces([*self._newest, *spans])
         context = {id(span) for span in self._context}
-        told = [span for span in attributed([*self._context, *self._newest], begins=self._begins) if id(span) not in context]
+        newest = [span for span in attributed([*self._context, *self._newest], begins=self._begins) if id(span) not in context]
         if not is_all and (cut := self._last_update_but_one()) is not None:
-            told = self._settle(cut, told)
-        self._newest_bars = self.frame.bars(told)
-        self._newest_installs = installs(told, self.frame.origin)
+            newest = self._settle(cut, newest)
+        self._newest_bars = self.frame.bars(newest)
+        self._newest_installs = installs(newest, self.frame.origin)
 
     @property
     def steps(self) -> list[list[float]]:
@@ -117,7 +117,7 @@ class SpanIndex:
         # Nobody here updates, as where a process from outside trains: no reason depends on it.
         return sorted(span.end for span in self._newest)[_MANY_SPANS // 2] if len(self._newest) > _MANY_SPANS else None
 
-    def _settle(self, moment: float, told: list[Span]) -> list[Span]:
+    def _settle(self, moment: float, spans: list[Span]) -> list[Span]:
         """Make bars, for good, of spans that ended by this moment: on a lane up to the end of its last work. Returns the others."""
         assert self.frame is not None
         until: dict[str, float] = {}
@@ -132,7 +132,7 @@ class SpanIndex:
                 parted[span.end > (until.get(span.worker, -math.inf) if span.is_lane else moment)].append(span)
             return parted
 
-        (settled, left), (known, self._newest) = settled_of(told), settled_of(self._newest)
+        (settled, left), (known, self._newest) = settled_of(spans), settled_of(self._newest)
         self._levels.insert(self.frame.bars(settled))
         self._installs += installs(settled, self.frame.origin)
         known = [*self._context, *known]

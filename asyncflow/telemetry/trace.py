@@ -163,7 +163,7 @@ def _names(worker: str, pid: int) -> list[dict[str, Any]]:
 
 def _args(span: Span) -> dict[str, Any]:
     known = {"step": span.step, "version": span.version}
-    told = {
+    named = {
         "cause": span.cause,
         "rows": span.rows,
         "tokens": span.tokens,
@@ -171,7 +171,7 @@ def _args(span: Span) -> dict[str, Any]:
         "layout": span.layout,
         "device": span.device,
     }
-    return {name: value for name, value in known.items() if value >= 0} | {name: value for name, value in told.items() if value}
+    return {name: value for name, value in known.items() if value >= 0} | {name: value for name, value in named.items() if value}
 
 
 def _in_flight(spans: Sequence[Span], pids: dict[str, int], origin: float) -> list[dict[str, Any]]:

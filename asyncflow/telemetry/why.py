@@ -102,18 +102,18 @@ def paths(situation: Situation) -> list[list[Link]]:
     """Paths of the graph of waits: the chain, then the one of each worker that is on none so far, up to the first link that an
     earlier path has."""
     found = [chain(situation)]
-    told = {link.text for link in found[0]}
+    explained = {link.text for link in found[0]}
     for worker in situation.workers:
         path: list[Link] = []
         for link in _Chain(situation).of_worker(worker.name):
             if link.text in (before.text for before in path):
                 break
             path.append(link)
-            if link.text in told:
+            if link.text in explained:
                 break
-        if path[0].text not in told:
+        if path[0].text not in explained:
             found.append(path)
-            told.update(link.text for link in path)
+            explained.update(link.text for link in path)
     return found
 
 
@@ -348,8 +348,8 @@ class _Chain:
             yield self._link(subject, text, f"evaluation {evaluation.step}")
             yield from self._of_group("the evaluation", evaluation, "")
         else:
-            told = "the schedule does not let it begin" if is_start else "it has not been told"
-            yield self._link(subject, f"{subject} waits for {what}{since}: all of its groups are there, and {told}")
+            reason = "the schedule does not let it begin" if is_start else "it has not been told"
+            yield self._link(subject, f"{subject} waits for {what}{since}: all of its groups are there, and {reason}")
 
     def _rank_behind(self, subject: str, step: SeenStep) -> str | None:
         """Leading rank that has not asked for a round that others have asked for."""

@@ -92,7 +92,7 @@ class Controller:
         self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, f"{term:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler = make_sampler(self.spec)
-        self.subscription = UnitSubscription(self.table, schema, self._heard, events.on_lost)
+        self.subscription = UnitSubscription(self.table, schema, self._on_news, events.on_lost)
         self._events = events
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -237,7 +237,7 @@ class Controller:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    def _heard(self, done: list[int]) -> None:
+    def _on_news(self, done: list[int]) -> None:
         if done:
             self._events.on_done(done)
         if self._parked:

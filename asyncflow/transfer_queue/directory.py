@@ -136,10 +136,10 @@ class Places:
 
     async def changes(self) -> AsyncIterator[list[int]]:
         """The numbers of the units: now, and whenever there is a new one."""
-        description, told = await self.learn(), None
+        description, yielded = await self.learn(), None
         while True:
-            if (units := self.units) != told:
-                told = units
+            if (units := self.units) != yielded:
+                yielded = units
                 yield units
             description = await self.learn(description.version)
 

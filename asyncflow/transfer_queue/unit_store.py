@@ -141,13 +141,13 @@ class UnitStore:
             forget_oldest(self._writers)
         self._count_tokens(batch, rows, free, numbers, free_groups)
         there = rows if num_drops == self._num_drops else self.index.present(rows)
-        told = self._tell(new, there, row_mask, self.index.rows_of(numbers), group_mask)
+        posted = self._post_admission(new, there, row_mask, self.index.rows_of(numbers), group_mask)
         try:
             if len(there) < len(rows):  # dropped while they were being written
                 gone = np.setdiff1d(rows, there)
                 self.freeing.add(gone, [n for n in np.unique(gone >> self.schema.group_bits).tolist() if n not in self.index.metas])
                 await self.freeing.free()
-            for answer in told:
+            for answer in posted:
                 if not answer.done():
                     await answer
         finally:
@@ -209,17 +209,17 @@ class UnitStore:
 
     async def _drop(self, rows: Array) -> None:
         dropped, gone = self.index.drop(np.unique(rows))  # one that is named twice must not count for another one of its group
-        told = None
+        posted = None
         if len(dropped):
             self._num_drops += 1
             of_rows, groups = (dropped >> self.schema.group_bits).tolist(), [meta.group for meta in gone]
             self.facts.drop(zip(of_rows, dropped.tolist(), strict=True), groups)
             self.freeing.add(dropped, groups)
             self.room.leave(Counter(of_rows), groups)
-            told = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
+            posted = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
         await self.freeing.free()
-        if told is not None:
-            await told
+        if posted is not None:
+            await posted
 
     # -- facts --------------------------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class UnitStore:
         task.add_done_callback(self._under_way.discard)
         return await asyncio.shield(task)
 
-    def _tell(
+    def _post_admission(
         self, new: list[GroupMeta], rows: Array, row_mask: int, of_groups: Array, group_mask: int
     ) -> list[asyncio.Future[None]]:
         """Publish one notice for the rows' columns and one for their groups', or one for both where they are of the same rows."""

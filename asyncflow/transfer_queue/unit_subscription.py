@@ -64,15 +64,15 @@ class UnitSubscription:
         epoch, last, pause = "", 0, RETRY_SECONDS[0]
         ended = self._ended_leases.setdefault(number, [])
         while True:
-            telling = ended.copy()
+            reported = ended.copy()
             try:
-                news = await unit.follow(task, incarnation, epoch, last, telling)
+                news = await unit.follow(task, incarnation, epoch, last, reported)
             except ConnectionLost:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_SECONDS[1])
                 continue
             pause = RETRY_SECONDS[0]
-            del ended[: len(telling)]
+            del ended[: len(reported)]
             is_new_epoch = epoch not in ("", news.epoch)
             self.take(number, news, is_new_epoch=is_new_epoch)
             if is_new_epoch and (self._table.ended_partitions or self._table.is_closed):
@@ -132,11 +132,11 @@ class UnitSubscription:
 
     def _forget_what_is_gone(self, unit: int, news: News, is_new_epoch: bool) -> None:
         """Remove rows that a unit does not list when it lists everything: they were dropped, or lost when its process died."""
-        told = [(np.frombuffer(n.rows, np.int64), n.mask) for n in news.notices if n.rows and not n.is_drop]
+        written = [(np.frombuffer(n.rows, np.int64), n.mask) for n in news.notices if n.rows and not n.is_drop]
         known = self._table.rows_of(unit)
-        is_gone = ~np.isin(known, np.concatenate([NO_ROWS, *(rows for rows, _ in told)]))
+        is_gone = ~np.isin(known, np.concatenate([NO_ROWS, *(rows for rows, _ in written)]))
         if is_new_epoch:  # a group may be there again, put once more, without columns that its rows had: it begins anew
-            again = np.concatenate([NO_ROWS, *(self._table.beyond(rows, mask) for rows, mask in told)])
+            again = np.concatenate([NO_ROWS, *(self._table.beyond(rows, mask) for rows, mask in written)])
             is_gone |= np.isin(known >> self._schema.group_bits, again >> self._schema.group_bits)
         self._table.drop(known[is_gone])
         lost = known[is_gone & ~self._are_dropped(known, news)]

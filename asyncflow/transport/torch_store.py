@@ -71,7 +71,7 @@ def offer(scheme: str, call: Callable[..., Any]) -> None:
     register_rendezvous_handler(scheme, handler)  # type: ignore[no-untyped-call]
 
 
-def said_by_first(key: str, word: str | None, timeout_seconds: float) -> tuple[str, dist.Store]:  # type: ignore[name-defined]
+def word_of_first(key: str, word: str | None, timeout_seconds: float) -> tuple[str, dist.Store]:  # type: ignore[name-defined]
     """Word that the first of torchrun's ranks says to all of them; the others' `word` is None. And torchrun's store, which the
     first rank may have to keep open for the others. Raises `RunError` if the first one does not say it in time."""
     try:

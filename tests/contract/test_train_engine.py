@@ -286,7 +286,7 @@ async def test_a_rows_figures_are_told_token_by_token_and_change_no_bit(
     silent, other = replace(silent, indices=silent.indices + 40), make_micro_batch(1)
     engines = [make_engine(path, log_prob_chunk_tokens=7, old="rollout") for _ in range(2)]
     plain = await engines[0].forward_backward([silent, other], objective)
-    told = await engines[1].forward_backward([replace(silent, told_rows=(0, 2)), other], objective)
+    told = await engines[1].forward_backward([replace(silent, examined_rows=(0, 2)), other], objective)
     assert [replace(result, token_figures={}) for result in told] == plain
     await engines[0].optim_step(9)
     await engines[1].optim_step(9)

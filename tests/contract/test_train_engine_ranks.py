@@ -114,7 +114,7 @@ async def lead(engine: TrainEngine, dp: int, folder: Path) -> dict[str, Any]:
         if number == 1:  # a step that comes to nothing
             round_ = [broken(TOLD[0])] if engine.data_parallel_rank == dp - 1 else [TOLD[1]]
             await engine.begin_step()
-            round_ = [replace(batch, told_rows=(1,)) for batch in round_]
+            round_ = [replace(batch, examined_rows=(1,)) for batch in round_]
             results = await engine.forward_backward(round_, Sum(policy_gradient))
             seen["told"] = {row: figures["log-prob of the trainer"] for row, figures in results[0].token_figures.items()}
             seen["is_finite"] = [result.is_finite for result in results]

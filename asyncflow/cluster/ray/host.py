@@ -80,27 +80,27 @@ class RayHost:
         The one before has ended, or is ended now: the caller has not heard of it, and must not have two of a name.
         """
         self._end_predecessor()
-        told = msgspec.msgpack.decode(letter, type=Letter)
-        run_dir, environment = Path(told.run_dir), {**told.environment}
-        if told.is_remote:
+        order = msgspec.msgpack.decode(letter, type=Letter)
+        run_dir, environment = Path(order.run_dir), {**order.environment}
+        if order.is_remote:
             environment = {**os.environ, **environment}
-            places = self._hold(told.run_id)
+            places = self._hold(order.run_id)
             environment |= places.environment()
-            if told.files:
+            if order.files:
                 run_dir = places.files / "run" / run_dir.name  # apart from what else lies there, whatever the run's name is
-                write_private(run_dir, told.files)
+                write_private(run_dir, order.files)
         environment |= {name: os.environ[name] for name in VISIBLE if os.environ.get(name)}  # so Ray says which are its own
         environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
         with self._changed:
             self._output.clear()
             self._status = None
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncflow.cluster.child", told.entry, told.name, str(run_dir)],
+            [sys.executable, "-m", "asyncflow.cluster.child", order.entry, order.name, str(run_dir)],
             stdin=subprocess.PIPE,  # the control pipe: it closes with this process, however that ends
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
-            cwd=told.cwd if os.path.isdir(told.cwd) else None,
+            cwd=order.cwd if os.path.isdir(order.cwd) else None,
             start_new_session=True,
             bufsize=0,
         )

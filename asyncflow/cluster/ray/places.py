@@ -136,7 +136,7 @@ class RayPlaces:
                             self._take(pool, number, spec, bundle)
                         return
                     if asyncio.get_running_loop().time() > deadline:
-                        _say_no_room(name, [bundle for _, bundle in wanted], options.start_seconds, why_here)
+                        _raise_no_room(name, [bundle for _, bundle in wanted], options.start_seconds, why_here)
         except ValueError as error:  # an amount of a kind of which it knows more than `options_of`
             raise UserError(
                 f"Ray has no such workers as {name} with {wanted[0][1]}: {first_sentence(error)}; change cluster.resources.{name}"
@@ -220,7 +220,7 @@ def _part(bundle: Mapping[str, float], guests: int) -> dict[str, float]:
     return {kind: math.floor(part) if part >= 1 else math.floor(part * 1e4) / 1e4 for kind, part in parts.items()}
 
 
-def _say_no_room(name: str, bundles: Sequence[Mapping[str, float]], seconds: float, why_here: str) -> NoReturn:
+def _raise_no_room(name: str, bundles: Sequence[Mapping[str, float]], seconds: float, why_here: str) -> NoReturn:
     free = {kind: count for kind, count in import_ray().available_resources().items() if kind in bundles[0]}
     raise UserError(
         f"the Ray cluster has had no room for {len(bundles)} {name} worker(s) of {bundles[0]} each for "

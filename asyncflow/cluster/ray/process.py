@@ -46,11 +46,11 @@ class RayProcess:
     async def _kill(self) -> None:
         try:
             async with asyncio.timeout(HOST_SECONDS):
-                await self._tell_to_kill()
+                await self._order_kill()
         except TimeoutError:  # it hangs
             await self._end_host()
 
-    async def _tell_to_kill(self) -> None:
+    async def _order_kill(self) -> None:
         errors = import_ray().exceptions
         while self.returncode is None:
             try:
@@ -64,16 +64,16 @@ class RayProcess:
 
     async def _follow(self, log: Path) -> int:
         errors, now = import_ray().exceptions, asyncio.get_running_loop().time
-        heard_at = now()
+        answered_at = now()
         with log.open("ab", buffering=0) as file:
             while self.returncode is None:
                 try:
                     async with asyncio.timeout(UNAVAILABLE_SECONDS):
                         output, self.returncode = await self._host.listen.remote()
-                    heard_at = now()
+                    answered_at = now()
                 except (TimeoutError, errors.RayError) as error:
                     is_unavailable = isinstance(error, errors.ActorUnavailableError)
-                    if is_unavailable and now() - heard_at < UNAVAILABLE_SECONDS:
+                    if is_unavailable and now() - answered_at < UNAVAILABLE_SECONDS:
                         await asyncio.sleep(ASK_SECONDS)  # the network may come back, and its worker with it
                         continue
                     why = first_sentence(error)

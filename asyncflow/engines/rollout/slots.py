@@ -384,8 +384,8 @@ class Slots:
             if (own := self._requests[row].sampling.stop_ids) is not None:
                 is_stopped[number] = tokens[number] in own
             if (stop := self._requests[row].sampling.stop) and not is_stopped[number]:
-                said = self._tokens[row, self._starts[row] : self._counts[row]]
-                is_stopped[number] = self._stop_strings.are_completed(said, stop)
+                response = self._tokens[row, self._starts[row] : self._counts[row]]
+                is_stopped[number] = self._stop_strings.are_completed(response, stop)
         return is_stopped
 
     def _finish(self, row: int, reason: Literal["stop", "length"]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from asyncflow.environments.capture.transcript import CallTranscript, CapturedCall, CapturedSequence, SampledTokens
 from asyncflow.environments.capture.wire import ModelAnswer, ModelRequest, RefusedCall, answer_message
-from asyncflow.environments.joints import JointsByTools, said
+from asyncflow.environments.joints import JointsByTools, turn_text
 from asyncflow.types import Array, UserError
 
 Generate = Callable[[CapturedCall, int, tuple[str, ...]], Awaitable[SampledTokens]]
@@ -109,7 +109,7 @@ class CapturedEpisode:
     def _answered(self, request: ModelRequest, call: CapturedCall, number: int, sampled: SampledTokens) -> ModelAnswer:
         tokenizer, ids = self._joints.tokenizer, sampled.token_ids
         message = answer_message(
-            said(tokenizer, ids), number, has_tools=bool(request.offered_tools) and request.messages is not None
+            turn_text(tokenizer, ids), number, has_tools=bool(request.offered_tools) and request.messages is not None
         )
         self.transcript.end(call, sampled, message)
         return ModelAnswer(

@@ -157,10 +157,10 @@ class CallTranscript:
         may_change = any(message["role"] in joints.survey.changing for message in given)
         if may_change and joints.is_changed(before, answer, given):
             return self._new(joints.prompt_ids(messages), messages, joints, digest)
-        told = sequence.pieces[: place.num_pieces]
-        joint = joints.between(int(told[-1][0][-1]) if told else -1, given)
+        pieces = sequence.pieces[: place.num_pieces]
+        joint = joints.between(int(pieces[-1][0][-1]) if pieces else -1, given)
         if (sequence.number, place.num_pieces) in self._gone_on:
-            return self._new(np.concatenate([sequence.prompt_ids, *(ids for ids, _, _ in told), joint]), messages, joints, digest)
+            return self._new(np.concatenate([sequence.prompt_ids, *(ids for ids, _, _ in pieces), joint]), messages, joints, digest)
         self._gone_on.add((sequence.number, place.num_pieces))
         sequence.observe(joint)
         return CapturedCall(sequence, messages, joints, digest, sequence.prompt_ids, sequence.token_ids)

@@ -59,7 +59,7 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
         if config.environment is not None and is_here:
             scorings.append((by_environment, 1))
         run.reporter.reward_failures = failures
-        scorings = [(_told(scoring, run), count) for scoring, count in scorings]
+        scorings = [(_reported(scoring, run), count) for scoring, count in scorings]
         weights = list(config.weights.values())
         is_pool_alone = len(scorings) == 1 and bool(config.parts)  # which weights its parts itself
         score = scorings[0][0] if is_pool_alone else together([each for each, _ in scorings], weights, [n for _, n in scorings])
@@ -68,7 +68,7 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
         yield delayed(score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else score
 
 
-def _told(scoring: Scoring, run: RunConnection) -> Scoring:
+def _reported(scoring: Scoring, run: RunConnection) -> Scoring:
     """`scoring`, whose failures are sent to the driver with the responses, and whose rewards are counted there."""
 
     async def score(sample: Sample) -> Score:

@@ -31,11 +31,11 @@ from asyncflow.types import UserError
 FACTS: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS: Final = ("*.safetensors",)
 NOT_TAKEN: Final = ("*/*", "consolidated*", "*adapter*")  # copies for other libraries, and parts of models
-TELLS: Final = 20  # times at most that a download's progress is told
+REPORTS: Final = 20  # times at most that a download's progress is reported
 
 
-def download(repo: str, revision: str | None, patterns: list[str], tell: Callable[[str], None]) -> str:
-    """Folder of the cache with these files of a repository. Raises `UserError`. `tell`: takes lines about the progress."""
+def download(repo: str, revision: str | None, patterns: list[str], report: Callable[[str], None]) -> str:
+    """Folder of the cache with these files of a repository. Raises `UserError`. `report`: takes lines about the progress."""
     where: dict[str, Any] = {"repo_id": repo, "revision": revision, "allow_patterns": patterns, "ignore_patterns": list(NOT_TAKEN)}
     name = repo if revision is None else f"{repo}@{revision}"
     try:
@@ -45,8 +45,8 @@ def download(repo: str, revision: str | None, patterns: list[str], tell: Callabl
             return snapshot_download(**where)
         total = sum(file.file_size for file in files)
         if total:
-            tell(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB")
-        return snapshot_download(**where, tqdm_class=_bar(name, total, tell))
+            report(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB")
+        return snapshot_download(**where, tqdm_class=_bar(name, total, report))
     except RevisionNotFoundError as error:
         raise UserError(f"the Hugging Face Hub has no revision {revision!r} of {repo}: name a branch, a tag or a commit") from error
     except GatedRepoError as error:
@@ -66,27 +66,27 @@ def download(repo: str, revision: str | None, patterns: list[str], tell: Callabl
             f"can be reached (files that are whole stay)"
         ) from error
     except Exception as error:  # of many libraries: the Hub's, its HTTP client's
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{name} cannot be had from the Hugging Face Hub: {said[0]} (files that are whole stay)") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{name} cannot be had from the Hugging Face Hub: {lines[0]} (files that are whole stay)") from error
 
 
-def _bar(name: str, total: int, tell: Callable[[str], None]) -> type[tqdm]:
-    """Class of progress bars that tell a line now and then, and draw nothing."""
-    told = 0
+def _bar(name: str, total: int, report: Callable[[str], None]) -> type[tqdm]:
+    """Class of progress bars that report a line now and then, and draw nothing."""
+    reported = 0
 
     class DownloadBar(tqdm):
-        """Bar of the bytes of all files, or of the number of files, of which nothing is told."""
+        """Bar of the bytes of all files, or of the number of files, of which nothing is reported."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             options.pop("name", None)
             super().__init__(*arguments, **{**options, "file": io.StringIO(), "disable": False})
 
         def update(self, count: float | None = 1) -> bool | None:
-            nonlocal told
+            nonlocal reported
             drawn = super().update(count)
-            if self.unit == "B" and total and (share := int(TELLS * self.n / total)) > told and share < TELLS:
-                told = share
-                tell(f"  {name}: {self.n / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+            if self.unit == "B" and total and (share := int(REPORTS * self.n / total)) > reported and share < REPORTS:
+                reported = share
+                report(f"  {name}: {self.n / 1e6:,.0f} of {total / 1e6:,.0f} MB")
             return drawn
 
     return DownloadBar

@@ -51,7 +51,7 @@ class TrainingChecks:
         self._num_unscored: Counter[int] = Counter()  # by step
         self._failed: Counter[str] = Counter()  # attempts to score, by kind
         self._max_failed = context.config.reward.max_failed_fraction
-        self._has_said_mismatch = False
+        self._has_logged_mismatch = False
         self._has_trained = False  # in this attempt
 
     def consumed(self, task: str, step: int, update: int, rows: Sequence[int]) -> None:
@@ -120,9 +120,9 @@ class TrainingChecks:
         has_fresh = "mismatch/kl" in row
         name, most = ("mismatch/kl", LARGE_MISMATCH) if has_fresh else ("policy/rollout_kl", LARGE_ROLLOUT_KL)
         divergence = row.get(name, 0.0)
-        if self._has_said_mismatch or not divergence > most:  # no number: other lines tell of that
+        if self._has_logged_mismatch or not divergence > most:  # no number: other lines tell of that
             return
-        self._has_said_mismatch = True
+        self._has_logged_mismatch = True
         why = "though both have the same version's weights" if has_fresh else "more than a version or two of learning make of it"
         self._log(
             f"the rollout engine's log-probs are not the train engine's: {name} is {divergence:.2g} nats, above {most:g}, {why}; "
@@ -167,8 +167,8 @@ class TrainingChecks:
             if not update.normaliser:
                 ways_out = "the messages above say why the rows failed"
             updates = "updates" if is_policy else "updates of the critic"
-            told = f"{self.skipped_in_a_row[task]} {updates} in a row were skipped, the last because {why}; {ways_out}"
-            self._fail(RunError(told))
+            message = f"{self.skipped_in_a_row[task]} {updates} in a row were skipped, the last because {why}; {ways_out}"
+            self._fail(RunError(message))
 
     def _named(self, rows: Sequence[int]) -> str:
         """The first and the last one where they are of neighbouring groups; how many they are, where they are not."""

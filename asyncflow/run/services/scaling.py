@@ -141,11 +141,11 @@ class Scaling:
                 self._devices.change(devices_each(self._config))
             if not coming and not going:
                 return f"the run has {size} rollout workers already"
-            told = [f"rollout workers: from {before} to {size}"]
-            told += [f"{_listed(coming)} join{'s' * (len(coming) == 1)}"] if coming else []
-            told += [f"{_listed(going)} leave{'s' * (len(going) == 1)}, within {grace_seconds:g} s"] if going else []
-            self._log("; ".join(told))
-            return "; ".join(told)
+            changes = [f"rollout workers: from {before} to {size}"]
+            changes += [f"{_listed(coming)} join{'s' * (len(coming) == 1)}"] if coming else []
+            changes += [f"{_listed(going)} leave{'s' * (len(going) == 1)}, within {grace_seconds:g} s"] if going else []
+            self._log("; ".join(changes))
+            return "; ".join(changes)
 
     async def _end(self, name: str, grace_seconds: float) -> None:
         is_in_time = await self._cluster.end(name, grace_seconds)

@@ -84,14 +84,14 @@ class RunFolder:
                 self._check_free()
             prepared = await prepare(scratch, resumed)
             if resumed is None and self._resume and not config.run.overwrite and self._has_results_of(config.run.steps):
-                self._tell_of_the_end(prepared, None)  # which wrote no checkpoints
+                self._report_end(prepared, None)  # which wrote no checkpoints
                 return None
             if resumed is None:
                 prepared = self._begin_anew(prepared, scratch)
             else:
                 check_fits(config, resumed.state, await asyncio.to_thread(data_hash, prepared.prompts))
                 if resumed.state.version == config.run.steps and self._has_results_of(config.run.steps):
-                    self._tell_of_the_end(prepared, resumed)
+                    self._report_end(prepared, resumed)
                     return None
                 resumed = self._usable(resumed)
                 await self._go_back(resumed)
@@ -100,10 +100,10 @@ class RunFolder:
         sweep_shared_memory()
         self.weights_dir = self._folder.make_weights_dir()
         self._model_before = self._folder.model_id()
-        self.tell_workers(self._job_file(prepared, resumed))
+        self.write_job(self._job_file(prepared, resumed))
         return prepared, resumed
 
-    def tell_workers(self, job: JobFile) -> None:
+    def write_job(self, job: JobFile) -> None:
         """Write the job's file, which the workers read, into the folder."""
         self.job = job
         replace(self._config.run_dir / JOB_FILE, msgspec.json.encode(job))
@@ -238,7 +238,7 @@ class RunFolder:
         """Whether the final model, and the critic where there is one, have been trained for so many steps."""
         return self._folder.model_version == steps and (not self._has_critic or self._folder.critic_version == steps)
 
-    def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed | None) -> None:
+    def _report_end(self, prepared: Prepared, resumed: Resumed | None) -> None:
         """The run is finished, with its model: nothing is to be done."""
         run_dir, steps = self._config.run_dir, self._config.run.steps
         self._log(

@@ -133,8 +133,8 @@ class CheckpointCoordinator:
         """The run stops: prompts that were pushed when its last checkpoint was begun already are kept beside that, and, where it
         matters, that no row is lost."""
         is_whole = not self._loses_rows()
-        is_to_say = self._has_more or (is_whole and not self._record.is_deterministic)
-        if is_to_say and self.settled == self._version and self._version in self._checkpoints.versions():
+        has_news = self._has_more or (is_whole and not self._record.is_deterministic)
+        if has_news and self.settled == self._version and self._version in self._checkpoints.versions():
             path, state = self._checkpoints.added(self._version), self._driver_state()
             try:
                 await asyncio.to_thread(write_added, path, state, is_whole=is_whole)

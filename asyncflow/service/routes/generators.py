@@ -215,11 +215,11 @@ def add_installs(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/generators/{worker}/installed", tags=["generators"])
     async def installed(worker: Name, body: Installed) -> PolicyVersion:
         """The worker generates under this version from now on."""
-        told = body.attested
+        given = body.attested
         attested = None
-        if told is not None:
-            parts = None if told.parts is None else [(part.names, part.found) for part in told.parts]
-            attested = Attestation(parts, told.base, told.log_probs)
+        if given is not None:
+            parts = None if given.parts is None else [(part.names, part.found) for part in given.parts]
+            attested = Attestation(parts, given.base, given.log_probs)
         _session(hosted, worker).engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 

@@ -180,9 +180,9 @@ async def _sums(state: Any, query: dict[str, list[str]]) -> dict[str, Any]:
         return {"workers": [{"why": f"{type(error).__name__}: {error}"}]}
 
 
-async def _answer(send: Any, status: int, said: dict[str, Any]) -> None:
+async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
 
 WeightTransferEngineFactory.register_engine("asyncflow", FileWeights)

@@ -116,7 +116,7 @@ class ServerAttestations:
         """`weights` are what the servers have, or the base of what they have: `lora`."""
         self._weights, self._lora = weights, lora
         self._bases: WeakKeyDictionary[VllmClient, int] = WeakKeyDictionary()  # a server that starts again has a new client
-        self._has_said_why = False
+        self._has_logged_why = False
 
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
@@ -135,15 +135,15 @@ class ServerAttestations:
         """
         lora = self._lora
         promised = self.whole() if lora is None else await asyncio.to_thread(self.adapter, lora, lora.current)
-        told: dict[VllmClient, list[WorkerSums]] = {}
+        sums: dict[VllmClient, list[WorkerSums]] = {}
 
         async def ask(_: ServerHandle, client: VllmClient) -> None:
-            told[client] = await self._ask(client, promised)
+            sums[client] = await self._ask(client, promised)
 
-        while not told:
+        while not sums:
             await servers.least_loaded()  # one is up
             await servers.everywhere(ask)
-        found = [await self._attested(client, workers, promised) for client, workers in told.items()]
+        found = [await self._attested(client, workers, promised) for client, workers in sums.items()]
         attested = [each for each in found if each is not None]
         return None if len(attested) < len(found) else await asyncio.to_thread(self._merged, attested)
 
@@ -177,9 +177,9 @@ class ServerAttestations:
                 self._bases[client] = await asyncio.to_thread(lambda: base_of(weight_parts(workers, base), base))
             return Attestation(await asyncio.to_thread(lora_parts, workers, promised), self._bases[client])
         except NotAttested as why_not:
-            if not self._has_said_why:
+            if not self._has_logged_why:
                 log.warning("what %s generates with is not attested: %s", client.address, why_not)
-            self._has_said_why = True
+            self._has_logged_why = True
             return None
 
 
@@ -216,10 +216,10 @@ def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
     return sum_of_all(found.values())
 
 
-def merged(told: Sequence[Attestation], base: int | None) -> Attestation:
+def merged(attestations: Sequence[Attestation], base: int | None) -> Attestation:
     """Attestation of several servers. `base`: what that of each should be; the first that is another counts."""
-    others = [each.base for each in told if each.base != base]
-    return Attestation([part for each in told for part in each.parts or []], others[0] if others else base)
+    others = [each.base for each in attestations if each.base != base]
+    return Attestation([part for each in attestations for part in each.parts or []], others[0] if others else base)
 
 
 def _by_tensor(workers: Sequence[Sequence[FoundSum]]) -> list[tuple[FoundSum, ...]]:

@@ -41,8 +41,8 @@ class ServerLost(Exception):
 class RequestRefused(ValueError):
     """The server does not do what it is asked, and would not the next time. `status`: HTTP's."""
 
-    def __init__(self, said: str, status: int) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -174,10 +174,10 @@ class VllmClient:
             body["model"] = model
         content = await self._ask("POST", "/inference/v1/generate", body)
         try:
-            told = _prompt.decode(content).prompt_logprobs
-            if told is None:
+            log_probs = _prompt.decode(content).prompt_logprobs
+            if log_probs is None:
                 return None
-            found = [each[str(token)].logprob for token, each in zip(token_ids[1:], told[1:], strict=True) if each is not None]
+            found = [each[str(token)].logprob for token, each in zip(token_ids[1:], log_probs[1:], strict=True) if each is not None]
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             raise ServerLost(f"{self.address} answers what are no log-probs of a prompt: {error}") from error
         values = np.array(found, np.float32)
@@ -316,10 +316,10 @@ class VllmClient:
             raise ServerLost(f"{self.address} hung up on {path}: {error or type(error).__name__}") from error
         if answer.status_code < 300:
             return answer.content
-        said = f"{self.address} answers {path} with status {answer.status_code}: {answer.text:.500}"
+        message = f"{self.address} answers {path} with status {answer.status_code}: {answer.text:.500}"
         if answer.status_code < 500:
-            raise RequestRefused(said, answer.status_code)
-        raise ServerLost(said)
+            raise RequestRefused(message, answer.status_code)
+        raise ServerLost(message)
 
 
 async def check_settings(client: VllmClient, *, max_context: int, seeded: bool) -> None:

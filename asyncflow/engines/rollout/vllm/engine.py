@@ -182,8 +182,8 @@ class VllmEngine(RolloutEngine):
                     found.append(await client.prompt_log_probs(token_ids.tolist(), salt, name))
 
             await self._servers.everywhere(ask)
-        told = [each for each in found if each is not None]
-        return np.concatenate(told) if told else None
+        given = [each for each in found if each is not None]
+        return np.concatenate(given) if given else None
 
     async def export_weights(self) -> WeightSource | None:
         """See `RolloutEngine`: what servers are given that come back; None for the version of the model's own files."""

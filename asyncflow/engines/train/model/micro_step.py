@@ -42,7 +42,7 @@ class Given:
     is_policy_T: Tensor  # bool: whether the policy itself is the token's old policy
     is_fresh_T: Tensor  # bool: whether the staleness, as the rollout engine reports it, is 0: sampled by the step's first weights
     ref_T: Tensor | None
-    told: tuple[tuple[int, slice], ...] = ()  # rows that are told of token by token: index, and its tokens
+    examined: tuple[tuple[int, slice], ...] = ()  # rows that are examined token by token: index, and its tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,8 +100,8 @@ def given_frozen(
     is_fresh_T = torch.from_numpy(micro_batch.staleness == 0).to(packed.row_T.device)[packed.row_T]
     row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
     begins = micro_batch.response_ids.offsets.tolist()
-    told = tuple((int(micro_batch.indices[row]), slice(begins[row], begins[row + 1])) for row in micro_batch.told_rows)
-    return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T, told)
+    examined = tuple((int(micro_batch.indices[row]), slice(begins[row], begins[row + 1])) for row in micro_batch.examined_rows)
+    return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T, examined)
 
 
 def losses(known: Sequence[Given], objective: Objective, hidden_TH: Tensor, head: Head) -> PassLoss:
@@ -112,7 +112,7 @@ def losses(known: Sequence[Given], objective: Objective, hidden_TH: Tensor, head
     """
     counts = [len(each.packed.targets_T) for each in known]
     targets_T = torch.cat([each.packed.targets_T for each in known]) if len(known) > 1 else known[0].packed.targets_T
-    told: list[list[dict[str, Tensor]]] = [[] for _ in known]
+    token_figures: list[list[dict[str, Tensor]]] = [[] for _ in known]
 
     def part_loss(number: int, part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
         own_C, own = logprobs_C.detach(), known[number]
@@ -128,19 +128,19 @@ def losses(known: Sequence[Given], objective: Objective, hidden_TH: Tensor, head
             row_tokens_R=own.row_tokens_R,
         )
         sums = objective.loss(batch)
-        if own.told:
-            told[number].append(_token_figures(batch, sums))
+        if own.examined:
+            token_figures[number].append(_token_figures(batch, sums))
         return sums
 
     sums: list[LossSums]
     if objective.is_token_local:
         total, sums, logprobs_T = token_local_losses(hidden_TH, head, targets_T, part_loss, counts)
-        return PassLoss(total, _results(known, sums, logprobs_T.split_with_sizes(counts), told))
+        return PassLoss(total, _results(known, sums, logprobs_T.split_with_sizes(counts), token_figures))
     logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head, targets_T, counts)
     of_micro_batches = zip(logprobs_T.split_with_sizes(counts), entropy_T.split_with_sizes(counts), strict=True)
     sums = [part_loss(number, slice(None), *each) for number, each in enumerate(of_micro_batches)]
     detached = [LossSums(each.loss.detach(), {name: x.detach() for name, x in each.metrics.items()}) for each in sums]
-    results = _results(known, detached, logprobs_T.detach().split_with_sizes(counts), told)
+    results = _results(known, detached, logprobs_T.detach().split_with_sizes(counts), token_figures)
     if head.sums is not None:
         for number, result in enumerate(results):
             if not result.is_finite:
@@ -165,7 +165,10 @@ def _token_figures(batch: TokenBatch, sums: LossSums) -> dict[str, Tensor]:
 
 
 def _results(
-    known: Sequence[Given], sums: Sequence[LossSums], logprobs: Sequence[Tensor], told: Sequence[Sequence[Mapping[str, Tensor]]]
+    known: Sequence[Given],
+    sums: Sequence[LossSums],
+    logprobs: Sequence[Tensor],
+    token_figures: Sequence[Sequence[Mapping[str, Tensor]]],
 ) -> list[MicroBatchResult]:
     """Results of micro-batches, from their own losses and metrics, detached, their log-probs, and the figures of their chunks of
     tokens, in order, where there are any."""
@@ -186,7 +189,7 @@ def _results(
         }
         names.append(list(metrics))
         numbers += [of_loss.loss, mask_T.sum(), is_finite, is_equal_T.sum(), differences_T.max(), *metrics.values()]
-    of_rows = list(_figures_of_rows(known, told))
+    of_rows = list(_figures_of_rows(known, token_figures))
     figures: list[dict[int, dict[str, list[float]]]] = [{} for _ in known]
     # One transfer for all the numbers: each .item() on its own would wait for the device.
     all_numbers = torch.stack([n.double() for n in numbers])
@@ -213,13 +216,13 @@ def _results(
 
 
 def _figures_of_rows(
-    known: Sequence[Given], told: Sequence[Sequence[Mapping[str, Tensor]]]
+    known: Sequence[Given], token_figures: Sequence[Sequence[Mapping[str, Tensor]]]
 ) -> Iterator[tuple[int, int, str, Tensor]]:
-    """Figures of the rows that are told of: micro-batch, index, name, and a number for each of the row's tokens."""
-    for number, (one, parts) in enumerate(zip(known, told, strict=True)):
+    """Figures of the rows that are examined: micro-batch, index, name, and a number for each of the row's tokens."""
+    for number, (one, parts) in enumerate(zip(known, token_figures, strict=True)):
         for name in parts[0] if parts else ():
             values_T = torch.cat([part[name] for part in parts])
-            for index, row in one.told:
+            for index, row in one.examined:
                 yield number, index, name, values_T[row]
 
 

@@ -127,9 +127,9 @@ class ManyRanks(PolicyTraining):
             after_backward=lambda i: self._sums.add(),
             within=lambda i: self._gradients.within(states[i]) if self._gradients and i in states else nullcontext(),
         )
-        told = self._pipeline.results_from_last(results)
-        self._num_added += sum(result.is_finite for result in told)
-        return told
+        received = self._pipeline.results_from_last(results)
+        self._num_added += sum(result.is_finite for result in received)
+        return received
 
     def _update(self, normaliser: int) -> OptimResult:
         """The norm is over all ranks' gradients, each counted once."""

@@ -119,10 +119,10 @@ class MegatronTraining(GatheredTraining):
             return made.total if is_added else made.total.detach()
 
         self._policy.run(batches, loss, has_grad=True)
-        told = self._from_last_stage([result for number in sorted(results) for result in results[number]])
-        self._has_gradient |= any(result.is_finite for result in told)
-        self._is_broken |= self._options.layout.pp > 1 and not all(result.is_finite for result in told)
-        return told
+        results_here = self._from_last_stage([result for number in sorted(results) for result in results[number]])
+        self._has_gradient |= any(result.is_finite for result in results_here)
+        self._is_broken |= self._options.layout.pp > 1 and not all(result.is_finite for result in results_here)
+        return results_here
 
     def _update(self, normaliser: int) -> OptimResult:
         has_gradient, is_broken = self._ranks.largest([self._has_gradient, self._is_broken], of="dp")
