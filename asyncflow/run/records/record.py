@@ -51,7 +51,7 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rows_redelivered: int = 0
     reward_failures: dict[str, int] = {}
     why_not_deterministic: str = ""
-    has_said_unshared: bool = False
+    has_logged_unshared: bool = msgspec.field(default=False, name="has_said_unshared")  # its name in the files of earlier runs
     resumed_at: list[int] = []
     made_again_at: list[int] = []
 
@@ -95,7 +95,7 @@ class RunRecord:
         self._checks = TrainingChecks(
             context,
             skipped_in_a_row=dict(zip(self._ledger.tasks.trained, in_a_row, strict=False)),
-            has_said_unshared=before.has_said_unshared,
+            has_logged_unshared=before.has_logged_unshared,
             reward_failures=self._reward_failures,
         )
         self.rows = MetricRows(
@@ -122,7 +122,7 @@ class RunRecord:
             rows_redelivered=self._redelivered,
             reward_failures=dict(self._reward_failures()),
             why_not_deterministic=self._why_not_deterministic(),
-            has_said_unshared=self._checks.has_said_unshared,
+            has_logged_unshared=self._checks.has_logged_unshared,
             resumed_at=self._before.resumed_at,
             made_again_at=self._before.made_again_at if self._why_not_deterministic() else [],  # or they are the same again
         )

@@ -30,7 +30,7 @@ FIRST_TIMEOUTS: Final = 3
 class TrainingChecks:
     """Checks of one run.
 
-    `skipped_in_a_row`: by task, the updates that were skipped since it last made one. `has_said_unshared`: whether it has been said
+    `skipped_in_a_row`: by task, the updates that were skipped since it last made one. `has_logged_unshared`: whether the log has
     that prompts are not shared.
     """
 
@@ -39,12 +39,12 @@ class TrainingChecks:
         context: RunContext,
         *,
         skipped_in_a_row: Mapping[str, int],
-        has_said_unshared: bool,
+        has_logged_unshared: bool,
         reward_failures: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`skipped_in_a_row`, `has_said_unshared`: as the attempt before this one left them. `reward_failures()`: attempts that
+        """`skipped_in_a_row`, `has_logged_unshared`: as the attempt before this one left them. `reward_failures()`: attempts that
         failed so far, by kind."""
-        self.skipped_in_a_row, self.has_said_unshared = dict(skipped_in_a_row), has_said_unshared
+        self.skipped_in_a_row, self.has_logged_unshared = dict(skipped_in_a_row), has_logged_unshared
         self._config, self._shape, self._ledger = context.config, context.shape, context.ledger.ledger
         self._reward_failures, self._log, self._fail = reward_failures, context.log, context.background.fail
         self._rows: dict[tuple[str, int, int], list[int]] = {}  # by task, step and update, what that is to train
@@ -137,9 +137,9 @@ class TrainingChecks:
     def _look_at_sharing(self, num_rows: int, figures: GroupFigures) -> None:
         """Say once that a shared prompt was not worth it, where it was asked for."""
         is_shared = figures.physical_tokens < figures.logical_tokens or not figures.logical_tokens  # or none of it was computed
-        if self.has_said_unshared or is_shared or self._shape.rows_per_micro_batch == 1 or num_rows == 1:
+        if self.has_logged_unshared or is_shared or self._shape.rows_per_micro_batch == 1 or num_rows == 1:
             return
-        self.has_said_unshared = True
+        self.has_logged_unshared = True
         tokens = f"a prompt of {figures.prompt_length} tokens, {num_rows} responses of {figures.response_lengths.mean():.0f}"
         self._log(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
 

@@ -44,7 +44,7 @@ def made(said: list[str]) -> Made:
         return TrainingChecks(
             cast(Any, context),
             skipped_in_a_row={"train": 0},
-            has_said_unshared=False,
+            has_logged_unshared=False,
             reward_failures=lambda: Counter(timeout=7, crash=2),
         )
 
