@@ -99,7 +99,7 @@ class RunConfig(Section):
     overwrite: bool = False
     """Remove an earlier run of the same name first."""
     stall_timeout_seconds: PositiveFloat = 300.0
-    """A run in which nothing moves for so long says who waits for what, and ends."""
+    """A run in which nothing moves for so long says which process waits for what, and ends."""
     stop_grace_seconds: PositiveFloat = 3.0
     """How long workers may take to end by themselves before they are killed."""
 

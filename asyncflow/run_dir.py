@@ -2,7 +2,7 @@
 
     runs/<name>/   config.yaml job.json control.sock key.pem logs/ initial-model/    what the run is, and how it is reached
                    metrics.jsonl eval.jsonl samples.jsonl tokens.jsonl unscored.jsonl spans.jsonl    what it has told
-                   now.json                                             who waits for what (`asyncflow why`)
+                   now.json                                             what waits for what (`asyncflow why`)
                    fingerprints.jsonl certificate.json                                  what it proves
                    checkpoints/step-000012/                                          what it can go on from
                    model/ critic/ report.html trace.json                             what is left of it

@@ -39,7 +39,7 @@ def why(
 
 
 def _print(path: Sequence[Link], depth: int, explained: Collection[str]) -> None:
-    """Print who waits for whom, a line each with what ends that wait; what was printed before is not explained again."""
+    """Print which process waits for which, a line each with what ends that wait; what was printed before is not explained again."""
     for number, link in enumerate(path):
         arrow = f"{'  ' * number}-> " if number else ""
         ends = "as above" if link.text in explained else f"at the latest until: {link.ends}"

@@ -4,7 +4,7 @@
       ^                                          ^                                                |
       |                                          |                                              offer
       |                                          |                                                v
-      +---------- ledger: which steps there are, which groups belong to them, who trains them ----+
+      +---------- ledger: which steps there are, which groups belong to them, and their rounds ---+
                                                  |         ^ commit       | next_round
                   policy versions <--publish-----+------- train <---------+
 

@@ -1,6 +1,6 @@
 """Costs measured: from a run's folder, or from a short run that is made for it; and what another configuration would take.
 
-    the run's folder --pieces.py--> pieces of work, with their amounts and who computed beside them
+    the run's folder --pieces.py--> pieces of work, with their amounts and what ran beside them
         --fit.py, contention.py--> Costs, with a residual for each piece
         --simulate the same run--> what no cost covers: how much longer its steps took than is simulated
     what_if: simulate another configuration with these costs, and add that for each of its rows

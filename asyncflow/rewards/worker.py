@@ -149,13 +149,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a child's collector leaves what is built alone, and shared
     owner.send(token, Ready(has_deadline=not is_stateless))
-    who = f"scorer {', '.join(part.scorer for part in setup.parts)}"
+    subject = f"scorer {', '.join(part.scorer for part in setup.parts)}"
     own = children()  # what building the scorers has started
     samples = msgspec.msgpack.Decoder(Sample)
     while (asked := owner.receive(samples)) is not None:
         token, sample = asked
         work = functools.partial(answer, scorers, setup.parts, sample)
-        owner.send(token, work() if is_stateless else in_child(work, Scored, setup.limits, who, owner.descriptors, own))
+        owner.send(token, work() if is_stateless else in_child(work, Scored, setup.limits, subject, owner.descriptors, own))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Attempt:
         await self.driver.close()
 
     async def report_cause(self) -> None:
-        """Write into the last situation on the disk why the run ends. So does the log, with who waited for whom, where that is not
+        """Write into the last situation on the disk why the run ends. So does the log, with what waited for what, where that is not
         in order: it has failed, or somebody has interrupted it while nothing moved."""
         failure = self.running.failure
         error = first_error(failure) if isinstance(failure, BaseExceptionGroup) else failure

@@ -65,7 +65,7 @@ class StepwiseRun:
             raise RunError(f"{death}; the run has ended: begin it again with resume, and it continues from {kept}") from death
 
     def allow(self, steps: int) -> None:
-        """Let so many steps of the run be trained, without anybody who waits for them."""
+        """Let so many steps of the run be trained, without a caller that waits for them."""
         self.driver.ledger.allow(min(max(steps, self.steps_done), self.config.run.steps), self.config.run.steps)
 
     async def checkpoint(self) -> int:

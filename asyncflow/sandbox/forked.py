@@ -37,14 +37,14 @@ def in_child(
     work: Callable[[], Reply | Failed],
     reply_type: type[Reply],
     limits: ProcessLimits,
-    who: str,
+    subject: str,
     not_for_child: tuple[int, ...] = (),
     spared: Set[int] = frozenset(),
 ) -> Reply | Failed:
     """Reply of `work`, called in a fork of this process, or why there is none.
 
-    `not_for_child`: file descriptors that the child does not get. `spared`: children of this process that live on; all others are
-    killed at the end. Raises `TimeoutError` if some cannot be."""
+    `subject`: what an error names. `not_for_child`: file descriptors that the child does not get.
+    `spared`: children of this process that live on; all others are killed at the end. Raises `TimeoutError` if some cannot be."""
     answers, answer = os.pipe()
     words, word = os.pipe()
     own = os.getpid()
@@ -58,7 +58,7 @@ def in_child(
         os.close(word)
         with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: the first of both counts
             os.setpgid(child, child)
-        watch = _Watch(child, answers, words, reply_type, limits, who)
+        watch = _Watch(child, answers, words, reply_type, limits, subject)
         try:
             return watch.reply()
         finally:
@@ -85,10 +85,10 @@ def _work(work: Callable[[], msgspec.Struct], limits: ProcessLimits, parent: int
 class _Watch(Generic[Reply]):
     """The parent's view of a child."""
 
-    def __init__(self, child: int, answers: int, words: int, reply_type: type[Reply], limits: ProcessLimits, who: str) -> None:
+    def __init__(self, child: int, answers: int, words: int, reply_type: type[Reply], limits: ProcessLimits, subject: str) -> None:
         self._decoder: msgspec.msgpack.Decoder[Reply | Failed] = msgspec.msgpack.Decoder(reply_type | Failed)
         self._child, self._answers, self._words = child, answers, words
-        self._limits, self._who = limits, who
+        self._limits, self._subject = limits, subject
         self._deadline = time.monotonic() + limits.deadline_seconds
         self._received, self._last_words, self._printed = bytearray(), bytearray(), 0
         self._ended = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
@@ -168,4 +168,4 @@ class _Watch(Generic[Reply]):
     def _failed(self, kind: str, what: str) -> Failed:
         self._read_words()
         words = self._last_words.decode(errors="replace").strip()
-        return Failed(kind, f"{self._who}: its process {what}" + (f"; its last words: {words}" if words else ""))
+        return Failed(kind, f"{self._subject}: its process {what}" + (f"; its last words: {words}" if words else ""))

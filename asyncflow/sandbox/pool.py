@@ -123,19 +123,19 @@ class SandboxPool(ABC):
 
     async def _ask(self, process: SandboxProcess, question: bytes, grace_seconds: float = 0.0) -> Any:
         """Answer to a question, a frame; or `Failed`: of a process that is late, and was killed, or that has ended."""
-        who = f"{self.names.built} {self._paths}"
+        subject = f"{self.names.built} {self._paths}"
         try:
             return await process.ask(question, self._limits.deadline_seconds + grace_seconds)
         except TimeoutError:
             self._retire(process)
             await process.kill()
             late = f"gave no answer within {self._limits.deadline_seconds:g} s and was killed"
-            return Failed("timeout", f"{who} {late}{process.last_words}")
+            return Failed("timeout", f"{subject} {late}{process.last_words}")
         except ProcessEnded:
             if self._error is not None:
                 raise self._error from None
             self._retire(process)
-            return Failed(process.kind_of_end, f"{who}: its process {process.end}{process.last_words}")
+            return Failed(process.kind_of_end, f"{subject}: its process {process.end}{process.last_words}")
 
     async def _unless_failed(self, future: asyncio.Future[T]) -> T:
         """Result of a future. Raises the pool's error, if that comes first."""

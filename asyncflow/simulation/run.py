@@ -191,7 +191,7 @@ def _variant(config: Config, costs: Costs | None, seed: int, run_dir: Path, chec
         tree["train"] |= {"helpers": 0}  # on cores they cost the others something, or would be free
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
-    tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # who is healthy
+    tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # of workers
     return parse(tree | {"checkpoint": {"in_memory": config.checkpoint.in_memory is True, **checkpoint}})
 
 

@@ -1,4 +1,4 @@
-"""Situation of a run: what its driver knows at one moment of who waits for what. `why.py` makes words of it.
+"""Situation of a run: what its driver knows at one moment of which process waits for what. `why.py` makes words of it.
 
     driver --every second, whole or not at all--> runs/<name>/now.json --> `asyncflow why`, of a live, a killed or a finished run
                                                                       +--> the live page

@@ -267,9 +267,9 @@ class NetworkReceiver:
                 async with asyncio.timeout(deadline):
                     held = await self._ask(manifest)
             except TimeoutError as error:
-                who = (self._directory / LOCK_FILE).read_text()
+                receiver = (self._directory / LOCK_FILE).read_text()
                 raise WeightSyncError(
-                    f"{who}, which receives weights for the workers of its machine, did not answer within {deadline:g} s"
+                    f"{receiver}, which receives weights for the workers of its machine, did not answer within {deadline:g} s"
                 ) from error
             if held is not None:
                 return held

@@ -154,7 +154,7 @@ def test_waits_are_a_graph_from_each_to_the_cause_with_their_deadlines(tmp_path,
     seen = Situation(**known, limits=limits, workers=workers, open_steps=[step], waits=[asked])
     write_situation(tmp_path / "one", seen)
     with opened(background, tmp_path / "one") as (page, complaints):
-        graph = page.get_by_role("region", name="Who waits for whom")
+        graph = page.get_by_role("region", name="What waits for what")
         graph.wait_for()
         words = [box.inner_text().splitlines() for box in graph.locator(".wait").all()]
         assert [texts[0].split(" waits")[0].split(" follows")[0] for texts in words] == [

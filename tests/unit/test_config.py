@@ -172,8 +172,8 @@ def test_a_choice_is_a_name_or_a_mapping_with_its_options(written: Any, chosen: 
         ),
         (
             {"eval": {"num_workers": 1, "path": "d"}, "weight_sync": {"name": "collective"}},
-            "weight_sync.name=collective broadcasts each version to all who have once asked for one, and eval.num_workers=1 take "
-            "only some, later: take shared_memory or network, or eval.num_workers=0$",
+            "weight_sync.name=collective broadcasts each version to all workers that have once asked for one, and "
+            "eval.num_workers=1 take only some, later: take shared_memory or network, or eval.num_workers=0$",
         ),
         (
             {"queue": {"samplers": {"rolout": "oldest"}}},

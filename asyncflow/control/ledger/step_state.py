@@ -57,7 +57,7 @@ class StepState:
                 open_rows.setdefault(group, set()).update(rows)
         return open_rows
 
-    # -- who belongs to it ------------------------------------------------------------------------------------------------
+    # -- what belongs to it -----------------------------------------------------------------------------------------------
 
     def cut(self, groups: Mapping[int, Iterable[int]]) -> None:
         """Make these groups, with their rows, the members. Mini-batches are neighbours in the order of their numbers, which is that
@@ -101,7 +101,7 @@ class StepState:
             rows.discard(row)
         self.dead += 1
 
-    # -- who trains it ----------------------------------------------------------------------------------------------------
+    # -- rounds that train it ---------------------------------------------------------------------------------------------
 
     def offer(self, group: int, tokens: int, task: str = "train") -> bool:
         """A complete group of the step, of so many tokens, is there to be trained, by the rank that has fewest of them. False: it

@@ -73,7 +73,7 @@ class PassGradients:
     def __init__(self, model: CausalModel | ShardedModel, sums: Sums, *, gives_zeros: bool = False) -> None:
         """Change the model's modules so that they compute as before, except in a pass (`within`). See `why_not` first.
 
-        `gives_zeros`: autograd gets zeros for a gradient of each weight, for the sake of who waits for one.
+        `gives_zeros`: autograd gets zeros for a gradient of each weight, since each of them is waited for.
         """
         self._sums = sums
         self._state: PassState | None = None  # of the pass that is under way

@@ -170,8 +170,8 @@ def _check_weight_sync(config: Config) -> None:
     if evaluators and facts.is_broadcast:
         others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if not of_other.is_broadcast)
         raise UserError(
-            f"weight_sync.name={chosen.name} broadcasts each version to all who have once asked for one, and eval.num_workers="
-            f"{evaluators} take only some, later: take {others}, or eval.num_workers=0"
+            f"weight_sync.name={chosen.name} broadcasts each version to all workers that have once asked for one, and "
+            f"eval.num_workers={evaluators} take only some, later: take {others}, or eval.num_workers=0"
         )
 
 

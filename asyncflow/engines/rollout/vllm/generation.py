@@ -142,7 +142,7 @@ class Generation:
                 if not sample.instance.is_up:
                     sample.move(await self._servers.least_loaded())
             arrived.put_nowait(response)
-        except Exception as error:  # whatever it is, who waits must hear of it
+        except Exception as error:  # whatever it is, the caller waits for it
             arrived.put_nowait(error)
 
     async def _ask(self, sample: _Sample) -> Response | None:
