@@ -36,8 +36,8 @@ from asyncflow.types import Array, RunError, UserError
 P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
-Place = Literal["own", "outside"]
-Scope = Literal["read", "drive", "admin"]
+EngineHost = Literal["own", "outside"]
+KeyScope = Literal["read", "drive", "admin"]
 PAUSE_SECONDS = 0.2
 CHUNK_BYTES = 1 << 20
 MAX_CONNECTIONS = 256
@@ -218,7 +218,7 @@ class AsyncClient:
 
     # -- the run ------------------------------------------------------------------------------------------------------------
 
-    async def init_engines(self, rollout: Place | None = None, train: Place | None = None) -> int | None:
+    async def init_engines(self, rollout: EngineHost | None = None, train: EngineHost | None = None) -> int | None:
         """Say which engines the run starts itself (`own`) and which clients provide (`outside`), in one call or one by one; without
         any the configuration says it. Returns the step that the run begins with, None while an engine is still to be named."""
         return (await self._post("/v1/init_engines", {"rollout": rollout, "train": train}))["step"]
@@ -261,7 +261,7 @@ class AsyncClient:
         """The queue's metrics in Prometheus' text form."""
         return (await self._request("GET", "/v1/metrics")).content.decode()
 
-    async def make_key(self, name: str, scope: Scope, expires_seconds: float | None = None) -> str:
+    async def make_key(self, name: str, scope: KeyScope, expires_seconds: float | None = None) -> str:
         """Make a key for another client, perhaps with an end; returns its secret. Needs a key of scope `admin`."""
         return str((await self._post("/v1/keys", {"name": name, "scope": scope, "expires_seconds": expires_seconds}))["secret"])
 

@@ -57,7 +57,7 @@ def _part_name(text: str) -> str:
 
 Device = Annotated[str, AfterValidator(_device)]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
-Devices = Annotated[str, AfterValidator(_devices)]
+WorkerDevices = Annotated[str, AfterValidator(_devices)]
 """Where the engines of several workers compute: as `Device`, or on several devices in turn (`cuda:1-3`)."""
 
 
@@ -315,7 +315,7 @@ class RolloutConfig(Section):
     """Tokens of a response at most; one that is cut off there has not finished."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of weights, keys and values while generating."""
-    device: Devices = "cpu"
+    device: WorkerDevices = "cpu"
     """Where it computes: `cpu`, `cuda`, `cuda:1`. `cuda:1-3`: each worker on one of these, in turn."""
     num_threads: PositiveInt | Literal["auto"] = 1
     """Computing threads of each worker (CPU). `auto`: one, and more while cores of this machine are free; their number shows in the
@@ -559,7 +559,7 @@ class EvalConfig(Section):
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Workers that do nothing else, with engines as `rollout` has them: training goes on meanwhile as if nothing were evaluated. 0:
     the rollout workers evaluate, behind training's rows."""
-    device: Devices | None = None
+    device: WorkerDevices | None = None
     """Device of each of them, as `rollout.device`. None: that."""
 
     @model_validator(mode="after")

@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-Sums = dict[str, tuple[int, float]]
+MetricSums = dict[str, tuple[int, float]]
 """By name, how many numbers there were, and their sum."""
 
-StepSums = dict[int, Sums]
+StepSums = dict[int, MetricSums]
 """Sums by training step."""
 
 PREFIX: Final = "own/"
 MAX_NAMES: Final = 64
 _NAME: Final = re.compile(r"[\w.][\w./-]{0,99}")
-_collected: ContextVar[Sums | None] = ContextVar("collected", default=None)
+_collected: ContextVar[MetricSums | None] = ContextVar("collected", default=None)
 step_scored: ContextVar[int | None] = ContextVar("step_scored", default=None)
 """Training step whose response is scored in this context; None: an evaluation's."""
 
@@ -45,9 +45,9 @@ def log_metric(name: str, value: Any) -> None:
 
 
 @contextmanager
-def collecting() -> Iterator[Sums]:
+def collecting() -> Iterator[MetricSums]:
     """Context in which `log_metric` adds to what is returned."""
-    sums: Sums = {}
+    sums: MetricSums = {}
     token = _collected.set(sums)
     try:
         yield sums
@@ -55,7 +55,7 @@ def collecting() -> Iterator[Sums]:
         _collected.reset(token)
 
 
-def add(sums: Sums, more: Mapping[str, tuple[int, float]]) -> None:
+def add(sums: MetricSums, more: Mapping[str, tuple[int, float]]) -> None:
     """Add sums to sums. Raises `ValueError` for more than `MAX_NAMES` names."""
     for name, (count, total) in more.items():
         if name not in sums and len(sums) >= MAX_NAMES:

@@ -20,8 +20,8 @@ from asyncflow.types import RunError, UserError
 from asyncflow.user_file import CannotImport, is_of_user, is_shortage, named, traces_of, words_of
 
 Made = TypeVar("Made")
-Record = TypeVar("Record")
-Fields = ParamSpec("Fields")
+RecordT = TypeVar("RecordT")
+FieldsP = ParamSpec("FieldsP")
 
 
 def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
@@ -85,12 +85,12 @@ def check_options(
 
 
 def by_name(
-    record: Callable[Fields, Record],
-) -> Callable[[Callable[[Made, Record], None]], Callable[Concatenate[Made, Fields], None]]:
+    record: Callable[FieldsP, RecordT],
+) -> Callable[[Callable[[Made, RecordT], None]], Callable[Concatenate[Made, FieldsP], None]]:
     """Decorator of a constructor that takes a record, such as a frozen dataclass: it is called with the record's fields by name."""
 
-    def decorated(constructor: Callable[[Made, Record], None]) -> Callable[Concatenate[Made, Fields], None]:
-        def by_fields(made: Made, /, *args: Fields.args, **kwargs: Fields.kwargs) -> None:
+    def decorated(constructor: Callable[[Made, RecordT], None]) -> Callable[Concatenate[Made, FieldsP], None]:
+        def by_fields(made: Made, /, *args: FieldsP.args, **kwargs: FieldsP.kwargs) -> None:
             constructor(made, record(*args, **kwargs))
 
         itself, _ = inspect.signature(constructor).parameters.values()

@@ -31,10 +31,10 @@ class Wait:
 
     def words(self, facts: dict[str, int | str]) -> str:
         """Description of what is waited for; a fact that is not known is left out."""
-        return self.what.format_map(_Facts(facts))
+        return self.what.format_map(_WordFacts(facts))
 
 
-class _Facts(dict[str, int | str]):
+class _WordFacts(dict[str, int | str]):
     def __missing__(self, name: str) -> str:
         return f"some {name}"
 
@@ -499,7 +499,7 @@ SIMULATION: Final = _wait(
     "virtual time, or a process that simulates",
     "engines/sleeping.py:SleepingRolloutEngine._decode SleepingRolloutEngine._generate SleepingRolloutEngine._hand_in"
     " SleepingRolloutEngine._run SleepingPasses.compute SleepingPasses.compute.help_out SleepingTrainEngine.__init__"
-    " SleepingTrainEngine.forward_backward simulation/run.py:SimulatedJob._place _Scorer.__init__ _run"
+    " SleepingTrainEngine.forward_backward simulation/run.py:SimulatedJob._place _SleepingScorer.__init__ _run"
     " simulation/seeds.py:Simulators.outcomes _end outcomes",
     ends="the simulated run's own deadlines, RUN_SECONDS (1800 s)",
 )

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LossNormaliser = Literal["tokens", "sequences", "constant"]
-Place = Literal["loss", "reward"]
+DivergencePlace = Literal["loss", "reward"]
 ESTIMATORS: Final = {"k1": functional.k1_divergence, "k2": functional.k2_divergence, "k3": functional.k3_divergence}
 
 
@@ -50,7 +50,7 @@ class SharedOptions(TypedDict, total=False):
 
     kl_coefficient: float
     kl_estimator: Estimator
-    kl_place: Place
+    kl_place: DivergencePlace
     entropy_coefficient: float
     loss_normaliser: LossNormaliser
     loss_constant: float | None
@@ -69,7 +69,7 @@ class LossOptions:
 
     kl_coefficient: float = 0.0
     kl_estimator: Estimator = "k3"
-    kl_place: Place = "loss"
+    kl_place: DivergencePlace = "loss"
     entropy_coefficient: float = 0.0
     loss_normaliser: LossNormaliser = "tokens"
     loss_constant: float | None = None
@@ -81,7 +81,7 @@ class LossOptions:
     def __post_init__(self) -> None:
         check_from_zero(kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient)
         check_choice("kl_estimator", self.kl_estimator, get_args(Estimator))
-        check_choice("kl_place", self.kl_place, get_args(Place))
+        check_choice("kl_place", self.kl_place, get_args(DivergencePlace))
         check_choice("loss_normaliser", self.loss_normaliser, get_args(LossNormaliser))
         if self.loss_normaliser == "constant" and self.loss_constant is None:
             raise UserError(

@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from asyncflow.loops.evaluation import Row
+from asyncflow.loops.evaluation import EvaluationRow
 from asyncflow.run.job import Listener
 from asyncflow.types import first_error
 
@@ -59,7 +59,7 @@ class Display(Listener):
         if not self._console.is_terminal:
             self.log(f"step {step + 1}/{self._steps}  {figures}  {row.get('perf/step_seconds', 0.0):.2f} s")
 
-    def evaluation(self, row: Row) -> None:
+    def evaluation(self, row: EvaluationRow) -> None:
         names = [name for name in row if name.startswith("accuracy/")]
         figures = ", ".join(f"{name.removeprefix('accuracy/')} {row[name]:.3f}" for name in names) or "none"
         unscored = sum(value for name, value in row.items() if name.startswith("unscored/"))

@@ -29,9 +29,9 @@ ARENA_BYTES = 64 << 30  # of address space
 
 app = typer.Typer(help="Serve a transfer queue on its own, and look into one.", no_args_is_help=True, rich_markup_mode=None)
 
-Hub = Annotated[str, typer.Argument(help="Where the queue is served: unix:PATH or tls:HOST:PORT.")]
+HubArgument = Annotated[str, typer.Argument(help="Where the queue is served: unix:PATH or tls:HOST:PORT.")]
 Address = Annotated[str, typer.Option(help="Where to listen: unix:PATH or tls:HOST:PORT (port 0: any).")]
-Key = Annotated[Path | None, typer.Option(help="The queue's key, made with `asyncflow queue key`; needed for tls: addresses.")]
+QueueKey = Annotated[Path | None, typer.Option(help="The queue's key, made with `asyncflow queue key`; needed for tls: addresses.")]
 StorageChoice = Annotated[str, typer.Option("--storage", help="memory, redis:URL, or mooncake:MASTER (host:port).")]
 CapacityBytes = Annotated[int | None, typer.Option(help="Bytes that a storage unit may hold; admission waits for room.")]
 CapacityRows = Annotated[int | None, typer.Option(help="Rows that a storage unit may hold; admission waits for room.")]
@@ -49,7 +49,7 @@ def serve(
     capacity_rows: CapacityRows = None,
     snapshot_dir: Snapshots = None,
     restore: Annotated[str, typer.Option(help="Take up the rows of this snapshot first.")] = "",
-    key: Key = None,
+    key: QueueKey = None,
 ) -> None:
     """Serve a queue's controllers, and storage units, until SIGINT or SIGTERM."""
     from asyncflow.transfer_queue.queue import TransferQueue
@@ -69,14 +69,14 @@ def serve(
 
 @app.command()
 def unit(
-    hub: Hub,
+    hub: HubArgument,
     number: Annotated[int, typer.Option(help="The unit's number; a unit that takes another's place takes its number.")],
     address: Address,
     storage: StorageChoice = "memory",
     capacity_bytes: CapacityBytes = None,
     capacity_rows: CapacityRows = None,
     snapshot_dir: Snapshots = None,
-    key: Key = None,
+    key: QueueKey = None,
 ) -> None:
     """Be a storage unit of a queue that is served elsewhere, until that one ends."""
     from asyncflow.transfer_queue.node import serve_unit
@@ -95,7 +95,7 @@ def unit(
 
 
 @app.command()
-def controller(hub: Hub, task: Annotated[str, typer.Argument()], address: Address, key: Key = None) -> None:
+def controller(hub: HubArgument, task: Annotated[str, typer.Argument()], address: Address, key: QueueKey = None) -> None:
     """Be a task's controller of a queue that is served elsewhere, in place of the one it has, until that one ends."""
     from asyncflow.transfer_queue.node import serve_controller
 
@@ -103,13 +103,13 @@ def controller(hub: Hub, task: Annotated[str, typer.Argument()], address: Addres
 
 
 @app.command()
-def metrics(hub: Hub, key: Key = None) -> None:
+def metrics(hub: HubArgument, key: QueueKey = None) -> None:
     """Print the state of tasks and units in Prometheus' text form."""
     print(_run(_ask(hub, key, "metrics")), end="")
 
 
 @app.command()
-def snapshot(hub: Hub, name: Annotated[str, typer.Argument()], key: Key = None) -> None:
+def snapshot(hub: HubArgument, name: Annotated[str, typer.Argument()], key: QueueKey = None) -> None:
     """Write all rows of a live queue to its snapshot directory."""
     manifest = _run(_ask(hub, key, "snapshot", name))
     print(f"{sum(file.rows for file in manifest.files)} rows, {sum(file.bytes for file in manifest.files)} bytes")

@@ -82,15 +82,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     is_for_good: bool = False
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     """A worker has ended. `status`: its exit status, minus the signal's number if one ended it."""
 
     pid: int
     status: int
 
 
-Request = Import | Fork
-Word = Forked | Refused | Ended
+ForkServerRequest = Import | Fork
+Word = Forked | Refused | WorkerEnded
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    decode, folder = msgspec.msgpack.Decoder(Request).decode, os.getcwd()
+    decode, folder = msgspec.msgpack.Decoder(ForkServerRequest).decode, os.getcwd()
     with socket.socket(fileno=os.dup(0)) as driver:
         os.set_inheritable(driver.fileno(), False)
         poll = select.poll()
@@ -209,7 +209,7 @@ def _report_ends(driver: socket.socket) -> None:
     with contextlib.suppress(ChildProcessError):  # there is none left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
-            _send(driver, Ended(pid, os.waitstatus_to_exitcode(status)))
+            _send(driver, WorkerEnded(pid, os.waitstatus_to_exitcode(status)))
 
 
 def _send(driver: socket.socket, word: Word) -> None:

@@ -31,7 +31,7 @@ from typing import Final
 import msgspec
 
 from asyncflow.cluster.base import WorkerSpec
-from asyncflow.cluster.fork_server import MAX_MESSAGE_BYTES, Ended, Fork, Import, Refused, Word
+from asyncflow.cluster.fork_server import MAX_MESSAGE_BYTES, Fork, Import, Refused, Word, WorkerEnded
 from asyncflow.types import RunError
 
 IS_POSSIBLE: Final = sys.platform == "linux"
@@ -229,7 +229,7 @@ class ForkServer:
         self._lost()
 
     def _received(self, word: Word) -> None:
-        if isinstance(word, Ended):
+        if isinstance(word, WorkerEnded):
             if (child := self._children.pop(word.pid, None)) is not None:
                 child.ended(word.status)
             return

@@ -19,7 +19,7 @@ from asyncflow.transport import ConnectionLost, RemoteError, client_key, client_
 from asyncflow.transport.codec import error_name, raised
 
 LATENCY_SECONDS: Final = 1e-4
-Reply = Callable[[str, str, str, tuple[Any, ...], Any], None]
+OnReply = Callable[[str, str, str, tuple[Any, ...], Any], None]
 
 
 class Wire:
@@ -32,7 +32,7 @@ class Wire:
         on_disconnect: Callable[[str], None],
         *,
         rng: random.Random,
-        on_reply: Reply = lambda worker, service, method, arguments, result: None,
+        on_reply: OnReply = lambda worker, service, method, arguments, result: None,
     ) -> None:
         """`on_reply(worker, service, method, arguments, result)` is told of every request that was served."""
         self.loop, self.services, self.on_disconnect, self.on_reply = loop, services, on_disconnect, on_reply

@@ -9,7 +9,7 @@ from asyncflow.transport import client_name
 from asyncflow.waits import OpenWait, Wait
 
 
-class _Waiting:
+class _PendingWait:
     """A wait that has not ended."""
 
     __slots__ = ("condition", "facts", "future", "since", "wait", "worker")
@@ -25,15 +25,15 @@ class Signal:
     time."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingWait] = []
         self.watchers: list[Callable[[], None]] = []
         """Callback that hears of every change before those that wait, and does not wait itself."""
 
     async def until(self, condition: Callable[[], bool], wait: Wait, **facts: int | str) -> None:
         """`wait` and its facts: what is waited for, in the answer to why nothing moves."""
-        entry: _Waiting | None = None
+        entry: _PendingWait | None = None
         while not condition():  # once more after waking: another waiter may have changed things in between
-            entry = entry or _Waiting(condition, wait, facts)
+            entry = entry or _PendingWait(condition, wait, facts)
             entry.future = asyncio.get_running_loop().create_future()
             self._waiting.append(entry)
             try:

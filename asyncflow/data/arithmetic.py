@@ -24,7 +24,7 @@ from itertools import islice
 from random import Random
 from typing import Any, Final, Literal, get_args
 
-Split = Literal["train", "heldout", "warmstart"]
+ProblemSplit = Literal["train", "heldout", "warmstart"]
 
 PROMPT_TEMPLATE: Final = "{question}\n"
 """How a question becomes a prompt; the response starts on the line after it."""
@@ -38,7 +38,7 @@ MAX_EVENTS: Final = 5
 
 # Every problem falls in one of 100 buckets; each split owns a range of them.
 _NUM_BUCKETS: Final = 100
-_BUCKETS: Final[dict[Split, range]] = {
+_BUCKETS: Final[dict[ProblemSplit, range]] = {
     "heldout": range(0, 10),
     "warmstart": range(10, 40),
     "train": range(40, _NUM_BUCKETS),
@@ -78,7 +78,7 @@ class Problem:
     """The final count in decimal digits."""
 
 
-def problems(seed: int, split: Split) -> Iterator[Problem]:
+def problems(seed: int, split: ProblemSplit) -> Iterator[Problem]:
     """Draw problems of one split, for ever, with replacement.
 
     The same seed and split give the same problems on every machine. A short problem may come twice in some thousands.
@@ -87,24 +87,24 @@ def problems(seed: int, split: Split) -> Iterator[Problem]:
         ValueError: `split` is not one of the three.
     """
     if split not in _BUCKETS:
-        raise ValueError(f"no split {split!r}; there are {', '.join(get_args(Split))}")
+        raise ValueError(f"no split {split!r}; there are {', '.join(get_args(ProblemSplit))}")
     return _draw_split(seed, split)
 
 
-def as_examples(seed: int, split: Split, num_examples: int) -> list[dict[str, Any]]:
+def as_examples(seed: int, split: ProblemSplit, num_examples: int) -> list[dict[str, Any]]:
     """The first problems of a split as data-set rows: `question`, and `answer` as the plain number."""
     drawn = islice(problems(seed, split), num_examples)
     return [{"question": problem.question, "answer": problem.answer} for problem in drawn]
 
 
-def split_of(question: str) -> Split:
+def split_of(question: str) -> ProblemSplit:
     """The one split that a question belongs to."""
     # Python's own hash() differs from process to process.
     bucket = int.from_bytes(blake2b(question.encode(), digest_size=8).digest(), "big") % _NUM_BUCKETS
     return next(split for split, buckets in _BUCKETS.items() if bucket in buckets)
 
 
-def _draw_split(seed: int, split: Split) -> Iterator[Problem]:
+def _draw_split(seed: int, split: ProblemSplit) -> Iterator[Problem]:
     rng = Random(f"arithmetic/{split}/{seed}")
     while True:
         problem = _draw(rng)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Final
 
-from asyncflow.data.datasets import Row
+from asyncflow.data.datasets import DataRow
 from asyncflow.rows import ANSWER, ANSWERS, QUESTIONS, READY_PROMPT, found_in, value_in
 from asyncflow.types import UserError
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 MOST_WIDTH: Final = 1000
 """Characters to which a template may fill a column up, as `{price:>10}` does."""
 
@@ -36,7 +36,7 @@ class Columns:
     prompt: str | None
     answer: str | None
 
-    def prompt_of(self, row: Row) -> str | list[Message]:
+    def prompt_of(self, row: DataRow) -> str | list[ChatMessage]:
         """A row's prompt: text, or a conversation as messages. Raises `LookupError` naming a column that is not there."""
         if self.template is not None:
             return self.template.format_map(row)
@@ -48,13 +48,13 @@ class Columns:
             raise TypeError(f"column {self.prompt!r} is neither text nor a list of messages with role and content")
         return value if self.prompt.rpartition(".")[2].lower() == READY_PROMPT else f"{value}\n"
 
-    def example_of(self, row: Row) -> Row:
+    def example_of(self, row: DataRow) -> DataRow:
         """Row as a scorer sees it: all of its columns, and the answer in `ANSWER`."""
         return dict(row) if self.answer in (None, ANSWER) else {**row, ANSWER: value_in(row, self.answer or "")}
 
 
 def find_columns(
-    rows: Sequence[Row], path: str, *, template: str | None = None, prompt: str | None = None, answer: str | None = None
+    rows: Sequence[DataRow], path: str, *, template: str | None = None, prompt: str | None = None, answer: str | None = None
 ) -> Columns:
     """The columns of a data set, with what the configuration says of them. Every row has them, and none of them is null.
 
@@ -115,5 +115,5 @@ def _is_conversation(value: Any) -> bool:
     return has_messages and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
 
 
-def _named(row: Row) -> str:
+def _named(row: DataRow) -> str:
     return ", ".join(sorted(row)) or "none"

@@ -29,7 +29,7 @@ import msgspec
 from asyncflow.data import arithmetic, reasoning_gym, sums
 from asyncflow.types import UserError
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 Split = Literal["train", "heldout"]
 GENERATED_ROWS = 20_000
 GENERATED: Final = "generated:"
@@ -49,7 +49,7 @@ _NO_TEXT: Final = {
 
 def load_rows(
     path: str, *, seed: int, split: Split, limit: int | None = None, named: str = "train", subset: str | None = None
-) -> list[Row]:
+) -> list[DataRow]:
     """The rows of a data set, the first `limit` of them. Raises `UserError` naming the file and line of what is wrong.
 
     A generated set has `GENERATED_ROWS` rows unless limited; its `split` decides which problems can occur. `named` and `subset` are
@@ -73,7 +73,7 @@ def has_parts(path: str) -> bool:
     return file.is_dir() or not (file.exists() or file.suffix in _FILES or path.startswith((GENERATED, reasoning_gym.PREFIX)))
 
 
-def as_json(rows: Iterable[Row], path: str) -> Iterator[Row]:
+def as_json(rows: Iterable[DataRow], path: str) -> Iterator[DataRow]:
     """Rows with JSON values alone, as they travel: dates as text, tuples as lists, numbers that are not finite as null.
 
     Raises `UserError` naming the row and the column of what cannot travel.
@@ -92,13 +92,13 @@ def as_json(rows: Iterable[Row], path: str) -> Iterator[Row]:
 _NO_JSON: Final = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
-def _as_json(row: Row) -> Row:
-    plain: Row = msgspec.json.decode(msgspec.json.encode(row))
+def _as_json(row: DataRow) -> DataRow:
+    plain: DataRow = msgspec.json.decode(msgspec.json.encode(row))
     msgspec.msgpack.encode(plain)  # between processes, and in checkpoints: integers of 64 bits at most
     return plain
 
 
-def _odd_columns(row: Row) -> Iterator[tuple[str, Exception]]:
+def _odd_columns(row: DataRow) -> Iterator[tuple[str, Exception]]:
     for column, value in row.items():
         try:
             _as_json({column: value})
@@ -106,7 +106,7 @@ def _odd_columns(row: Row) -> Iterator[tuple[str, Exception]]:
             yield column, error
 
 
-def _read(path: str, named: str, subset: str | None, limit: int | None) -> Iterator[Row]:
+def _read(path: str, named: str, subset: str | None, limit: int | None) -> Iterator[DataRow]:
     file = Path(path)
     suffix = file.suffix.lower()
     if near := _near(file):
@@ -133,8 +133,8 @@ def _near(file: Path) -> Path | None:
     return by_stem[found[0]] if found else None
 
 
-def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
-    sources: dict[str, Callable[[int, Split, int], list[Row]]] = {
+def _generated(path: str, seed: int, split: Split, count: int) -> list[DataRow]:
+    sources: dict[str, Callable[[int, Split, int], list[DataRow]]] = {
         "generated:arithmetic": arithmetic.as_examples,
         "generated:sums": sums.as_examples,
     }
@@ -143,7 +143,7 @@ def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
     return sources[path](seed, split, count)
 
 
-def read_json_lines(path: Path) -> Iterator[Row]:
+def read_json_lines(path: Path) -> Iterator[DataRow]:
     """The objects of a JSON Lines file. Raises `UserError` naming the line that is none."""
     with _reading(path), path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -187,7 +187,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _parse_line(path: Path, number: int, line: str) -> Row:
+def _parse_line(path: Path, number: int, line: str) -> DataRow:
     try:
         row = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
@@ -202,7 +202,7 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
     return row
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[DataRow]:
     """A list of objects, or an object with one such list in it. Many a `.json` file holds an object a line: those are read, too."""
     with _reading(path):
         text = path.read_text(encoding="utf-8-sig")
@@ -226,7 +226,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield row
 
 
-def _read_separated(path: Path, separator: str) -> Iterator[Row]:
+def _read_separated(path: Path, separator: str) -> Iterator[DataRow]:
     """Rows of text with the columns that the first line names. A quoted value may have line breaks."""
     with _reading(path), path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=separator, strict=True)
@@ -242,7 +242,7 @@ def _read_separated(path: Path, separator: str) -> Iterator[Row]:
             raise UserError(f"{path} cannot be read behind line {reader.line_num}: {error}") from error
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[DataRow]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

@@ -24,11 +24,11 @@ _HELD_OUT_SEED: Final = 1 << 20
 
 def rows(path: str, seed: int, *, is_held_out: bool, count: int) -> list[dict[str, Any]]:
     """`count` rows. Raises `UserError` if the package is not installed, or refuses the task or its options."""
-    tasks = [_Task(one, seed % (1 << 20) + _HELD_OUT_SEED * is_held_out, count) for one in path.removeprefix(PREFIX).split(",")]
+    tasks = [_GymTask(one, seed % (1 << 20) + _HELD_OUT_SEED * is_held_out, count) for one in path.removeprefix(PREFIX).split(",")]
     return list(itertools.islice(_in_turns(tasks), count))
 
 
-class _Task:
+class _GymTask:
     def __init__(self, text: str, seed: int, size: int) -> None:
         reasoning_gym = package_module("reasoning_gym", "reasoning-gym", "data reasoning_gym")
         self.name, _, query = text.partition("?")
@@ -40,7 +40,7 @@ class _Task:
             raise UserError(f"data reasoning_gym: task {self.name!r} with {self.options or 'no options'}: {error}") from error
 
 
-def _in_turns(tasks: list[_Task]) -> Iterator[dict[str, Any]]:
+def _in_turns(tasks: list[_GymTask]) -> Iterator[dict[str, Any]]:
     for index in itertools.count():
         for task in tasks:
             entry = task.entries[index]

@@ -11,14 +11,14 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, Final
 
-from asyncflow.data.arithmetic import Split
+from asyncflow.data.arithmetic import ProblemSplit
 
 LARGEST: Final = 50
 PROMPT: Final = "What is {a} + {b}? Reply with only the number."
-_PARTS: Final[dict[Split, range]] = {"heldout": range(0, 2), "warmstart": range(2, 4), "train": range(4, 10)}
+_PARTS: Final[dict[ProblemSplit, range]] = {"heldout": range(0, 2), "warmstart": range(2, 4), "train": range(4, 10)}
 
 
-def as_examples(seed: int, split: Split, num_examples: int) -> list[dict[str, Any]]:
+def as_examples(seed: int, split: ProblemSplit, num_examples: int) -> list[dict[str, Any]]:
     """Rows of a split, drawn by seed with replacement: `prompt`, and `answer` as the plain number. A pair's order counts."""
     rng = Random(f"sums/{split}/{seed}")
     pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1) if _part(a, b) in _PARTS[split]]

@@ -54,7 +54,7 @@ ROUNDING = 1e-9  # fraction of a decode step: a timer that fires at the step's e
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _PromptRequest:
     """Request for samples of one prompt. `arrived` gets each response, or the error that ends the request."""
 
     prompt_tokens: int
@@ -69,7 +69,7 @@ class _Request:
 class _Slot:
     """Slot with an unfinished response: `count` of its `length` tokens are made."""
 
-    request: _Request
+    request: _PromptRequest
     sample: int
     length: int
     number: int
@@ -102,7 +102,7 @@ class SleepingRolloutEngine:
         self.num_slots, self.max_context = num_slots, max_context
         self.installed_version = version
         self._costs, self._recomputes = costs, kv_on_install == "recompute"
-        self._waiting: deque[_Request] = deque()
+        self._waiting: deque[_PromptRequest] = deque()
         self._active: list[_Slot] = []
         self._num_cached = num_slots + num_parked
         self._parked: dict[tuple[SampleKey, int], int] = {}  # tokens with keys, by sample, the one that was parked first in front
@@ -124,13 +124,13 @@ class SleepingRolloutEngine:
                 f"a prompt of {len(prompt_ids) + len(after)} and a response of {sampling.max_new_tokens} tokens exceed"
                 f" the engine's context of {self.max_context}"
             )
-        return self._generate(_Request(len(prompt_ids), key, sampling, deque(samples), len(after)))
+        return self._generate(_PromptRequest(len(prompt_ids), key, sampling, deque(samples), len(after)))
 
     def forget(self, key: SampleKey, sample: int) -> None:
         """See `RolloutEngine`."""
         self._parked.pop((key, sample), None)
 
-    async def _generate(self, request: _Request) -> AsyncGenerator[Response, None]:
+    async def _generate(self, request: _PromptRequest) -> AsyncGenerator[Response, None]:
         self._check_open()
         remaining = len(request.pending)
         if request.after:  # a later turn goes before first ones
@@ -229,7 +229,7 @@ class SleepingRolloutEngine:
         self._is_paused = is_paused
         return 0.0
 
-    def _cancel(self, request: _Request) -> None:
+    def _cancel(self, request: _PromptRequest) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
         self._active = [slot for slot in self._active if slot.request is not request]

@@ -69,4 +69,4 @@ class EpisodeClosed(msgspec.Struct, frozen=True, tag=True):
 
 
 Question = ResetEpisode | StepEpisode | CloseEpisode
-Reply = EnvironmentReady | Broken | EpisodeOpened | EpisodeStepped | EpisodeClosed | Failed
+EnvironmentReply = EnvironmentReady | Broken | EpisodeOpened | EpisodeStepped | EpisodeClosed | Failed

@@ -23,11 +23,11 @@ from asyncflow.environments.base import Action, EnvironmentFailure, Opening, Tur
 from asyncflow.environments.messages import (
     CloseEpisode,
     EnvironmentReady,
+    EnvironmentReply,
     EnvironmentSetup,
     EpisodeClosed,
     EpisodeOpened,
     EpisodeStepped,
-    Reply,
     ResetEpisode,
     StepEpisode,
 )
@@ -38,7 +38,7 @@ from asyncflow.sandbox.pool import SandboxNames, SandboxPool, whole_path
 from asyncflow.sandbox.process import SandboxProcess
 from asyncflow.types import UserError
 
-Answer = TypeVar("Answer", EpisodeOpened, EpisodeStepped, EpisodeClosed)
+AnswerT = TypeVar("AnswerT", EpisodeOpened, EpisodeStepped, EpisodeClosed)
 
 
 class EnvironmentPool(SandboxPool):
@@ -46,7 +46,7 @@ class EnvironmentPool(SandboxPool):
 
     names = SandboxNames("environment pool", "environment process", "environment", "environment")
     module = "asyncflow.environments.worker"
-    replies = Reply
+    replies = EnvironmentReply
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class EnvironmentPool(SandboxPool):
             raise
         return PooledEpisode(self, process, number), reply.opening
 
-    async def ask(self, process: SandboxProcess, question: msgspec.Struct, answer: type[Answer]) -> Answer:
+    async def ask(self, process: SandboxProcess, question: msgspec.Struct, answer: type[AnswerT]) -> AnswerT:
         """The answer to a question. Raises `EnvironmentFailure`."""
         if self._error is not None:
             raise self._error

@@ -32,12 +32,12 @@ from asyncflow.environments.base import Action, Opening, TurnResult
 from asyncflow.environments.messages import (
     CloseEpisode,
     EnvironmentReady,
+    EnvironmentReply,
     EnvironmentSetup,
     EpisodeClosed,
     EpisodeOpened,
     EpisodeStepped,
     Question,
-    Reply,
     ResetEpisode,
     StepEpisode,
 )
@@ -103,7 +103,7 @@ class Player:
         self._build, self._path, self._pool = build, path, pool
         self._playing: dict[int, Any] = {}  # by the episode's number
 
-    async def answer(self, question: Question) -> Reply:
+    async def answer(self, question: Question) -> EnvironmentReply:
         """Ask the environment; whatever it does short of ending the process becomes an answer."""
         try:
             reply = await self._ask(question)
@@ -117,7 +117,7 @@ class Player:
             kind, what = "raised", f"raised {words_of(error)}"
         return Failed(kind, f"environment {self._path}: {what}")
 
-    async def _ask(self, question: Question) -> Reply:
+    async def _ask(self, question: Question) -> EnvironmentReply:
         playing = self._playing
         match question:
             case ResetEpisode():

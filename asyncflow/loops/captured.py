@@ -27,7 +27,7 @@ from asyncflow.environments.capture.episode import CapturedEpisode
 from asyncflow.environments.capture.transcript import CapturedCall
 from asyncflow.environments.joints import JointsByTools
 from asyncflow.loops.episode import EpisodePlayer, EpisodeRow, LimitReached, branch_key
-from asyncflow.loops.transcript import Ended, Played, played_sequences
+from asyncflow.loops.transcript import EpisodeEnd, Played, played_sequences
 
 
 class Served(Protocol):
@@ -99,7 +99,7 @@ class CapturePlayer(EpisodePlayer):
         sequences, seconds = captured.end(), clock() - began
         if not sequences:
             raise EnvironmentFailure("invalid", "the program has ended without a call that was answered")
-        ended: Ended = "timeout" if failure is not None else "length" if captured.has_reached_limit else "stop"
+        ended: EpisodeEnd = "timeout" if failure is not None else "length" if captured.has_reached_limit else "stop"
         if self.limits.fails and ended != "stop":
             raise LimitReached(ended, f"the episode reached a limit: {failure or 'its program asked for more'}")
         reward = None if result is None else result.reward

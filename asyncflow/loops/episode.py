@@ -25,7 +25,7 @@ import numpy as np
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.environments.base import EnvironmentFailure, Environments, Episode, TurnFormat, Words, seed_of
 from asyncflow.loops.samples import GroupRequest
-from asyncflow.loops.transcript import Ended, Played, Transcript
+from asyncflow.loops.transcript import EpisodeEnd, Played, Transcript
 from asyncflow.types import Array
 
 
@@ -41,7 +41,7 @@ class EpisodeLimits:
 class LimitReached(Exception):
     """An episode that reached a limit in a run in which it is to fail. `ended`: `length` or `timeout`."""
 
-    def __init__(self, ended: Ended, message: str) -> None:
+    def __init__(self, ended: EpisodeEnd, message: str) -> None:
         super().__init__(message)
         self.ended = ended
 
@@ -192,7 +192,7 @@ class EpisodePlayer:
             room = min(room, self.limits.max_turn_tokens)
         return sampling.of_turn(room, keeps=row.transcript.num_turns + 1 < self.limits.max_turns)
 
-    def _ended(self, transcript: Transcript, ended: Ended, seconds: float, why: str = "") -> Played:
+    def _ended(self, transcript: Transcript, ended: EpisodeEnd, seconds: float, why: str = "") -> Played:
         if self.limits.fails and ended != "stop":
             raise LimitReached(ended, f"the episode reached a limit: {why}")
         return transcript.played(ended, seconds)

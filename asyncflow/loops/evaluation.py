@@ -30,7 +30,7 @@ from asyncflow.weight_sync.base import Manifest
 
 EVALUATORS: Final = "evaluator"
 """Pool of the evaluators, `evaluator/0` and on."""
-Row = dict[str, float | int]
+EvaluationRow = dict[str, float | int]
 
 
 def is_evaluator(worker: str) -> bool:
@@ -79,7 +79,7 @@ class HeldOut:
         prompts: Sequence[Prompt],
         settings: EvaluationSettings,
         *,
-        on_row: Callable[[Row], None],
+        on_row: Callable[[EvaluationRow], None],
         done: Collection[int] = (),
     ) -> None:
         """`done`: versions that an earlier attempt of the run has evaluated, or of which nobody has the weights any more."""
@@ -135,7 +135,7 @@ class HeldOut:
         kinds = {"sampled": (sampled_from, self.settings.samples)}
         if self.settings.greedy:
             kinds["greedy"] = (sampled_from + count, 1)
-        row: Row = {"step": version, "num_prompts": count}
+        row: EvaluationRow = {"step": version, "num_prompts": count}
         self.latest = {}
         for kind, (first, num_samples) in kinds.items():
             groups = [group for group in range(first, first + count) if group in responses]

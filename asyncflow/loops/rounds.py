@@ -26,7 +26,7 @@ from asyncflow.control.ledger import RoundGroup, StepTotals, TrainedGroup
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.loops.context import LoopContext
 from asyncflow.loops.samples import check_interval, consumed, figures_of, left_out, micro_batches, scored_group
-from asyncflow.own_metrics import Sums, collecting
+from asyncflow.own_metrics import MetricSums, collecting
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.controller import Handed
@@ -40,7 +40,7 @@ class PreparedGroup:
     leased: Leased
     advantages: Advantages
     micro_batches: list[MicroBatch]
-    own_metrics: Sums
+    own_metrics: MetricSums
 
 
 @dataclass(frozen=True, slots=True)

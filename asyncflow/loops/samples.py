@@ -44,7 +44,7 @@ from asyncflow.loops.branches import (
     has_branches,
 )
 from asyncflow.loops.transcript import Played, conversation
-from asyncflow.own_metrics import Sums
+from asyncflow.own_metrics import MetricSums
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.telemetry.metrics import EpisodeFigures, GroupFigures
 from asyncflow.transfer_queue.client import Leased
@@ -500,7 +500,7 @@ def consumed(batch: Batch, results: Sequence[MicroBatchResult]) -> Consumed:
 
 
 def figures_of(
-    step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult], own_metrics: Sums
+    step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult], own_metrics: MetricSums
 ) -> GroupFigures:
     """Figures of a trained group, for metrics. `own_metrics`: the algorithm's own."""
     metrics: dict[str, float] = {}

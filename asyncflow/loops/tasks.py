@@ -20,11 +20,11 @@ from asyncflow.telemetry.spans import SharedLane
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.types import Batch, GroupMeta
 
-Work = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, Exception]]]]
+TaskWork = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, Exception]]]]
 """Work of a task on a group: it returns the columns that it adds, and why rows have failed, by row."""
 
 
-async def serve(task: str, context: LoopContext, work: Work, *, at_once: int = 1) -> None:
+async def serve(task: str, context: LoopContext, work: TaskWork, *, at_once: int = 1) -> None:
     """Work on the task's leases until it is closed or the run is stopping; on `at_once` leases side by side."""
     free, lane, queue = asyncio.Semaphore(at_once), SharedLane(context.spans), context.queue
 
@@ -53,7 +53,7 @@ async def serve(task: str, context: LoopContext, work: Work, *, at_once: int = 1
             under_way.create_task(work_on(leased))
 
 
-def reference(engine: LogProbEngine, shape: Shape) -> Work:
+def reference(engine: LogProbEngine, shape: Shape) -> TaskWork:
     """Adds the reference's log-probs, computed in the pieces that training will use, so that the bits are those of `fused`."""
 
     async def work(leased: Leased) -> tuple[Batch, Mapping[int, Exception]]:
@@ -65,7 +65,7 @@ def reference(engine: LogProbEngine, shape: Shape) -> Work:
     return work
 
 
-def reward(scoring: ResponseScoring, shape: Shape) -> Work:
+def reward(scoring: ResponseScoring, shape: Shape) -> TaskWork:
     """Adds rewards, the rows of a group scored side by side."""
     score = scoring.score
     assert score is not None, "this task scores"

@@ -13,7 +13,7 @@ from asyncflow.environments.base import TOOL_CALLS, TOOL_FAILURES, TurnResult
 from asyncflow.environments.capture.transcript import CapturedSequence
 from asyncflow.types import Array
 
-Ended = Literal["stop", "length", "timeout"]
+EpisodeEnd = Literal["stop", "length", "timeout"]
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Played:
 
     response: Response
     loss_mask: Array
-    ended: Ended
+    ended: EpisodeEnd
     turns: Array = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     rewards: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     seconds: float = 0.0
@@ -45,7 +45,13 @@ class Played:
 
 
 def played_sequences(
-    sample: int, prompt_ids: Array, sequences: Sequence[CapturedSequence], *, ended: Ended, reward: float | None, seconds: float
+    sample: int,
+    prompt_ids: Array,
+    sequences: Sequence[CapturedSequence],
+    *,
+    ended: EpisodeEnd,
+    reward: float | None,
+    seconds: float,
 ) -> Played:
     """An episode of several sequences, whose calls somebody else has made. Each piece that was sampled is a turn, and the last one
     has the reward. `prompt_ids`: of the group."""
@@ -57,7 +63,7 @@ def played_sequences(
     return played
 
 
-def _joined(sample: int, prompt_ids: Array, sequences: Sequence[CapturedSequence], ended: Ended, seconds: float) -> Played:
+def _joined(sample: int, prompt_ids: Array, sequences: Sequence[CapturedSequence], ended: EpisodeEnd, seconds: float) -> Played:
     """Sequences end to end, without the turns in them. The first one continues the group's prompt (int64) if its own begins with
     that; all others are branches. What was observed before the first sampled token counts as its version's."""
     tokens, logprobs, masks, branches = [], [], [], []
@@ -131,7 +137,7 @@ class Transcript:
         self.sequence.observe(token_ids)
         self.num_tokens += len(token_ids)
 
-    def played(self, ended: Ended, seconds: float) -> Played:
+    def played(self, ended: EpisodeEnd, seconds: float) -> Played:
         """The whole episode."""
         played = _joined(self._sample, self._group_prompt_ids, self._sequences, ended, seconds)
         played.turns = np.array(self._turns, np.int64).reshape(-1, 4)

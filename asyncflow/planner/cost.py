@@ -24,8 +24,8 @@ from asyncflow.planner.hardware import Hardware, Rates
 from asyncflow.run.factories import devices_each, make_algorithm
 from asyncflow.run.preparation.memory import Shapes
 
-Origin = Literal["analytic", "measured", "hybrid", "assumed"]
-Work = dict[str, float]
+CostOrigin = Literal["analytic", "measured", "hybrid", "assumed"]
+WorkAmounts = dict[str, float]
 """Amounts of work by resource (`hardware.RESOURCES`)."""
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -67,8 +67,8 @@ class Figure:
 
     name: str
     seconds: float
-    origin: Origin
-    work: Work = field(default_factory=dict)
+    origin: CostOrigin
+    work: WorkAmounts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class Model:
     of_reward: Shapes | None = None
     """Shapes of a reward model; None: those of the policy's."""
 
-    def figure(self, name: str, work: Work, dtype: str) -> Figure:
+    def figure(self, name: str, work: WorkAmounts, dtype: str) -> Figure:
         """Seconds of this work, in this dtype, and what they rest on."""
         rates = {**self.hardware.rates(dtype), **self.profiled}
         is_profiled = any(self.profiled.get(resource) and amount for resource, amount in work.items())
-        origin: Origin = "hybrid" if is_profiled or name in self.factors else "analytic"
+        origin: CostOrigin = "hybrid" if is_profiled or name in self.factors else "analytic"
         return Figure(name, seconds(work, rates) * self.factors.get(name, 1.0), origin, work)
 
     @cached_property
@@ -117,31 +117,31 @@ class Model:
         return 4.0 * shapes.heads * shapes.head_dim * shapes.layers
 
 
-def seconds(work: Work, rates: Rates) -> float:
+def seconds(work: WorkAmounts, rates: Rates) -> float:
     """Seconds of some work: the sum over resources of amount x seconds of a unit."""
     return sum(amount * rates[resource] for resource, amount in work.items())
 
 
-def added(*works: Work) -> Work:
+def added(*works: WorkAmounts) -> WorkAmounts:
     """Sum of works, by resource."""
-    total: Work = {}
+    total: WorkAmounts = {}
     for work in works:
         for resource, amount in work.items():
             total[resource] = total.get(resource, 0.0) + amount
     return total
 
 
-def all_reduce(num_bytes: float, ranks: int) -> Work:
+def all_reduce(num_bytes: float, ranks: int) -> WorkAmounts:
     """Ring all-reduce of so many bytes within a node: every rank sends each byte twice, but for its own share."""
     return {"link_bytes": 2 * num_bytes * (ranks - 1) / ranks}
 
 
-def hops(ranks: int) -> Work:
+def hops(ranks: int) -> WorkAmounts:
     """Latency of a ring all-reduce, however few bytes it has."""
     return {"messages": 2.0 * (ranks - 1)}
 
 
-def times(factor: float, work: Work) -> Work:
+def times(factor: float, work: WorkAmounts) -> WorkAmounts:
     """Work, so many times."""
     return {resource: factor * amount for resource, amount in work.items()}
 
@@ -190,7 +190,7 @@ def training(config: Config, model: Model) -> list[Figure]:
     is_sharded = train.engine.name != "megatron"  # which keeps all of them, and exchanges gradients and weights once an update
     gathered = together * (b * (forwards + 1) + 4) * exchanged if is_sharded else 0.0  # by each micro-batch of a round
     owned = mine / layout.dp
-    update: Work = {"memory_bytes": OPTIMISER_BYTES * owned, "launches": 1.0}
+    update: WorkAmounts = {"memory_bytes": OPTIMISER_BYTES * owned, "launches": 1.0}
     if not is_sharded and layout.dp > 1:
         update[reach] = (4.0 + b) * exchanged
     if train.offload_optimizer:
@@ -230,7 +230,7 @@ def weights(config: Config, model: Model) -> list[Figure]:
     nodes = -(-config.rollout.num_workers * devices_each(config) // model.hardware.per_node)
     publish = added({"host_bytes": version}, {_reach(layout.size, model.hardware): version * (layout.size - 1) / layout.size})
     if sync.name == "shared_memory":
-        fetch: Work = {"host_bytes": version}  # its hash is computed
+        fetch: WorkAmounts = {"host_bytes": version}  # its hash is computed
     else:  # a broadcast passes each byte on; TCP sends it to one node after another
         fetch = {"network_bytes": version * (1 if sync.name == "collective" else nodes)}
     install = {"host_bytes": BYTES[config.rollout.dtype] * model.shapes.parameters / tp}

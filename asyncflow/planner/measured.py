@@ -25,7 +25,7 @@ from asyncflow.engines.costs import Costs
 from asyncflow.engines.sleeping import TRAIN
 from asyncflow.planner.contention import alone, factors_of, fit_slowdown
 from asyncflow.planner.fit import Fit, Residual, TimedWork, fit, residual
-from asyncflow.planner.pieces import PIECES, WARM_UP, Row, lengths_of, loads, read_run, samples
+from asyncflow.planner.pieces import PIECES, WARM_UP, StepRow, lengths_of, loads, read_run, samples
 from asyncflow.run.job import Job
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import simulate
@@ -109,7 +109,7 @@ def measured(run_dir: Path) -> Measurement:
 
 
 def fitted(
-    config: Config, spans: Sequence[Span], rows: Mapping[int, Row], *, cores: int | None = None, known: Costs | None = None
+    config: Config, spans: Sequence[Span], rows: Mapping[int, StepRow], *, cores: int | None = None, known: Costs | None = None
 ) -> Measurement:
     """Costs of a run of this configuration. `cores`: of the machine; None: this one's, if the run's workers share one.
 
@@ -242,7 +242,7 @@ def residuals(costs: Costs, pieces: Mapping[str, Sequence[TimedWork]]) -> list[R
     return found
 
 
-def _equal_groups(config: Config, rows: Mapping[int, Row]) -> float:
+def _equal_groups(config: Config, rows: Mapping[int, StepRow]) -> float:
     """`Costs.equal_groups` of a run. Where rewards are drawn, as in a simulation, some more groups have equal ones by chance."""
     share = statistics.fmean(row["reward/zero_std_groups"] for row in rows.values()) / config.train.prompts_per_step
     by_chance = 2.0 ** (1 - config.rollout.group_size)
@@ -276,7 +276,7 @@ def predicted(config: Config, measurement: Measurement, *, steps: int | None = N
     return Prediction(step_seconds=seconds, tpspd=simulated.tpspd * simulated.step_seconds / seconds)
 
 
-def means(rows: Mapping[int, Row]) -> Prediction:
+def means(rows: Mapping[int, StepRow]) -> Prediction:
     """Means over steps, without the warm-up where there are more."""
     counted = [row for step, row in rows.items() if step >= WARM_UP] or [*rows.values()]
     seconds = [row["perf/step_seconds"] for row in counted]

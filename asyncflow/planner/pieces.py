@@ -64,22 +64,22 @@ PIECES: Final[Mapping[str, Piece]] = {
 """By task of a span. The first of a pool shows its contention. Without a pool the work is not slowed down: it is measured beside
 whatever goes on in a run."""
 
-Row = Mapping[str, float]
-Pieces = dict[str, list[TimedWork]]
+StepRow = Mapping[str, float]
+WorkByPiece = dict[str, list[TimedWork]]
 
 
-def read_run(run_dir: Path) -> tuple[Config, list[Span], dict[int, Row]]:
+def read_run(run_dir: Path) -> tuple[Config, list[Span], dict[int, StepRow]]:
     """Configuration, spans, and metrics by step. Raises `UserError` where costs cannot be made of them."""
     for name in (CONFIG_FILE, SPANS_FILE, METRICS_FILE):
         if not (run_dir / name).is_file():
             raise UserError(f"{run_dir} has no {name}: name the folder of a run, such as runs/quickstart")
-    rows: dict[int, Row] = {int(row["step"]): row for row in metrics_of(run_dir)}
+    rows: dict[int, StepRow] = {int(row["step"]): row for row in metrics_of(run_dir)}
     if len(rows) <= WARM_UP:
         raise UserError(f"{run_dir} has {len(rows)} steps, of which the first {WARM_UP} are not counted: give it a longer run")
     return load(run_dir / CONFIG_FILE), join_pieces(read_spans(run_dir / SPANS_FILE)), rows
 
 
-def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Pieces:
+def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> WorkByPiece:
     """Pieces of work of a run or of a profile, by the tasks of `PIECES`; what happened before the warm-up's end is left out.
 
     `prompt_tokens`: mean length of a prompt, by which packed tokens follow from a span's.
@@ -122,7 +122,7 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
                 return (1.0,)
 
     busy = BusyWorkers(spans)
-    found: Pieces = {name: [] for name in PIECES}
+    found: WorkByPiece = {name: [] for name in PIECES}
     starts = np.array([span.start for span in spans])
     ends = np.array([span.end for span in spans])
     workers = np.array([span.worker for span in spans])
@@ -167,7 +167,7 @@ def loads(spans: Iterable[Span]) -> list[float]:
 # -- lengths ----------------------------------------------------------------------------------------------------
 
 
-def lengths_of(config: Config, spans: Sequence[Span], rows: Mapping[int, Row]) -> Lengths:
+def lengths_of(config: Config, spans: Sequence[Span], rows: Mapping[int, StepRow]) -> Lengths:
     """Lengths of prompts and responses of the steps in `rows`."""
     means = [row["response_length/mean"] for row in rows.values()]
     groups = [

@@ -63,7 +63,7 @@ WAYS_OUT: Final[Mapping[str, str]] = {
 """Advice where a task that is not sharded fits on no device, by the task."""
 
 
-Groups = Sequence[tuple[str, ...]]
+SharingTasks = Sequence[tuple[str, ...]]
 """Tasks that compute on the same devices: first the one whose devices they are."""
 
 
@@ -117,7 +117,7 @@ class Halves:
             first.setdefault((trained.responses_per_micro_batch, trained.activation_checkpointing), i)
         return list(first.values())
 
-    def _that_train(self, groups: Groups) -> tuple[list[int], list[int]]:
+    def _that_train(self, groups: SharingTasks) -> tuple[list[int], list[int]]:
         """Numbers of the halves that train and fit, as these tasks beside them do; and those of them that no other one beats."""
         fitting = [i for i, half in enumerate(self.training) if self._fit(half, groups)]
         numbers = {id(self.training[i]): i for i in fitting}
@@ -128,10 +128,10 @@ class Halves:
         """GiB of a device that these tasks share."""
         return sum(half.memory_gib if task == "train" else half.side_gib[task] for task in group)
 
-    def _fit(self, half: Half, groups: Groups) -> bool:
+    def _fit(self, half: Half, groups: SharingTasks) -> bool:
         return all(self.gib(half, group) <= self.usable for group in groups)
 
-    def raise_no_fit(self, halves: Sequence[Half], groups: Groups, of_what: str) -> NoReturn:
+    def raise_no_fit(self, halves: Sequence[Half], groups: SharingTasks, of_what: str) -> NoReturn:
         """Raises `UserError` that says why none of these halves fits, the tasks beside them first."""
         usable = self.usable
         for host, *guests in groups:

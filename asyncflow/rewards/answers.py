@@ -83,11 +83,11 @@ def reference_answer(reference: Any) -> str:
     return text.strip() if marked is None else marked
 
 
-Span = tuple[int, int, int]
+MarkSpan = tuple[int, int, int]
 """Where a mark is, and where the answer in it begins and ends."""
 
 
-def _boxes(text: str) -> Iterator[Span]:
+def _boxes(text: str) -> Iterator[MarkSpan]:
     """Boxed answers, found in one pass: a model may write nothing else."""
     open_boxes: list[tuple[int, int] | None] = []
     for found in _BRACES.finditer(text):
@@ -100,11 +100,11 @@ def _boxes(text: str) -> Iterator[Span]:
             open_boxes.append((found.start(), found.end()) if len(found[0]) > 1 else None)
 
 
-def _by(pattern: re.Pattern[str]) -> Callable[[str], Iterator[Span]]:
+def _by(pattern: re.Pattern[str]) -> Callable[[str], Iterator[MarkSpan]]:
     return lambda text: ((found.start(), *found.span(1)) for found in pattern.finditer(text))
 
 
-_FINDERS: Final[dict[str, Callable[[str], Iterator[Span]]]] = {
+_FINDERS: Final[dict[str, Callable[[str], Iterator[MarkSpan]]]] = {
     "hash": _by(_HASH),
     "boxed": _boxes,
     "tag": _by(_TAG),

@@ -33,4 +33,4 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     metrics: dict[str, tuple[int, float]] = {}
 
 
-Reply = Ready | Broken | Scored | Failed
+RewardReply = Ready | Broken | Scored | Failed

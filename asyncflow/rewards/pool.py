@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score
-from asyncflow.rewards.messages import Ready, Reply, Scored, Setup
+from asyncflow.rewards.messages import Ready, RewardReply, Scored, Setup
 from asyncflow.sandbox.frames import Failed, frame
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.sandbox.pool import SandboxNames, SandboxPool, whole_path
@@ -34,7 +34,7 @@ class RewardPool(SandboxPool):
 
     names = SandboxNames("reward pool", "reward worker", "reward scorer", "scorer")
     module = "asyncflow.rewards.worker"
-    replies = Reply
+    replies = RewardReply
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from asyncflow.control.ledger import LedgerService
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
-from asyncflow.loops.evaluation import Row
+from asyncflow.loops.evaluation import EvaluationRow
 from asyncflow.loops.samples import Shape
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -55,5 +55,5 @@ class Listener:
     def step(self, step: int, row: Mapping[str, float]) -> None:
         """A step is committed; its metrics."""
 
-    def evaluation(self, row: Row) -> None:
+    def evaluation(self, row: EvaluationRow) -> None:
         """An evaluation is finished; its figures."""

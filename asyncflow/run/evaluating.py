@@ -17,11 +17,11 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.loops.evaluation import (
     EVALUATORS,
+    EvaluationRow,
     Evaluations,
     EvaluationSettings,
     EvaluatorsProgress,
     HeldOut,
-    Row,
     admit_evaluation,
     evaluate,
 )
@@ -121,11 +121,11 @@ class Evaluating:
         held_out.leave_out(max(0, len(left_out) - left_out_before(config.run_dir)))  # may have told of some that are due again
         return held_out
 
-    def _evaluated(self, row: Row) -> None:
+    def _evaluated(self, row: EvaluationRow) -> None:
         if self._context.ledger.is_stopping:
             return  # cut short: its figures would be of some prompts only
         self._context.background.start(self._write(row))
 
-    async def _write(self, row: Row) -> None:
+    async def _write(self, row: EvaluationRow) -> None:
         await self._record.evaluated(row)
         self._written.add(int(row["step"]))

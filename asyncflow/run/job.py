@@ -28,7 +28,7 @@ from asyncflow.config import Config
 from asyncflow.control.signal import Signal
 from asyncflow.data.datasets import as_json
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.loops.evaluation import EVALUATORS, Row
+from asyncflow.loops.evaluation import EVALUATORS, EvaluationRow
 from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
 from asyncflow.rows import ANSWER
@@ -81,7 +81,7 @@ class Job(Listener):
         self.config = config
         self.listener = listener or Listener()
         self.rows = StepRows(config.run_dir)
-        self.evaluations: list[Row] = []
+        self.evaluations: list[EvaluationRow] = []
         self.responses: Mapping[str, Sequence[Responses]] = {}  # of the last evaluation, by kind
         self.certificate: Certificate | None = None  # at the end
         self.ended_by: int | None = None  # the signal that has interrupted it
@@ -392,7 +392,7 @@ class Job(Listener):
         self.listener.step(step, row)
         self._changed.notify()
 
-    def evaluation(self, row: Row) -> None:
+    def evaluation(self, row: EvaluationRow) -> None:
         """See `Listener`."""
         self.evaluations.append(row)
         if self.driver is not None:

@@ -16,7 +16,7 @@ from asyncflow.sandbox.frames import TOKEN_BYTES, frame
 from asyncflow.user_file import CannotImport, is_of_user, traces_of, words_of
 
 MAX_TRACE = 8000  # characters of a traceback that an answer carries
-Message = TypeVar("Message")
+MessageT = TypeVar("MessageT")
 
 
 class OwnerPipes:
@@ -31,7 +31,7 @@ class OwnerPipes:
         self._requests, self._replies = os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
         self.descriptors = requests, replies
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[bytes, Message] | None:
+    def receive(self, decoder: msgspec.msgpack.Decoder[MessageT]) -> tuple[bytes, MessageT] | None:
         """The next message and its token, None at the end of the pipe."""
         head = self._requests.read(TOKEN_BYTES + 4)
         if len(head) < TOKEN_BYTES + 4:

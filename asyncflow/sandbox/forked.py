@@ -30,17 +30,17 @@ LAST_WORDS_BYTES: Final = 4096
 MAX_ANSWER_BYTES: Final = 1 << 20
 LOOK_AGAIN_SECONDS: Final = 0.02  # for the child's end, where the kernel does not tell of it
 
-Reply = TypeVar("Reply", bound=msgspec.Struct)
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
 
 def in_child(
-    work: Callable[[], Reply | Failed],
-    reply_type: type[Reply],
+    work: Callable[[], ReplyT | Failed],
+    reply_type: type[ReplyT],
     limits: ProcessLimits,
     subject: str,
     not_for_child: tuple[int, ...] = (),
     spared: Set[int] = frozenset(),
-) -> Reply | Failed:
+) -> ReplyT | Failed:
     """Reply of `work`, called in a fork of this process, or why there is none.
 
     `subject`: what an error names. `not_for_child`: file descriptors that the child does not get.
@@ -58,7 +58,7 @@ def in_child(
         os.close(word)
         with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: the first of both counts
             os.setpgid(child, child)
-        watch = _Watch(child, answers, words, reply_type, limits, subject)
+        watch = _ChildWatch(child, answers, words, reply_type, limits, subject)
         try:
             return watch.reply()
         finally:
@@ -82,11 +82,11 @@ def _work(work: Callable[[], msgspec.Struct], limits: ProcessLimits, parent: int
             reply = reply[os.write(answer, reply) :]
 
 
-class _Watch(Generic[Reply]):
+class _ChildWatch(Generic[ReplyT]):
     """The parent's view of a child."""
 
-    def __init__(self, child: int, answers: int, words: int, reply_type: type[Reply], limits: ProcessLimits, subject: str) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Reply | Failed] = msgspec.msgpack.Decoder(reply_type | Failed)
+    def __init__(self, child: int, answers: int, words: int, reply_type: type[ReplyT], limits: ProcessLimits, subject: str) -> None:
+        self._decoder: msgspec.msgpack.Decoder[ReplyT | Failed] = msgspec.msgpack.Decoder(reply_type | Failed)
         self._child, self._answers, self._words = child, answers, words
         self._limits, self._subject = limits, subject
         self._deadline = time.monotonic() + limits.deadline_seconds
@@ -99,7 +99,7 @@ class _Watch(Generic[Reply]):
             if descriptor is not None:
                 self._poll.register(descriptor, select.POLLIN)
 
-    def reply(self) -> Reply | Failed:
+    def reply(self) -> ReplyT | Failed:
         """The child's answer, or why there is none."""
         while True:
             has_ended = self._wait()

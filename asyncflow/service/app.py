@@ -356,14 +356,14 @@ def key_of(request: Request) -> Key:
     return request.state.key
 
 
-Caller = Annotated[Key, Depends(key_of)]
+CallerKey = Annotated[Key, Depends(key_of)]
 """Parameter of a route: whose request it is."""
 
 
 def needs(scope: Scope) -> Any:
     """Dependency of a route whose key must have this scope."""
 
-    async def check(key: Caller) -> None:
+    async def check(key: CallerKey) -> None:
         if not key.may(scope):
             raise Denied(403, f"this needs a key that may {scope}, and {key.name!r} may {key.scope}")
 

@@ -25,7 +25,7 @@ from asyncflow.service.workers import OutsideWorkers, TrainerSession
 from asyncflow.settings import Choice
 from asyncflow.types import Array, Batch, RunError, UserError, first_error
 
-Place = Literal["own", "outside"]
+EnginePlace = Literal["own", "outside"]
 """Where an engine is: started by the run, or provided by clients."""
 FAREWELL_SECONDS: Final = 5.0
 """Seconds in which a client that generates makes another request: `asyncflow join` makes one every 2 s."""
@@ -48,7 +48,7 @@ class HostedRun:
         self.config, self._journal, self._weights_from = config, journal, weights_from
         self.over = asyncio.Event()
         self._listener, self._resume = listener, resume
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, EnginePlace] = {}
         self._run: StepwiseRun | None = None
         self._workers: OutsideWorkers | None = None
         self.failure, self._is_stopping = "", False
@@ -61,14 +61,16 @@ class HostedRun:
 
     # -- the run as a whole -------------------------------------------------------------------------------------------------
 
-    async def init_engines(self, rollout: Place | None = None, train: Place | None = None) -> int | None:
+    async def init_engines(self, rollout: EnginePlace | None = None, train: EnginePlace | None = None) -> int | None:
         """Say where engines are, and start the run when both are known: in one call or one by one. Without any the configuration
         says it. Returns the step that the run begins with; None while an engine is still to be named.
 
         Raises `UserError` for what cannot be, and for an engine that is named anew when the run has begun.
         """
         async with self._turn:
-            named: dict[str, Place] = {name: place for name, place in (("rollout", rollout), ("train", train)) if place is not None}
+            named: dict[str, EnginePlace] = {
+                name: place for name, place in (("rollout", rollout), ("train", train)) if place is not None
+            }
             if self._run is not None:
                 if changed := [name for name, place in named.items() if self._places.get(name, place) != place]:
                     raise UserError(f"the run has begun with the {changed[0]} engine {self._places[changed[0]]}")
@@ -262,7 +264,7 @@ class HostedRun:
             job.journal.shorten(max(0, driver.saves.settled) * driver.shape.numbers_per_step)
 
 
-def _with_engines(config: Config, places: Mapping[str, Place]) -> Config:
+def _with_engines(config: Config, places: Mapping[str, EnginePlace]) -> Config:
     """The configuration with engines where a client has said."""
     rollout, train = config.rollout, config.train
     if places.get("rollout") == "outside":

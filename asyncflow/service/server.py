@@ -89,7 +89,7 @@ class HttpServer:
         if certificate is not None:
             config.ssl = tls(certificate)
         self._has_tls = certificate is not None
-        self._server = _Server(config)
+        self._server = _QuietServer(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -116,7 +116,7 @@ class HttpServer:
             self._listen.path.unlink(missing_ok=True)
 
 
-class _Server(uvicorn.Server):
+class _QuietServer(uvicorn.Server):
     """uvicorn without hands on the process's signals, which are the run's."""
 
     @contextlib.contextmanager

@@ -42,7 +42,7 @@ from asyncflow.engines.sleeping import (
 )
 from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 from asyncflow.loops.episode import EpisodePlayer
-from asyncflow.loops.evaluation import EVALUATORS, Row, is_evaluator
+from asyncflow.loops.evaluation import EVALUATORS, EvaluationRow, is_evaluator
 from asyncflow.loops.rollout import ServedWeights
 from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
@@ -90,7 +90,7 @@ class Simulated:
     seed: int
     seconds: float
     rows: Mapping[int, Mapping[str, float]]
-    evaluations: list[Row]
+    evaluations: list[EvaluationRow]
     spans: list[Span]
     counts: Counter[str]
     violations: list[str]
@@ -348,7 +348,7 @@ class SimulatedJob(Job):
                 num_parked=self.config.num_parked,
                 cores=self._cores,
             )
-            score, episodes = _Scorer(self, name).score, self._episodes(name, engine)
+            score, episodes = _SleepingScorer(self, name).score, self._episodes(name, engine)
             weights = ServedWeights(self._sync.receiver(name), dict)
             await roll_out(run, engine, weights, score, _decode, episodes, evaluates=is_evaluator(name))
             await engine.close()
@@ -367,7 +367,7 @@ class SimulatedJob(Job):
 
     async def _reward_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            await score_groups(run, _Scorer(self, name).score, _decode)
+            await score_groups(run, _SleepingScorer(self, name).score, _decode)
 
     async def _reference_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
@@ -459,7 +459,7 @@ def _shared_devices(config: Config, shared: Mapping[str, str]) -> SharedDevices:
     return SharedDevices(devices)
 
 
-class _Scorer:
+class _SleepingScorer:
     """A worker's reward processes: `reward.num_workers` of them, with a deadline; and its reward model. The reward is a function of
     the response."""
 

@@ -46,7 +46,7 @@ Cuts = list[tuple[float, str]]
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepMoments:
     """Moments of a step's groups. `made`: when the update that their first version comes from was made; at once for version 0."""
 
     begun: float = math.inf
@@ -105,7 +105,7 @@ def _updates(spans: Iterable[Span]) -> list[tuple[float, int]]:
     return sorted((span.end, span.step) for span in spans if span.is_lane and span.task == "optim_step")
 
 
-def _steps(spans: Sequence[Span], *, begins: bool) -> dict[int, _Step]:
+def _steps(spans: Sequence[Span], *, begins: bool) -> dict[int, _StepMoments]:
     """Groups by the step that they were trained in. A group is there when it was generated, at the latest when it was trained."""
     trained: dict[int, tuple[int, float]] = {}  # by group: step, when
     for span in spans:
@@ -118,10 +118,10 @@ def _steps(spans: Sequence[Span], *, begins: bool) -> dict[int, _Step]:
             begun[span.group] = min(begun.get(span.group, (math.inf, 0)), (span.start, span.version))
             ended[span.group] = max(ended.get(span.group, 0.0), span.end)
     made_by = {step: end for end, step in _updates(spans)}
-    steps: dict[int, _Step] = {}
+    steps: dict[int, _StepMoments] = {}
     for group, (start, version) in begun.items():
         number, trained_at = trained[group]
-        step = steps.setdefault(number, _Step())
+        step = steps.setdefault(number, _StepMoments())
         step.done.append(min(ended[group], trained_at))
         if start < step.begun:
             step.begun, step.made = start, made_by.get(version - 1, -math.inf)
@@ -144,7 +144,9 @@ def _stretches(lane: Sequence[Span]) -> Iterator[tuple[list[Span], Span | None]]
     yield waits, None
 
 
-def _rollout_cuts(waits: Sequence[Span], after: Span | None, steps: dict[int, _Step], updates: Sequence[tuple[float, int]]) -> Cuts:
+def _rollout_cuts(
+    waits: Sequence[Span], after: Span | None, steps: dict[int, _StepMoments], updates: Sequence[tuple[float, int]]
+) -> Cuts:
     """A rollout worker out of work waits for the next update, which waits for the groups of its step, and then for its weights."""
     if not waits or after is None:
         return [(math.inf, STOP)]
@@ -164,7 +166,7 @@ def _evaluator_cuts(after: Span | None) -> Cuts:
     return [(math.inf, INTERVAL if after.task == "install" else DATA)]
 
 
-def _task_cuts(wait: Span, after: Span | None, step: _Step | None) -> Cuts:
+def _task_cuts(wait: Span, after: Span | None, step: _StepMoments | None) -> Cuts:
     """The trainer, or a task before it, waits for groups of a step: first until they are begun, then until they are there."""
     if after is None or after.step < 0:
         return [(math.inf, STOP)]

@@ -34,7 +34,7 @@ _FIGURES: Final = {
 _NEWEST: Final = 10
 """Steps at the end of a run that the figures of its end are means over."""
 
-Table = list[tuple[str, list[str]]]
+ComparisonRows = list[tuple[str, list[str]]]
 """Rows of a table: a name, and a cell for each run."""
 
 
@@ -59,9 +59,9 @@ class RunsCompared:
         return compared_charts(groups)
 
     @property
-    def figures(self) -> Table:
+    def figures(self) -> ComparisonRows:
         """Steps, accuracy, and means over each run's last steps."""
-        table: Table = [("steps", [str(len(run.rows)) for run in self._runs.values()])]
+        table: ComparisonRows = [("steps", [str(len(run.rows)) for run in self._runs.values()])]
         for key in sorted({key for run in self._runs.values() for key in accuracy_keys(run.evaluations)}):
             table.append((f"final {key}", [_last(run.evaluations, key) for run in self._runs.values()]))
         for name, key in _FIGURES.items():
@@ -71,7 +71,7 @@ class RunsCompared:
         return table
 
     @property
-    def differences(self) -> Table:
+    def differences(self) -> ComparisonRows:
         """Settings that differ, by key."""
         flat = [dict(_flat(run.config)) for run in self._runs.values()]
         keys = sorted(set[str]().union(*flat) - {"run.name", "run.dir"})
@@ -79,7 +79,7 @@ class RunsCompared:
         return [(key, values) for key, values in cells if len(set(values)) > 1]
 
     @property
-    def idle(self) -> Table:
+    def idle(self) -> ComparisonRows:
         """Share of the workers' time that they wait, by pool and reason, mean over the steps after the first."""
         shares = []
         for run in self._runs.values():

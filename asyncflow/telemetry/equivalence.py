@@ -27,7 +27,7 @@ from asyncflow.types import RunError
 ABSENT = "absent"
 CRITIC = "critic/"
 
-Facts = dict[tuple[str, str], str]
+TimelessFacts = dict[tuple[str, str], str]
 """Facts that must not depend on timing, by (what, where)."""
 
 
@@ -184,9 +184,9 @@ def compare(
     )
 
 
-def facts(step: StepPrint) -> Facts:
+def facts(step: StepPrint) -> TimelessFacts:
     """A step's facts, in an order of their own: rows and losses by group, then weights and optimiser state by name."""
-    found: Facts = {}
+    found: TimelessFacts = {}
     for group in sorted(step.groups, key=lambda group: group.group):
         for row in group.rows:
             facts = {"response": row.response, "rollout log-probs": row.logprobs, "reward": row.reward, "spans": str(row.spans)}
@@ -196,7 +196,7 @@ def facts(step: StepPrint) -> Facts:
     return found | {("tensor", name): step.tensors[name] for name in names}
 
 
-def _of_critic(found: Facts) -> Facts:
+def _of_critic(found: TimelessFacts) -> TimelessFacts:
     """Apart from the policy's, which are called the same."""
     return {(what, f"{CRITIC}{where}"): value for (what, where), value in found.items()}
 
@@ -224,7 +224,7 @@ def groups_after(spans: Sequence[Span], kill: Kill) -> int:
     return sum(span.task == "generate_group" and span.worker == kill.worker and span.start > kill.at for span in spans)
 
 
-def _differences(first: Sequence[Facts], second: Sequence[Facts]) -> Iterator[Difference]:
+def _differences(first: Sequence[TimelessFacts], second: Sequence[TimelessFacts]) -> Iterator[Difference]:
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         for key in ours | theirs:
             values = ours.get(key, ABSENT), theirs.get(key, ABSENT)
@@ -232,9 +232,9 @@ def _differences(first: Sequence[Facts], second: Sequence[Facts]) -> Iterator[Di
                 yield Difference(step, *key, values)
 
 
-def _hash(content: Sequence[Facts]) -> str:
+def _hash(content: Sequence[TimelessFacts]) -> str:
     return hashlib.sha256(msgspec.json.encode([[[*key, value] for key, value in part.items()] for part in content])).hexdigest()
 
 
-def _weights_hash(last: Facts) -> str:
+def _weights_hash(last: TimelessFacts) -> str:
     return _hash([{key: value for key, value in last.items() if key[0] == "tensor" and key[1].startswith("weights/")}])

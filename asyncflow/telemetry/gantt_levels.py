@@ -25,7 +25,7 @@ _MEDIANS: Final = 4.0
 """Resolution of the first level, in median lengths of a bar: a finer one would group next to nothing."""
 
 
-class _Level:
+class _Resolution:
     """Bars of one resolution, sorted by cell; room doubles as they become more."""
 
     def __init__(self, resolution: float) -> None:
@@ -66,7 +66,7 @@ class GanttLevels:
     """Bars of a chart, in as many levels as its length asks for."""
 
     def __init__(self) -> None:
-        self._levels = [_Level(0.0)]
+        self._levels = [_Resolution(0.0)]
 
     @property
     def bars(self) -> Bars:
@@ -85,7 +85,7 @@ class GanttLevels:
             moment = np.floor(moment / level.resolution) * level.resolution
             self._remake(level, finer, moment)
         while len((last := self._levels[-1]).bars) > _FEW_BARS:
-            level = _Level(2 * last.resolution if last is not finest else self._first_resolution(self.bars))
+            level = _Resolution(2 * last.resolution if last is not finest else self._first_resolution(self.bars))
             if level.resolution > float(self.bars["end"].max()):
                 break
             self._remake(level, last, -np.inf)
@@ -122,7 +122,7 @@ class GanttLevels:
         return float(2.0 ** math.ceil(math.log2(max(_MEDIANS * median, 1e-6))))
 
     @staticmethod
-    def _remake(level: _Level, finer: _Level, moment: float) -> None:
+    def _remake(level: _Resolution, finer: _Resolution, moment: float) -> None:
         """Make a level anew from the cell that begins at this moment."""
         place = finer.since(moment)
         source, moments = finer.bars[place:], finer.cells[place:]

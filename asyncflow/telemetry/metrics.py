@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from asyncflow.own_metrics import Sums, add, means
+from asyncflow.own_metrics import MetricSums, add, means
 from asyncflow.telemetry.attribution import exposed_weights
 from asyncflow.telemetry.idle import active_seconds, helper_passes, idle_ratios, tokens_within
 from asyncflow.telemetry.spans import Span
@@ -278,7 +278,7 @@ class StepMetrics:
         [times.started, times.committed] as far as it has arrived; rates need `tokens` on the `generate` spans, counted with
         `Recorder.add`.
         """
-        own: Sums = {}
+        own: MetricSums = {}
         for group in self._groups:
             add(own, group.own_metrics)
         found = {

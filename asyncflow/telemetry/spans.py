@@ -116,7 +116,7 @@ class Recorder:
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class _LoopWork:
     """Work of one loop on a lane that it shares."""
 
     task: str
@@ -133,7 +133,7 @@ class SharedLane(Recorder):
     def __init__(self, recorder: Recorder) -> None:
         self.worker, self.device, self.clock = recorder.worker, recorder.device, recorder.clock
         self._recorder = recorder
-        self._under_way: list[_Work] = []
+        self._under_way: list[_LoopWork] = []
         self._waits = "rows"
 
     @property
@@ -149,7 +149,7 @@ class SharedLane(Recorder):
     @contextmanager
     def busy(self, task: str, **fields: str | int) -> Iterator[None]:
         """See `Recorder.busy`."""
-        work = _Work(task, fields)
+        work = _LoopWork(task, fields)
         self._under_way.append(work)
         self._show()
         try:

@@ -19,7 +19,7 @@ CHUNK_SECONDS = 0.1  # groups that became ready within it may share a timestamp
 KindKey = tuple[int, int, int, int, str]  # priority, partition, interval low, interval high, topic
 
 
-class _Chunk:
+class _QueueChunk:
     """Groups of a queue in order; those before `head` have been taken. `since`: when the first of them became ready."""
 
     __slots__ = ("groups", "head", "since")
@@ -41,20 +41,20 @@ class Kind:
 
     def __init__(self, number: int, key: KindKey) -> None:
         self.number, self.key, self.interval = number, key, Interval(key[2], key[3])
-        self.chunks: deque[_Chunk] = deque()
+        self.chunks: deque[_QueueChunk] = deque()
         self.num_groups = self.num_entries = self.num_queued = self.num_available = 0
 
     def push(self, groups: Sequence[int] | array[int], now: float, is_first: bool) -> None:
         """Append groups to the queue, or put them first."""
         self.num_entries += len(groups)
         if is_first:  # no earlier time may be behind a later one: the head tells how long anything has waited
-            self.chunks.appendleft(_Chunk(groups, min(now, self.chunks[0].since) if self.chunks else now))
+            self.chunks.appendleft(_QueueChunk(groups, min(now, self.chunks[0].since) if self.chunks else now))
             return
         last = self.chunks[-1] if self.chunks else None
         if last is not None and now - last.since <= CHUNK_SECONDS and len(last.groups) < CHUNK:
             last.groups.extend(groups)
         else:
-            self.chunks.append(_Chunk(groups, now))
+            self.chunks.append(_QueueChunk(groups, now))
 
     def entries(self) -> Iterator[int]:
         """Groups in the queue, in order."""
@@ -121,7 +121,7 @@ class ReadyQueues:
             del self._active[bisect_left(self._active, kind.key)]
         elif kind.num_entries > 2 * kind.num_queued + CHUNK:
             kept = dict.fromkeys(group for group in kind.entries() if self._is_queued(kind, group))
-            kind.chunks = deque([_Chunk(kept, kind.since)])
+            kind.chunks = deque([_QueueChunk(kept, kind.since)])
             kind.num_entries = len(kept)
 
     def matching(self, partition: int | None, installed: int | None) -> Iterator[Kind]:

@@ -151,7 +151,7 @@ def encode(message: msgspec.Struct, arrays: list[np.ndarray], held: list[np.ndar
     return msgspec.msgpack.encode(message, enc_hook=hook)
 
 
-class _Arriving(threading.local):
+class _ArrivingFrame(threading.local):
     """Frame that is being decoded in this thread, for the hook of the decoders, which are shared."""
 
     buffers: Sequence[np.ndarray] = ()
@@ -160,7 +160,7 @@ class _Arriving(threading.local):
     """Reads the other side's arena; None: it may not refer to one."""
 
 
-_arriving = _Arriving()
+_arriving = _ArrivingFrame()
 
 
 def decode(

@@ -31,7 +31,7 @@ from asyncflow.transport.stream import Stream, parse_address, socket_path
 from asyncflow.types import UserError
 
 T = TypeVar("T")
-_Answer = tuple[codec.Reply[msgspec.Raw], Sequence[np.ndarray]]
+_RawReply = tuple[codec.Reply[msgspec.Raw], Sequence[np.ndarray]]
 
 
 class Peer:
@@ -44,7 +44,7 @@ class Peer:
         self._loop = asyncio.get_running_loop()
         self.parser = FrameParser(limits, receive_buffer)
         self._stream: Stream | None = None
-        self._pending: dict[int, asyncio.Future[_Answer]] = {}
+        self._pending: dict[int, asyncio.Future[_RawReply]] = {}
         self._next_id = 0
         self._why_lost = ""
         self._arena: Callable[[], ArenaReader] | None = None  # opened when the first array that lies in it arrives
@@ -115,7 +115,7 @@ class Peer:
         self._next_id += 1
         number = self._next_id
         self._send(codec.Request(number, service, method, arguments))
-        future: asyncio.Future[_Answer] = self._loop.create_future()
+        future: asyncio.Future[_RawReply] = self._loop.create_future()
         self._pending[number] = future
         try:
             reply, buffers = await future

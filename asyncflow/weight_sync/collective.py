@@ -75,7 +75,7 @@ class CollectiveSender(ServedSender):
 
     def __init__(self, options: WeightSyncOptions, incarnation: str) -> None:
         super().__init__(options, incarnation, f"unix:{options.directory / SOCKET_FILE}")
-        self._options, self._groups = options, _Groups(options)
+        self._options, self._groups = options, _ProcessGroups(options)
         self._asked: dict[int, dict[str, asyncio.Future[Seat]]] = {}  # by version and client key
         self._has: dict[int, set[str]] = {}  # by version: the names of those that have it
         self._here: set[str] = set()  # names of those that have asked, and have not gone
@@ -241,7 +241,7 @@ class CollectiveReceiver:
         self._file = np.empty(0, np.uint8)  # of the version that was fetched last
         self._layout: FileLayout | None = None
         self._dialler = Dialler(name, options, options.deadline_seconds)
-        self._groups = _Groups(options)
+        self._groups = _ProcessGroups(options)
         self._thread = ComputeThread("weight-receiver")
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
@@ -291,7 +291,7 @@ class CollectiveReceiver:
         return tensors
 
 
-class _Groups:
+class _ProcessGroups:
     """Groups of one end: each is kept from one broadcast to the next, until one fails. For the thread that broadcasts."""
 
     def __init__(self, options: WeightSyncOptions) -> None:

@@ -29,7 +29,7 @@ _NODE_LABEL: Final = "ray.io/node-id"
 
 
 @dataclass(slots=True, eq=False)
-class _Pool:
+class _PlacementGroup:
     """A placement group, the workers that are in it still, and the bundles that no worker has any more."""
 
     group: Any
@@ -51,7 +51,7 @@ class WorkerPlace:
     """A worker's bundle of a placement group, and its host."""
 
     spec: WorkerSpec
-    pool: _Pool
+    pool: _PlacementGroup
     bundle: int
     needs: Mapping[str, float]
     host: Any = None
@@ -91,7 +91,7 @@ class RayPlaces:
         self.by_name: dict[str, WorkerPlace] = {}  # of workers that have one
         self.is_closed = False  # no worker is placed any more
         self._connection = connection
-        self._pools: list[_Pool] = []
+        self._pools: list[_PlacementGroup] = []
         self._guests: dict[str, int] = {}  # how many share the devices of a worker, by its name
 
     def check_open(self) -> None:
@@ -129,7 +129,7 @@ class RayPlaces:
                     is_there = await _in_thread(group.wait, ASK_SECONDS)
                     self.check_open()
                     if is_there:
-                        pool = _Pool(group, set(), name, [bundle for _, bundle in wanted])
+                        pool = _PlacementGroup(group, set(), name, [bundle for _, bundle in wanted])
                         self._pools.append(pool)
                         group = None
                         for number, (spec, bundle) in enumerate(wanted):
@@ -155,7 +155,7 @@ class RayPlaces:
                     break
         return placed
 
-    def _take(self, pool: _Pool, number: int, spec: WorkerSpec, bundle: Mapping[str, float]) -> None:
+    def _take(self, pool: _PlacementGroup, number: int, spec: WorkerSpec, bundle: Mapping[str, float]) -> None:
         pool.members.add(spec.name)
         self.by_name[spec.name] = place = WorkerPlace(spec, pool, number, _part(bundle, self._guests.get(spec.name, 0)))
         place.begin_host()

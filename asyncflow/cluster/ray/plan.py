@@ -36,7 +36,7 @@ _SMALLEST: Final = 1e-4
 _WHOLE: Final = tuple(COUNTED_AS.values())
 _FIRST_TRAINER: Final = "trainer/0"
 
-Pool = Literal["rollout", "evaluator", "trainer", "reward", "reference", "critic", "values", "storage"]
+PoolName = Literal["rollout", "evaluator", "trainer", "reward", "reference", "critic", "values", "storage"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Wish = tuple[WorkerSpec, dict[str, float]]
 """A worker, and the bundle that it needs."""
@@ -48,9 +48,9 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     address: str | None = None
     """Address of a cluster that is running, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); this machine is one of its nodes.
     None: one is started here, for this run alone."""
-    placement: dict[Pool, Strategy] = {}
+    placement: dict[PoolName, Strategy] = {}
     """How each pool's workers lie on the nodes; PACK unless told."""
-    resources: dict[Pool, dict[str, float]] = {}
+    resources: dict[PoolName, dict[str, float]] = {}
     """Resources of each worker of a pool, by Ray's names (`CPU`, `GPU`, `NPU`, one of the user's own), over what follows from its
     device and threads."""
     forward: list[str] = []

@@ -25,7 +25,7 @@ RECORDED_AFTER: Final = 3
 MOST_RECORDED: Final = 64
 """Shapes that are recorded, at most: each keeps memory for a step's activations and for its launches."""
 
-Shape = tuple[tuple[int, ...], int]  # of the inputs; the number of adapters, 0 or 1
+GraphShape = tuple[tuple[int, ...], int]  # of the inputs; the number of adapters, 0 or 1
 INSTALLED_EVERYWHERE: Final = AdapterRows(INSTALLED)
 """What rows may have in a recorded step: others' adapters come and go."""
 
@@ -50,8 +50,8 @@ class StepGraphs:
         """`compute`: inputs (int64 [N, X]: token, position and blocks of each row), adapters of the rows -> [N, E]."""
         self._compute, self._device = compute, device
         self._recorder = recorder_of(device)
-        self._seen: Counter[Shape] = Counter()
-        self._recorded: dict[Shape, RecordedStep] = {}
+        self._seen: Counter[GraphShape] = Counter()
+        self._recorded: dict[GraphShape, RecordedStep] = {}
 
     def __call__(self, inputs: Array, adapted: tuple[AdapterRows, ...]) -> Tensor:
         """What is computed from these inputs: [N, E], which lasts until the next call."""
@@ -76,7 +76,7 @@ class StepGraphs:
                 self._record(shape, inputs, adapted)
         return self._recorded.get(shape)
 
-    def _record(self, shape: Shape, inputs: Array, adapted: tuple[AdapterRows, ...]) -> None:
+    def _record(self, shape: GraphShape, inputs: Array, adapted: tuple[AdapterRows, ...]) -> None:
         assert self._recorder is not None
         inputs_NX = torch.from_numpy(inputs).to(self._device)
         try:

@@ -114,7 +114,7 @@ class TransformersEngine(ThreadedEngine):
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _GeneratedRow:
     """Row of a batch: a sample, and what it has so far."""
 
     request: SlotRequest
@@ -144,7 +144,7 @@ class Batches:
         self._model, self._parameters, self._num_slots = model, parameters, num_slots
         self._stop_ids, self._stop_strings, self._between_tokens = stop_ids, stop_strings, between_tokens
         self._waiting: deque[SlotRequest] = deque()
-        self._rows: list[_Row] = []
+        self._rows: list[_GeneratedRow] = []
 
     @property
     def is_busy(self) -> bool:
@@ -205,7 +205,7 @@ class Batches:
             attention_mask=torch.ones_like(ids_NL),
             generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, pad_token_id=0, use_cache=True),
             logits_processor=[_Draw(self._draw)],
-            stopping_criteria=[_Ended(self._are_done)],
+            stopping_criteria=[_RowsEnded(self._are_done)],
         )
         self._rows.clear()
 
@@ -215,7 +215,7 @@ class Batches:
             request = self._waiting.popleft()
             while len(_prompt(request)) == length and request.pending and len(self._rows) < self._num_slots:
                 sample, key = request.pending.popleft()
-                self._rows.append(_Row(request, sample, key, [(0, self.version)]))
+                self._rows.append(_GeneratedRow(request, sample, key, [(0, self.version)]))
             if request.pending:
                 left.append(request)
         self._waiting = left
@@ -247,7 +247,7 @@ class Batches:
         self._between_tokens()
         return tokens_N
 
-    def _end(self, row: _Row) -> None:
+    def _end(self, row: _GeneratedRow) -> None:
         """Deliver a row's response if its newest token ends it."""
         sampling, count = row.request.sampling, len(row.tokens)
         stop_ids = self._stop_ids if sampling.stop_ids is None else sampling.stop_ids
@@ -293,7 +293,7 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_N1, 0.0)
 
 
-class _Ended(StoppingCriteria):
+class _RowsEnded(StoppingCriteria):
     """Stopping criterion: the rows that have ended, as `are_done` says."""
 
     def __init__(self, are_done: Callable[[], list[bool]]) -> None:

@@ -114,7 +114,7 @@ class Optimizer:
             for parameter in updated:
                 if not state[parameter]:
                     state[parameter] = _state(parameter, 0, parameter.device)
-            pieces = chain.from_iterable(_Piece(p, p.grad, **state[p]).cut() for p in updated)
+            pieces = chain.from_iterable(_ParameterPiece(p, p.grad, **state[p]).cut() for p in updated)
             for together in cut_by_size(pieces, lambda piece: piece.parameter.numel(), CACHED_ELEMENTS):
                 self.pieces.add(partial(_update, together, group, clip))
             self.pieces.end()
@@ -177,7 +177,7 @@ def _state(parameter: nn.Parameter, num_updates: int, device: torch.device | str
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ParameterPiece:
     """A parameter, or some of its elements, with what AdamW reads and writes. `step`: number of the updates before."""
 
     parameter: Tensor
@@ -186,17 +186,17 @@ class _Piece:
     exp_avg_sq: Tensor
     step: Tensor
 
-    def cut(self) -> list[_Piece]:
+    def cut(self) -> list[_ParameterPiece]:
         """Pieces of at most `CACHED_ELEMENTS`, views; itself, if a tensor is not contiguous."""
         tensors = (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
         if self.parameter.numel() <= CACHED_ELEMENTS or not all(tensor.is_contiguous() for tensor in tensors):
             return [self]
         flat = [torch.split(tensor.detach().view(-1), CACHED_ELEMENTS) for tensor in tensors]
-        return [_Piece(p, g, first, second, self.step) for p, g, first, second in zip(*flat, strict=True)]
+        return [_ParameterPiece(p, g, first, second, self.step) for p, g, first, second in zip(*flat, strict=True)]
 
 
 @torch.no_grad()
-def _update(together: Sequence[_Piece], group: Mapping[str, Any], clip: float) -> None:
+def _update(together: Sequence[_ParameterPiece], group: Mapping[str, Any], clip: float) -> None:
     """Clip and AdamW's step over some pieces."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     for piece in together:  # as torch's AdamW computes it, to the bit, in fewer calls

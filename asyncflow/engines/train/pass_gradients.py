@@ -48,7 +48,7 @@ from asyncflow.types import LossSums, Ragged
 if TYPE_CHECKING:
     from asyncflow.engines.train.parallel.sharded_model import ShardedModel
 
-Sums = ExactAccumulator | PlainAccumulator
+GradientSums = ExactAccumulator | PlainAccumulator
 
 # P packed tokens, O outputs, I inputs, H hidden elements, V tokens of the vocabulary, U of them, C rows of logits.
 
@@ -70,7 +70,7 @@ class PassGradients:
     pieces: Pieces = AT_ONCE
     """Pieces by which the gradients of matrices are computed: nothing in a pass waits for them."""
 
-    def __init__(self, model: CausalModel | ShardedModel, sums: Sums, *, gives_zeros: bool = False) -> None:
+    def __init__(self, model: CausalModel | ShardedModel, sums: GradientSums, *, gives_zeros: bool = False) -> None:
         """Change the model's modules so that they compute as before, except in a pass (`within`). See `why_not` first.
 
         `gives_zeros`: autograd gets zeros for a gradient of each weight, since each of them is waited for.
@@ -213,7 +213,7 @@ class PassGradients:
         if self._state is None:
             return plain(x)
         bias = None if module.bias is None else self._in_graph(module.bias)
-        apply: Any = _Linear.apply  # torch has no types for it
+        apply: Any = _PassLinear.apply  # torch has no types for it
         made: Tensor = apply(x, self._in_graph(module.weight), bias, self._anchor, self, names)
         return made
 
@@ -288,7 +288,7 @@ def _zeros(weight: Tensor | None, is_wanted: bool) -> Tensor | None:
     return weight.new_zeros(()).expand_as(weight) if is_wanted and weight is not None else None
 
 
-class _Linear(torch.autograd.Function):
+class _PassLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

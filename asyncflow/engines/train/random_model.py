@@ -35,7 +35,7 @@ _PRE_TOKENS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _RandomModelShape:
     model_type: str
     hidden_size: int
     intermediate_size: int
@@ -45,10 +45,10 @@ class _Shape:
 
 
 SPECS: Final = {
-    "random:qwen2-tiny": _Shape("qwen2", 128, 384, 2, 4, 2),
-    "random:qwen2-small": _Shape("qwen2", 256, 768, 5, 8, 2),
-    "random:qwen3-tiny": _Shape("qwen3", 128, 384, 2, 4, 2),
-    "random:llama-tiny": _Shape("llama", 128, 384, 2, 4, 2),
+    "random:qwen2-tiny": _RandomModelShape("qwen2", 128, 384, 2, 4, 2),
+    "random:qwen2-small": _RandomModelShape("qwen2", 256, 768, 5, 8, 2),
+    "random:qwen3-tiny": _RandomModelShape("qwen3", 128, 384, 2, 4, 2),
+    "random:llama-tiny": _RandomModelShape("llama", 128, 384, 2, 4, 2),
 }
 """Models that can be made. With a full vocabulary they have 0.6 million parameters, and `qwen2-small` 4.3 million."""
 
@@ -108,7 +108,7 @@ def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def _config(shape: _Shape, vocabulary_size: int) -> dict[str, Any]:
+def _config(shape: _RandomModelShape, vocabulary_size: int) -> dict[str, Any]:
     return {
         "architectures": [FAMILIES[shape.model_type].architecture],
         "model_type": shape.model_type,
@@ -130,7 +130,7 @@ def _config(shape: _Shape, vocabulary_size: int) -> dict[str, Any]:
     }
 
 
-def _random_tensors(shape: _Shape, vocabulary_size: int, seed: int) -> dict[str, Array]:
+def _random_tensors(shape: _RandomModelShape, vocabulary_size: int, seed: int) -> dict[str, Array]:
     """Weights, float32, by Hugging Face name: matrices normal with `initializer_range`, norms 1, biases 0, as in transformers."""
     rng = np.random.default_rng(seed)
     family, hidden, wide = FAMILIES[shape.model_type], shape.hidden_size, shape.intermediate_size

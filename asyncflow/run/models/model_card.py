@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from asyncflow.config import Config, dump
-from asyncflow.loops.evaluation import Row
+from asyncflow.loops.evaluation import EvaluationRow
 from asyncflow.run.models.model_source import HubName, Log, run_module
 from asyncflow.run_dir import RunDir
 from asyncflow.types import RunError, UserError
@@ -29,7 +29,9 @@ def may_push() -> bool:
     return get_token() is not None
 
 
-async def push_model(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[Row], log: Log) -> None:
+async def push_model(
+    config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[EvaluationRow], log: Log
+) -> None:
     """Write the card of the run's final model, and send both to the Hub. A failure is told with a way out: the run is done."""
     folder, name = RunDir(config.run_dir).model, config.model.push_to_hub
     assert name is not None
@@ -46,7 +48,7 @@ async def push_model(config: Config, rows: Mapping[int, Mapping[str, float]], ev
         log(f"the model is at {url}")
 
 
-def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[Row]) -> str:
+def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[EvaluationRow]) -> str:
     """Markdown with the Hub's header: what was trained, on what, how, and what came of it. `rows`: metrics by step."""
     path, data = config.model.path, config.data.path or "prompts that came over the wire"
     base, title = HubName.of(path), config.model.push_to_hub or config.run.name

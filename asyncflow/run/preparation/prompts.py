@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncflow.config import Config
 from asyncflow.data.columns import Columns, find_columns, template_columns
-from asyncflow.data.datasets import Row, Split, has_parts, load_rows
+from asyncflow.data.datasets import DataRow, Split, has_parts, load_rows
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.samples import Prompt
 from asyncflow.types import UserError
@@ -22,7 +22,7 @@ class DataRows:
     """The rows of a data set, and where their prompts and answers are. `name`: what messages call it."""
 
     name: str
-    rows: list[Row]
+    rows: list[DataRow]
     columns: Columns
 
     def texts(self) -> Iterator[str]:
@@ -56,7 +56,7 @@ def read_source(config: Config, split: Split) -> DataRows:
     return source_of(config, rows, path)
 
 
-def source_of(config: Config, rows: Sequence[Row], name: str) -> DataRows:
+def source_of(config: Config, rows: Sequence[DataRow], name: str) -> DataRows:
     """Rows that come from somewhere, with their columns found as the configuration says. Raises `UserError`."""
     data = config.data
     if data.prompt_template is not None and config.environment is None and not template_columns(data.prompt_template):

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.control.ledger import Consumed, Decided, StepTotals, Update
-from asyncflow.loops.evaluation import Row, is_evaluator
+from asyncflow.loops.evaluation import EvaluationRow, is_evaluator
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.run.context import Listener, RunContext
@@ -171,7 +171,7 @@ class RunRecord:
         """A rollout worker serves a version."""
         self._note(self._installed, version)
 
-    async def evaluated(self, row: Row) -> None:
+    async def evaluated(self, row: EvaluationRow) -> None:
         """An evaluation's figures, once every worker has sent its samples: a resumed run makes neither again."""
         async with self._evaluating:
             await self.hub.settle(self._now())

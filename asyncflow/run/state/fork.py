@@ -27,8 +27,8 @@ from asyncflow.run.state.saving import checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR, FORK_FILE, JOB_FILE, RunDir
 from asyncflow.types import UserError
 
-Kept = Literal["optimizer", "data"]
-KEPT: Final[tuple[Kept, ...]] = ("optimizer", "data")
+KeptState = Literal["optimizer", "data"]
+KEPT: Final[tuple[KeptState, ...]] = ("optimizer", "data")
 """Parts of a run that a fork of it may keep, beside the weights."""
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _COPIED_BYTES: Final = 1 << 20  # at once
-_Key = tuple[CheckpointPlace, int]  # of a checkpoint that is under way: its place and version
+_BegunCheckpoint = tuple[CheckpointPlace, int]  # of a checkpoint that is under way: its place and version
 
 
 def checkpoints_of(config: Config) -> Checkpoints:
@@ -96,8 +96,8 @@ class CheckpointCoordinator:
         self._places = places_of(context.config, None if pace is None else pace.folder)
         self._checkpoints, self._pace = self._places["disk"], pace
         self._data = ""
-        self._own: dict[_Key, asyncio.Task[None]] = {}  # this end's part
-        self._parts: dict[_Key, str] = {}  # why the critic's part could not be written; "" if it was
+        self._own: dict[_BegunCheckpoint, asyncio.Task[None]] = {}  # this end's part
+        self._parts: dict[_BegunCheckpoint, str] = {}  # why the critic's part could not be written; "" if it was
         self._under_way: set[CheckpointPlace] = set()
         self._finishing: set[asyncio.Task[None]] = set()  # of checkpoints whose files are all there
         self._kept: set[int] | None = None  # the rows in the newest checkpoint on the disk, if it is of this attempt

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REQUEST_FILE = "profile.json"
-Measure = Callable[..., AbstractContextManager[object]]
+MeasureTask = Callable[..., AbstractContextManager[object]]
 """`Recorder.busy`: a context whose time is recorded as that of a task."""
 
 
@@ -144,7 +144,7 @@ def layout_name(layout: Layout) -> str:
 
 
 async def time_weights(
-    config: Config, run_dir: Path, weights_dir: Path, weights: Mapping[str, Tensor], repeats: int, measure: Measure
+    config: Config, run_dir: Path, weights_dir: Path, weights: Mapping[str, Tensor], repeats: int, measure: MeasureTask
 ) -> None:
     """Publish weights and fetch them, by the run's weight sync, in one process."""
     options = WeightSyncOptions(

@@ -11,7 +11,7 @@ MAX_ROWS: Final = 100_000
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 PollSeconds = Annotated[float, Field(ge=0, le=60)]
 """Time that a request may wait for something to come."""
-Step = Annotated[int, Field(ge=0, lt=1 << 31)]
+StepNumber = Annotated[int, Field(ge=0, lt=1 << 31)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 

@@ -18,7 +18,7 @@ from asyncflow.model_folder import sample_hash
 from asyncflow.service.generation import STORED, OutsidePrompt
 from asyncflow.service.hosted import HostedRun
 from asyncflow.service.limits import Denied
-from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, Name, PolicyVersion, PollSeconds, Step
+from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, Name, PolicyVersion, PollSeconds, StepNumber
 from asyncflow.service.workers import GeneratorSession
 from asyncflow.types import UserError, row_index
 
@@ -102,7 +102,7 @@ class PutResponse(Body):
     logprobs: Annotated[list[float], Field(min_length=1, max_length=1 << 20)]
     """Log-probabilities of the tokens under the distribution that was sampled from."""
     finish_reason: Literal["stop", "length"]
-    versions: Annotated[list[tuple[Step, Step]], Field(max_length=1 << 16)] | None = None
+    versions: Annotated[list[tuple[StepNumber, StepNumber]], Field(max_length=1 << 16)] | None = None
     """Pairs (first token, version), ascending; without it all tokens are of the version that the worker serves."""
 
 
@@ -130,7 +130,7 @@ class AttestedWeights(Body):
 
 
 class Installed(Body):
-    version: Step
+    version: StepNumber
     attested: AttestedWeights | None = None
     """Weights that the client now generates with, in the run's dtype, if it can tell: compared with what the trainer published."""
 

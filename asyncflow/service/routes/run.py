@@ -11,15 +11,15 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 
 from asyncflow.service.app import needs
-from asyncflow.service.hosted import HostedRun, Place
+from asyncflow.service.hosted import EnginePlace, HostedRun
 from asyncflow.service.limits import Denied
-from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, NumRows, PolicyVersion, Seconds, Step
+from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, NumRows, PolicyVersion, Seconds, StepNumber
 
 
 class InitEngines(Body):
-    rollout: Place | None = None
+    rollout: EnginePlace | None = None
     """`own`: the run starts rollout workers. `outside`: clients generate. Without it the configuration says it."""
-    train: Place | None = None
+    train: EnginePlace | None = None
     """Likewise, the client that trains."""
 
 
@@ -39,7 +39,7 @@ class StepDone(BaseModel):
 
 
 class Allow(Body):
-    steps: Step
+    steps: StepNumber
     """The run trains up to so many steps by itself."""
 
 

@@ -13,7 +13,17 @@ from asyncflow.engines.train.experience import Published
 from asyncflow.service.experience import MEDIA_TYPES, Form, as_lists, as_msgpack, as_safetensors
 from asyncflow.service.hosted import HostedRun
 from asyncflow.service.limits import Busy, Denied
-from asyncflow.service.routes.bodies import MAX_ROWS, Body, Confirmation, Name, NumRows, PolicyVersion, PollSeconds, Seconds, Step
+from asyncflow.service.routes.bodies import (
+    MAX_ROWS,
+    Body,
+    Confirmation,
+    Name,
+    NumRows,
+    PolicyVersion,
+    PollSeconds,
+    Seconds,
+    StepNumber,
+)
 
 
 class BeginTraining(Body):
@@ -61,7 +71,7 @@ class Acknowledge(Body):
 
 
 class PublishFolder(Body):
-    step: Step
+    step: StepNumber
     path: Annotated[str, Field(max_length=4096)]
     """A safetensors file, or a folder in Hugging Face format, on the server's machine; empty: the update is skipped."""
     grad_norm: Annotated[float, Field(ge=0)] = 0.0

@@ -23,8 +23,8 @@ import msgspec
 
 from asyncflow.types import UserError
 
-Kind = Literal["weights", "sampler_weights", "external_weights"]
-KINDS: Final[dict[Kind, str]] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: Final[dict[CheckpointKind, str]] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Segments of paths, with the SDK's names for the kinds of checkpoints."""
 SCHEME: Final = "tinker://"
 RECORD_FILE: Final = "checkpoint.json"
@@ -51,7 +51,7 @@ class Checkpoint:
     """A checkpoint that is there, and whole."""
 
     model_id: str
-    kind: Kind
+    kind: CheckpointKind
     name: str
     folder: Path
     record: Record
@@ -94,7 +94,7 @@ class CheckpointStore:
             if entry.name.endswith((_PARTIAL, _OVER)):
                 shutil.rmtree(entry, ignore_errors=True)
 
-    def begin(self, model_id: str, kind: Kind, name: str, *, overwrite: bool) -> Path:
+    def begin(self, model_id: str, kind: CheckpointKind, name: str, *, overwrite: bool) -> Path:
         """Folder to write a checkpoint to. Raises `UserError` for a bad name, or one that is taken."""
         folder = self._place(model_id, kind, name)
         if folder.exists() and not overwrite and self._read(model_id, kind, name) is not None:
@@ -104,7 +104,7 @@ class CheckpointStore:
         partial.mkdir(parents=True)
         return partial
 
-    def commit(self, model_id: str, kind: Kind, name: str, record: Record) -> Checkpoint:
+    def commit(self, model_id: str, kind: CheckpointKind, name: str, record: Record) -> Checkpoint:
         """Make what was written a checkpoint. Its size is counted here."""
         folder = self._place(model_id, kind, name)
         partial = folder.with_name(name + _PARTIAL)
@@ -185,9 +185,9 @@ class CheckpointStore:
         if record.expires is not None and time.time() >= record.expires:
             self._remove(folder)
             return None
-        return Checkpoint(model_id, cast(Kind, kind), name, folder, record)
+        return Checkpoint(model_id, cast(CheckpointKind, kind), name, folder, record)
 
-    def _place(self, model_id: str, kind: Kind, name: str) -> Path:
+    def _place(self, model_id: str, kind: CheckpointKind, name: str) -> Path:
         return self._folder / _checked(model_id) / kind / _checked(name)
 
     def _remove(self, folder: Path) -> None:

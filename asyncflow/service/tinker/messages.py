@@ -24,7 +24,7 @@ from asyncflow.types import Array
 T = TypeVar("T")
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 METADATA_BYTES: Final = 64 << 10
 LEAST_TEMPERATURE: Final = 1e-4
 DTYPES: Final = {"float32": np.float32, "int64": np.int64}
@@ -170,7 +170,7 @@ class CreateSamplingSession(WireMessage):
 
 
 class TokensChunk(WireMessage):
-    tokens: list[Token]
+    tokens: list[TokenId]
     type: Literal["encoded_text"] = "encoded_text"
 
 
@@ -202,7 +202,7 @@ class TensorData(WireMessage):
 class SamplingParams(WireMessage):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[Token] | None = None
+    stop: str | list[str] | list[TokenId] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -101,7 +101,7 @@ class _Held:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _SamplingEngine:
     """An engine with its whole model, and its adapters, the one that was named longest ago first."""
 
     engine: SlotEngine
@@ -148,7 +148,7 @@ class Samplers:
     ) -> None:
         """`model`: the folder whose model all engines have at the start. `read` reads a folder's weights; it raises `OSError` if
         they are gone. `largest_queue`: requests that wait at most. `num_adapters`: that each engine has room for."""
-        self._places = [_Place(engine, model, _Held(model)) for engine in engines]
+        self._places = [_SamplingEngine(engine, model, _Held(model)) for engine in engines]
         self._read, self._largest_queue, self._num_adapters = read, largest_queue, num_adapters
         self._queue: deque[tuple[SamplerFiles, asyncio.Future[_Grant]]] = deque()
 
@@ -209,22 +209,22 @@ class Samplers:
                 waiter.set_result(self._grant(place, weights))
             self._queue.popleft()
 
-    def _place_for(self, weights: SamplerFiles) -> _Place | None:
+    def _place_for(self, weights: SamplerFiles) -> _SamplingEngine | None:
         """The best engine for these weights: one that has the model, with few requests, and if possible the adapter; else idle."""
         able = [place for place in self._places if self._can_serve(place, weights)]
 
-        def cost(place: _Place) -> tuple[bool, int, bool]:
+        def cost(place: _SamplingEngine) -> tuple[bool, int, bool]:
             return place.model.folder != weights.model, place.model.num_requests, weights.adapter not in place.adapters
 
         return min(able, key=cost, default=None)
 
-    def _can_serve(self, place: _Place, weights: SamplerFiles) -> bool:
+    def _can_serve(self, place: _SamplingEngine, weights: SamplerFiles) -> bool:
         if place.model.folder != weights.model and place.model.num_requests:
             return False
         has_room = len(place.adapters) < self._num_adapters or any(not held.num_requests for held in place.adapters.values())
         return weights.adapter is None or weights.adapter in place.adapters or has_room
 
-    def _grant(self, place: _Place, weights: SamplerFiles) -> _Grant:
+    def _grant(self, place: _SamplingEngine, weights: SamplerFiles) -> _Grant:
         """Grant to one request more, of an engine that can serve it. What it lacks comes, and others go on meanwhile."""
         if place.model.folder != weights.model:
             before, place.model = place.model, _Held(weights.model)
@@ -239,7 +239,7 @@ class Samplers:
             each.num_requests += 1
         return grant
 
-    def _begin_to_load(self, place: _Place, folder: Path) -> None:
+    def _begin_to_load(self, place: _SamplingEngine, folder: Path) -> None:
         """Have an adapter come, in the place of one that no request names if there is no room beside it."""
         before = None
         if len(place.adapters) >= self._num_adapters:
@@ -248,7 +248,7 @@ class Samplers:
         adapter = place.adapters[folder] = _Held(folder)
         adapter.come_by(self._load(place, adapter, before))
 
-    async def _install(self, place: _Place, model: _Held, before: _Held) -> None:
+    async def _install(self, place: _SamplingEngine, model: _Held, before: _Held) -> None:
         """Install a whole model, where no request needs the one before any more."""
         try:
             await before.have_arrived()
@@ -262,7 +262,7 @@ class Samplers:
             raise
         place.installed = model.folder
 
-    async def _load(self, place: _Place, adapter: _Held, before: _Held | None) -> None:
+    async def _load(self, place: _SamplingEngine, adapter: _Held, before: _Held | None) -> None:
         try:
             if before is not None and await before.have_arrived():
                 await place.engine.unload_adapter(before.name)
@@ -279,7 +279,7 @@ class Samplers:
                 del place.adapters[adapter.folder]
             raise
 
-    async def _check(self, place: _Place, read: ReadWeights, adapter: str | None) -> None:
+    async def _check(self, place: _SamplingEngine, read: ReadWeights, adapter: str | None) -> None:
         """Raises `RunError` where an engine generates with other weights than it was given, as a model or an adapter."""
         if read.sums and (fault := fault_of(await place.engine.attest(adapter), place.version, read.sums)):
             raise RunError(f"nothing is sampled by these weights, since the server's engine has others: {fault}")

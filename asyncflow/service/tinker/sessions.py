@@ -25,7 +25,7 @@ from asyncflow.model_folder import end_token_ids
 from asyncflow.service.limits import Busy, Denied
 from asyncflow.service.tinker import messages
 from asyncflow.service.tinker.answers import Answer, Failure, Fields
-from asyncflow.service.tinker.checkpoint_store import Checkpoint, Kind
+from asyncflow.service.tinker.checkpoint_store import Checkpoint, CheckpointKind
 from asyncflow.service.tinker.context import ServerContext
 from asyncflow.service.tinker.samplers import SampleRequest, SamplerFiles, Samplers
 from asyncflow.service.tinker.trained_model import TrainedModel, answered
@@ -163,7 +163,7 @@ class Sessions:
         model = self.model(request.model_id)
         return model.submit(request.seq_id, messages.content_of(request), lambda: model.optim_step(request.adam_params))
 
-    def save_weights(self, request: messages.SaveWeights, kind: Kind = "weights") -> str:
+    def save_weights(self, request: messages.SaveWeights, kind: CheckpointKind = "weights") -> str:
         """Returns the request's id."""
         model = self.model(request.model_id)
 

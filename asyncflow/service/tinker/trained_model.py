@@ -27,7 +27,7 @@ import torch
 
 from asyncflow.engines.base import TrainEngine
 from asyncflow.service.tinker.answers import Answer, Failure, Fields, PassOutput
-from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Checkpoint, Kind, Record
+from asyncflow.service.tinker.checkpoint_store import MODEL_DIR, STATE_DIR, Checkpoint, CheckpointKind, Record
 from asyncflow.service.tinker.context import ServerContext
 from asyncflow.service.tinker.examples import LossInputs, loss_inputs
 from asyncflow.service.tinker.losses import Loss, Recording, make_loss
@@ -36,7 +36,7 @@ from asyncflow.service.tinker.request_order import RequestOrder
 from asyncflow.types import Array, Ragged, RunError, TokenBatch, UserError
 
 log = logging.getLogger(__name__)
-Work = Callable[[], Awaitable[Answer]]
+TrainingRequest = Callable[[], Awaitable[Answer]]
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -51,7 +51,7 @@ class TrainedModel:
         self.last_request = time.time()
         self._make_engine, self._store, self._results = context.make_engine, context.store, context.results
         self._micro_batch_tokens = context.bounds.micro_batch_tokens
-        self._order: RequestOrder[Work] = RequestOrder(context.bounds.queue, context.bounds.queue_bytes)
+        self._order: RequestOrder[TrainingRequest] = RequestOrder(context.bounds.queue, context.bounds.queue_bytes)
         self._has_request = asyncio.Event()
         self._engine: TrainEngine | None = None
         self._broken = ""  # why the present step cannot be completed
@@ -76,7 +76,7 @@ class TrainedModel:
         if checkpoint is not None:
             self.is_lora, self.rank = checkpoint.record.is_lora, checkpoint.record.rank
 
-    def submit(self, number: int | None, content: bytes, work: Work, num_bytes: int = 0) -> str:
+    def submit(self, number: int | None, content: bytes, work: TrainingRequest, num_bytes: int = 0) -> str:
         """Have work done after the requests before it. Returns the request's id, the same for a request that is repeated.
 
         Raises `ValueError` for a number that belongs to another request, and `Busy`.
@@ -161,7 +161,7 @@ class TrainedModel:
         skipped = {"skipped": 1.0} if result.skipped else {}
         return Fields({"metrics": {"grad_norm": result.grad_norm, **skipped}, "type": "optim_step"})
 
-    async def save(self, request: SaveWeights, kind: Kind, number: int | str) -> Checkpoint:
+    async def save(self, request: SaveWeights, kind: CheckpointKind, number: int | str) -> Checkpoint:
         """Save weights, and for the kind `weights` the optimiser's state. Raises `UserError`."""
         name, engine = request.path or f"step-{number}", self.engine
         partial = await asyncio.to_thread(lambda: self._store.begin(self.model_id, kind, name, overwrite=request.overwrite))

@@ -29,7 +29,7 @@ WAITING_SECONDS = 20.0
 """Less than the timeout of any process group: peers are told so often that there is nothing yet."""
 
 
-class Message(NamedTuple):
+class BroadcastBatch(NamedTuple):
     """A batch on its way to the peers: `indices` int64 [n], and its columns, not padded."""
 
     indices: Tensor
@@ -74,7 +74,7 @@ class GroupBroadcast:
         backend = dist.get_backend(group)
         self._device = torch.device("cpu") if backend in ("gloo", "mpi") or "cpu:" in backend else device
 
-    def send(self, batch: Message | None) -> None:
+    def send(self, batch: BroadcastBatch | None) -> None:
         """A batch, or with None the end of the stream."""
         if batch is None:
             self._send_header(_MessageHeader("end"))
@@ -102,7 +102,7 @@ class GroupBroadcast:
         message = str(error) if name in CROSSING else f"{name}: {error}"
         self._send_header(_MessageHeader("error", error=name, message=message))
 
-    def receive(self) -> Message | None:
+    def receive(self) -> BroadcastBatch | None:
         """Next message of the lead. Raises the lead's own error, and `RunError` when the lead has gone."""
         while (header := self._receive_header()).kind == "waiting":
             pass
@@ -120,7 +120,7 @@ class GroupBroadcast:
             columns[column.name] = flat
             if column.num_entries >= 0:
                 columns[column.name] = Jagged(flat, torch.nn.functional.pad(lengths.pop(0).cumsum(0), (1, 0)))
-        return Message(indices, columns, header.group_bits)
+        return BroadcastBatch(indices, columns, header.group_bits)
 
     def _send_header(self, header: _MessageHeader) -> None:
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(header)), dtype=torch.uint8)

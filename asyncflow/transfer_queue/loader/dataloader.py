@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.registry import by_name
-from asyncflow.transfer_queue.loader.broadcast import WAITING_SECONDS, GroupBroadcast, Message
+from asyncflow.transfer_queue.loader.broadcast import WAITING_SECONDS, BroadcastBatch, GroupBroadcast
 from asyncflow.transfer_queue.loader.options import LoaderOptions
 from asyncflow.transfer_queue.loader.prefetch import Fetched, StreamFeed
 from asyncflow.transfer_queue.loader.tensors import Jagged, Padded, TensorColumn, WritableColumn, to_device
-from asyncflow.transfer_queue.loader.writeback import HeldRows, Rows
+from asyncflow.transfer_queue.loader.writeback import HeldRows, RowIndices
 
 __all__ = ["Jagged", "Padded", "StreamBatch", "StreamDataLoader"]
 
@@ -126,7 +126,7 @@ class StreamDataLoader:
 
     # -- results ------------------------------------------------------------------------------------------------------------
 
-    def complete(self, indices: Rows, outputs: Mapping[str, WritableColumn]) -> Tensor | None:
+    def complete(self, indices: RowIndices, outputs: Mapping[str, WritableColumn]) -> Tensor | None:
         """Write the task's outputs for rows of batches that this loader has delivered, and so acknowledge them.
 
         `outputs`: by column, what `WritableColumn` says, with an entry for each of `indices` (or for each of their groups, in the
@@ -140,7 +140,7 @@ class StreamDataLoader:
             return None
         return self._held.complete(indices, outputs)
 
-    def done(self, indices: Rows) -> Tensor | None:
+    def done(self, indices: RowIndices) -> Tensor | None:
         """Mark rows of a task without outputs as done. Returns what `complete` returns.
 
         Raises `ValueError` where the task has outputs, or a row is not held.
@@ -149,7 +149,7 @@ class StreamDataLoader:
             return None
         return self._held.done(indices)
 
-    def fail(self, indices: Rows, error: str) -> None:
+    def fail(self, indices: RowIndices, error: str) -> None:
         """Give rows back after a failure: they are delivered again, or fail for good with this error after `max_failures` of them.
 
         Raises `ValueError` where a row is not held.
@@ -172,7 +172,7 @@ class StreamDataLoader:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    def _messages(self) -> Generator[Message, None, None]:
+    def _messages(self) -> Generator[BroadcastBatch, None, None]:
         """Batches that this rank delivers; not padded where they are broadcast."""
         broadcast = self._broadcast
         if broadcast is None:
@@ -183,7 +183,7 @@ class StreamDataLoader:
             while (message := broadcast.receive()) is not None:
                 yield message
 
-    def _announced(self, broadcast: GroupBroadcast) -> Generator[Message, None, None]:
+    def _announced(self, broadcast: GroupBroadcast) -> Generator[BroadcastBatch, None, None]:
         with contextlib.closing(self._from_queue()) as messages:
             while True:
                 try:
@@ -196,7 +196,7 @@ class StreamDataLoader:
                     return
                 yield message
 
-    def _from_queue(self) -> Generator[Message, None, None]:
+    def _from_queue(self) -> Generator[BroadcastBatch, None, None]:
         feed = self._opened()
         feed.wait(feed.submit(feed.begin(msgspec.structs.replace(self._want, partition=self.partition))), "starting to lease")
         delivered = np.empty(0, np.int64)
@@ -209,7 +209,7 @@ class StreamDataLoader:
                 return
             delivered = fetched.indices.numpy()
             self._held.add(delivered, fetched.lease)
-            yield Message(fetched.indices, fetched.columns, feed.schema.group_bits)
+            yield BroadcastBatch(fetched.indices, fetched.columns, feed.schema.group_bits)
 
     def _next(self, feed: StreamFeed) -> Fetched | None:
         """The peers, which wait for the lead's next broadcast, are told when it takes long."""

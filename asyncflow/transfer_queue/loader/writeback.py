@@ -19,7 +19,7 @@ from asyncflow.transfer_queue.loader.tensors import WritableColumn, to_values
 from asyncflow.types import Array, Batch
 
 log = logging.getLogger(__name__)
-Rows = Tensor | Array | Sequence[int]
+RowIndices = Tensor | Array | Sequence[int]
 
 
 class HeldRows:
@@ -39,13 +39,13 @@ class HeldRows:
         self.feed = None
         self._lease_of.clear()
 
-    def complete(self, indices: Rows, outputs: Mapping[str, WritableColumn]) -> Tensor:
+    def complete(self, indices: RowIndices, outputs: Mapping[str, WritableColumn]) -> Tensor:
         """See `StreamDataLoader.complete`."""
         rows, leases = self._leases_of(indices)
         column = self._connected().schema.column
         return self._write(rows, leases, {name: to_values(column(name), given) for name, given in outputs.items()})
 
-    def done(self, indices: Rows) -> Tensor:
+    def done(self, indices: RowIndices) -> Tensor:
         """See `StreamDataLoader.done`."""
         rows, leases = self._leases_of(indices)
         if writes := self._connected().schema.task(self.task).writes:
@@ -63,7 +63,7 @@ class HeldRows:
                 len(still),
             )
 
-    def fail(self, indices: Rows, error: str) -> None:
+    def fail(self, indices: RowIndices, error: str) -> None:
         """See `StreamDataLoader.fail`."""
         rows, leases = self._leases_of(indices)
 
@@ -77,7 +77,7 @@ class HeldRows:
         assert self.feed is not None, "rows are held, so there is a connection"
         return self.feed
 
-    def _leases_of(self, indices: Rows) -> tuple[Array, list[Lease]]:
+    def _leases_of(self, indices: RowIndices) -> tuple[Array, list[Lease]]:
         """int64 [n] and its leases. Raises `ValueError` where a row is not held."""
         host = indices.cpu().numpy() if isinstance(indices, Tensor) else indices
         rows, leases = np.ascontiguousarray(host, np.int64), []

@@ -28,7 +28,7 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 DTYPES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"))
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Buffer = bytes | bytearray | memoryview
+PackedBytes = bytes | bytearray | memoryview
 
 
 class _PackedColumn(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -82,7 +82,7 @@ def pack(batch: Batch, metas: Sequence[GroupMeta] = ()) -> list[bytes | memoryvi
     return [PREFIX.pack(MAGIC, VERSION, *sizes, checksum.intdigest()), *pieces]
 
 
-def unpack(packed: Buffer) -> tuple[list[GroupMeta], Batch]:
+def unpack(packed: PackedBytes) -> tuple[list[GroupMeta], Batch]:
     """The metas and the batch; its arrays are read-only views of `packed`, only offsets are new.
 
     Raises `ValueError` saying what is wrong with a value that is not whole. Allocates at most twice the value's own size.
@@ -99,7 +99,7 @@ def unpack(packed: Buffer) -> tuple[list[GroupMeta], Batch]:
         header = _decoder.decode(view[PREFIX.size : PREFIX.size + header_bytes])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"the header cannot be read: {error}") from error
-    body = _Body(view, _length(header_bytes, 0))
+    body = _PackedArrays(view, _length(header_bytes, 0))
     indices = body.take("int64", header.num_rows, (), "the row indices")
     groups = body.take("int64", header.num_groups, (), "the group numbers")
     columns: dict[str, Values] = {}
@@ -148,7 +148,7 @@ def _length(header_bytes: int, body_bytes: int) -> int:
     return PREFIX.size + header_bytes + -header_bytes % 8 + body_bytes
 
 
-def _sizes(prefix: Buffer) -> tuple[int, int, int]:
+def _sizes(prefix: PackedBytes) -> tuple[int, int, int]:
     """(header length, body length, checksum)."""
     if len(prefix) < PREFIX.size:
         raise ValueError(f"{len(prefix)} bytes are too few for a prefix of {PREFIX.size}")
@@ -167,7 +167,7 @@ def _padded(array: Array) -> list[bytes | memoryview]:
     return [view, bytes(-len(view) % 8)] if len(view) % 8 else [view]
 
 
-class _Body:
+class _PackedArrays:
     """The arrays of a value, taken off one after another."""
 
     def __init__(self, view: memoryview, at: int) -> None:
@@ -186,7 +186,7 @@ class _Body:
         return array.reshape(count, *shape)
 
 
-def _column(body: _Body, column: _PackedColumn, header: _PackedHeader) -> Values:
+def _column(body: _PackedArrays, column: _PackedColumn, header: _PackedHeader) -> Values:
     name = f"column {column.name!r}"
     if column.dtype not in DTYPES:
         raise ValueError(f"{name} has an unknown dtype {column.dtype!r}")

@@ -51,7 +51,7 @@ class _LocatorPage:
         self.live = 0
 
 
-class _Segment:
+class _ColumnSegment:
     """`count` entries in `values` [>= used, *shape]; ragged ones also in `offsets` int64 [> count]. `keys` int64 [>= count]."""
 
     __slots__ = ("base", "count", "is_open", "keys", "live", "live_bytes", "offsets", "used", "values")
@@ -105,9 +105,9 @@ class ColumnSegments:
         self._value_bytes = self._dtype.itemsize * prod(column.shape)
         self._open_values = max(1, OPEN_BYTES // max(1, self._value_bytes))
         self._pages: defaultdict[int, _LocatorPage] = defaultdict(_LocatorPage)
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, _ColumnSegment] = {}
         self._num_segments = 0  # ever
-        self._open: _Segment | None = None
+        self._open: _ColumnSegment | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -199,19 +199,19 @@ class ColumnSegments:
                 locators[where] = page.locators[slots]
         return locators
 
-    def _by_segment(self, locators: Array) -> Iterator[tuple[_Segment, Array]]:
+    def _by_segment(self, locators: Array) -> Iterator[tuple[_ColumnSegment, Array]]:
         """Each segment concerned with the positions in it."""
         numbers = locators >> POSITION_BITS
         for number in np.unique(numbers).tolist():
             yield self._segments[number], locators[numbers == number] & POSITION_MASK
 
-    def _new_segment(self, values: Array, offsets: Array | None, keys: Array) -> _Segment:
-        segment = _Segment(self._num_segments, values, offsets, keys)
+    def _new_segment(self, values: Array, offsets: Array | None, keys: Array) -> _ColumnSegment:
+        segment = _ColumnSegment(self._num_segments, values, offsets, keys)
         self._segments[self._num_segments] = segment
         self._num_segments += 1
         return segment
 
-    def _placed(self, keys: Keys, values: Values) -> tuple[_Segment, int]:
+    def _placed(self, keys: Keys, values: Values) -> tuple[_ColumnSegment, int]:
         """Place of entries: a segment, and the position of the first in it."""
         array, offsets = (values.values, values.offsets) if isinstance(values, Ragged) else (values, None)
         if array.nbytes >= LARGE_BYTES or len(keys) > OPEN_ENTRIES // 4:
@@ -228,7 +228,7 @@ class ColumnSegments:
         segment.count, segment.used = end, used
         return segment, position
 
-    def _with_room(self, num_values: int, num_entries: int) -> _Segment:
+    def _with_room(self, num_values: int, num_entries: int) -> _ColumnSegment:
         """The open segment, grown if need be; a new one when it would become too large."""
         segment = self._open
         if segment is None:
@@ -250,7 +250,7 @@ class ColumnSegments:
             segment.resize(len(segment.values), min(max(count, 2 * len(segment.keys)), OPEN_ENTRIES))
         return segment
 
-    def _tidy(self, segment: _Segment) -> None:
+    def _tidy(self, segment: _ColumnSegment) -> None:
         """Let a segment go that has no entry any more; copy out those of a closed one of which they are less than half."""
         number = segment.base >> POSITION_BITS
         if number not in self._segments:  # it went when another one's entries were moved

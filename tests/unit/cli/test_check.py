@@ -73,7 +73,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield (node.module or "").partition(".")[0]
-        elif isinstance(node, ast.Call) and re.search(r"(import_(module|telling)|package_module)$", ast.unparse(node.func)):
+        elif isinstance(node, ast.Call) and re.search(r"(import_(module|probed)|package_module)$", ast.unparse(node.func)):
             name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
             if isinstance(name, ast.Constant):
                 yield name.value.partition(".")[0]

@@ -12,20 +12,20 @@ from asyncflow.data.arithmetic import (
     MAX_STEP,
     PROMPT_TEMPLATE,
     Problem,
-    Split,
+    ProblemSplit,
     as_examples,
     problems,
     split_of,
 )
 from tests.depth import few
 
-SPLITS: tuple[Split, ...] = ("train", "heldout", "warmstart")
+SPLITS: tuple[ProblemSplit, ...] = ("train", "heldout", "warmstart")
 EQUATION = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 GAIN_VERBS = {"finds", "buys", "gets", "wins", "picks"}
 LOSS_VERBS = {"gives", "loses", "sells", "drops", "eats"}
 
 
-def draw(split: Split, count: int, seed: int = 0) -> list[Problem]:
+def draw(split: ProblemSplit, count: int, seed: int = 0) -> list[Problem]:
     return list(islice(problems(seed, split), count))
 
 
@@ -45,7 +45,7 @@ def read_story(question: str) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_equations_follow_the_story_and_reach_the_answer(split: Split) -> None:
+def test_equations_follow_the_story_and_reach_the_answer(split: ProblemSplit) -> None:
     for problem in draw(split, few(500, 2000)):
         _, (count, *changes) = read_story(problem.question)
         *lines, last = problem.response.split("\n")
@@ -63,7 +63,7 @@ def test_equations_follow_the_story_and_reach_the_answer(split: Split) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_counts_steps_and_events_stay_in_bounds_and_reach_them(split: Split) -> None:
+def test_counts_steps_and_events_stay_in_bounds_and_reach_them(split: ProblemSplit) -> None:
     counts, steps, events = set(), set(), set()
     for problem in draw(split, 5000):
         _, (count, *changes) = read_story(problem.question)

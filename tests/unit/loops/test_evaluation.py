@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.loops.evaluation import EvaluationSettings, HeldOut, Row, _without_score
+from asyncflow.loops.evaluation import EvaluationRow, EvaluationSettings, HeldOut, _without_score
 from asyncflow.loops.samples import EVALUATION_GROUPS, Prompt, priority_of
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.telemetry.accuracy import Responses
@@ -18,8 +18,8 @@ from asyncflow.types import Batch, Interval, Ragged
 PROMPTS = [Prompt(np.arange(n + 1), {"question": str(n)}) for n in range(3)]
 
 
-def held_out(rows: list[Row] | None = None, **changes: Any) -> HeldOut:
-    kept: list[Row] = [] if rows is None else rows
+def held_out(rows: list[EvaluationRow] | None = None, **changes: Any) -> HeldOut:
+    kept: list[EvaluationRow] = [] if rows is None else rows
     prompts, done = changes.pop("prompts", PROMPTS), changes.pop("done", ())
     settings = EvaluationSettings(**{"last_version": 10, "samples": 2, "temperature": 0.7, **changes})
     return HeldOut(prompts, settings, on_row=kept.append, done=done)
@@ -72,7 +72,7 @@ def responses(rewards: list[float], lengths: list[int], truncated: list[bool]) -
 
 
 def test_the_figures_are_means_over_prompts_and_what_could_not_be_scored_is_counted_out() -> None:
-    rows: list[Row] = []
+    rows: list[EvaluationRow] = []
     evaluation = held_out(rows)
     metas, _, _ = evaluation.admission(4)
     one, two, lost, _, greedy_two, *_ = [m.group for m in metas]
@@ -94,7 +94,7 @@ def test_the_figures_are_means_over_prompts_and_what_could_not_be_scored_is_coun
 
 
 def test_of_an_evaluation_without_any_score_no_figure_is_made_up() -> None:
-    rows: list[Row] = []
+    rows: list[EvaluationRow] = []
     evaluation = held_out(rows)
     evaluation.finished(0, {})
     assert rows == [{"step": 0, "num_prompts": 3, "unscored/sampled": 0, "unscored/greedy": 0}] and evaluation.latest == {}
@@ -102,7 +102,7 @@ def test_of_an_evaluation_without_any_score_no_figure_is_made_up() -> None:
 
 def test_what_could_not_be_scored_is_told_by_kind_and_version() -> None:
     """Rows that were given up, and those that have the value for failures; not those that a scorer skips."""
-    rows: list[Row] = []
+    rows: list[EvaluationRow] = []
     evaluation = held_out(rows)
     groups = [[meta.group for meta in evaluation.admission(version)[0]] for version in (4, 10)]
     dead = [(groups[0][0], 0, NO_REWARD), (groups[0][0], 1, ""), (groups[0][2], 0, SKIPPED), (groups[0][4], 0, NO_REWARD)]
@@ -112,7 +112,7 @@ def test_what_could_not_be_scored_is_told_by_kind_and_version() -> None:
     evaluation.finished(4, {groups[0][1]: patched})
     evaluation.finished(10, {})
     assert [(row["unscored/sampled"], row["unscored/greedy"]) for row in rows] == [(3, 1), (1, 0)]
-    quiet: list[Row] = []
+    quiet: list[EvaluationRow] = []
     held_out(quiet, greedy=False).finished(0, {})
     assert quiet == [{"step": 0, "num_prompts": 3, "unscored/sampled": 0}]
 
@@ -131,7 +131,7 @@ def test_what_an_earlier_life_has_evaluated_is_not_due_again_and_is_planned_all_
 
 
 def test_what_was_left_out_is_told_with_the_next_figures_and_once() -> None:
-    rows = list[Row]()
+    rows = list[EvaluationRow]()
     plan = held_out(rows, greedy=False)
     of = {number: responses([1.0, 0.0], [1, 2], [False, False]) for number in range(EVALUATION_GROUPS, EVALUATION_GROUPS + 3)}
     plan.leave_out()

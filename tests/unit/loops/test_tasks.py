@@ -21,7 +21,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.engines.base import Response
 from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.samples import Prompt, Shape, admission, outputs, schema
-from asyncflow.loops.tasks import Work, reference, reward, serve
+from asyncflow.loops.tasks import TaskWork, reference, reward, serve
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased
@@ -87,7 +87,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def serving(
-    task: str, work: Work, schedule: Schedule | None = None, at_once: int = 1, behind: Sequence[str] = ()
+    task: str, work: TaskWork, schedule: Schedule | None = None, at_once: int = 1, behind: Sequence[str] = ()
 ) -> AsyncIterator[World]:
     world = World(schedule or Periodic(), task, *behind)
     async with world.queue.running():
@@ -100,7 +100,7 @@ async def serving(
         await asyncio.wait_for(running, 5)  # ends when the task is closed, or the run is stopping
 
 
-def scored(kept: list[Mapping[str, Any]], fails: Mapping[str, int] | None = None) -> Work:
+def scored(kept: list[Mapping[str, Any]], fails: Mapping[str, int] | None = None) -> TaskWork:
     """The reward of a response is its length, after a number of failures by the response's text."""
     left = dict(fails or {})
 

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field
 
-from asyncflow.service.app import AuditLog, Caller, GatePaths, make_app, needs
+from asyncflow.service.app import AuditLog, CallerKey, GatePaths, make_app, needs
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.types import RunError, UserError
@@ -72,7 +72,7 @@ def _add_routes(world: World, app: FastAPI) -> None:
         raise {"user": UserError("do this instead"), "run": RunError("it has stopped")}.get(kind) or ValueError("secret detail")
 
     @app.post("/stop", dependencies=[needs("admin")])
-    async def stop(key: Caller) -> str:
+    async def stop(key: CallerKey) -> str:
         return key.name
 
     @app.post("/echo")

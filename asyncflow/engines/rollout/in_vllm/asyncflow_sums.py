@@ -26,7 +26,7 @@ LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
-Found = list[Any]
+SumEntry = list[Any]
 """[name of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over].
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has."""
@@ -50,7 +50,7 @@ def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | Non
     return {"weights": weights, "lora": lora, "lora_rank": rank}
 
 
-def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[Found]:
+def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEntry]:
     aliases: dict[nn.Module, list[str]] = {}
     for alias, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(module, []).append(alias.replace(WRAPPED, ""))
@@ -83,7 +83,7 @@ def _names(model: nn.Module, name: str) -> list[str]:
     return [f"{parent}.{each}.{own_name}".lstrip(".") for each in mapping.get(last, [last])]
 
 
-def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[Found]:
+def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:
     if not buffer.numel() or not buffer.is_floating_point():
         raise CannotTell(f"{names[0]} is in no buffer of its own")
     if buffer.dtype != dtype:  # such as a bias that a kernel wants in float32
@@ -94,7 +94,7 @@ def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: t
         yield [name, piece.numel(), sum_of_bits(piece), 0, []]
 
 
-def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[Found]:
+def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEntry]:
     inputs = getattr(module, "input_size_per_partition", module.input_size)
     # The same number on each worker: those that fill up a vocabulary are counted.
     count = min(inputs, max(LEAST_COLUMNS, -(-LEAST_ELEMENTS // min(module.output_partition_sizes))))
@@ -126,13 +126,13 @@ def _pieces(module: nn.Module, names: Sequence[str], matrix: Tensor) -> Iterator
         yield name, matrix[end - size : end]
 
 
-def _lora(model: nn.Module, lora_id: int) -> tuple[list[Found], int]:
+def _lora(model: nn.Module, lora_id: int) -> tuple[list[SumEntry], int]:
     """Sums of an adapter's matrices, as layers have them, and the rank up to which these are filled with zeros."""
     manager: Any = getattr(model, "lora_manager", None)
     if manager is None or lora_id not in manager.lora_index_to_id:
         return [], 0
     index = manager.lora_index_to_id.index(lora_id)
-    found: list[Found] = []
+    found: list[SumEntry] = []
     for path, layer in manager.modules.items():
         parent, _, last = path.rpartition(".")
         names = manager.packed_modules_mapping.get(last, [last])

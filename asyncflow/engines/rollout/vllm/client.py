@@ -59,29 +59,29 @@ class _LogProbs(msgspec.Struct):
     content: list[_LogProb]
 
 
-class _Span(msgspec.Struct):
+class _VersionSpan(msgspec.Struct):
     version: str
     start: int
     end: int
 
 
-class _Choice(msgspec.Struct):
+class _Completion(msgspec.Struct):
     finish_reason: str
     token_ids: list[int]
     logprobs: _LogProbs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_VersionSpan] | None = None
 
 
 class _Generated(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_Completion]
 
 
-class _Scored(msgspec.Struct):
+class _TokenLogProb(msgspec.Struct):
     logprob: float
 
 
-class _Prompt(msgspec.Struct):
-    prompt_logprobs: list[dict[str, _Scored] | None] | None = None
+class _PromptLogProbs(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _TokenLogProb] | None] | None = None
 
 
 class ServerSettings(msgspec.Struct):
@@ -117,14 +117,14 @@ class WorkerSums(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class _Sums(msgspec.Struct):
+class _SumsAnswer(msgspec.Struct):
     workers: list[WorkerSums]
 
 
 _generated = msgspec.json.Decoder(_Generated)
-_prompt = msgspec.json.Decoder(_Prompt)
+_prompt = msgspec.json.Decoder(_PromptLogProbs)
 _settings = msgspec.json.Decoder(ServerSettings)
-_sums = msgspec.json.Decoder(_Sums)
+_sums = msgspec.json.Decoder(_SumsAnswer)
 
 
 class VllmClient:
@@ -183,7 +183,7 @@ class VllmClient:
         values = np.array(found, np.float32)
         return np.where(values <= NO_NUMBER, np.float32(np.nan), values)
 
-    def _checked(self, sample: int, choice: _Choice) -> Response:
+    def _checked(self, sample: int, choice: _Completion) -> Response:
         count, reason = len(choice.token_ids), choice.finish_reason
         logprobs = choice.logprobs.content if choice.logprobs is not None else []
         spans = choice.weight_versions or []

@@ -34,7 +34,7 @@ MAX_HOMES = 10_000  # prompts whose instance is remembered
 
 
 @dataclass(slots=True, eq=False)
-class _Sample:
+class _ServerRequest:
     """Request to a server, and the instance that has its tokens, those of its prompt and the most it may get, on its account.
 
     All samples of a prompt begin on one instance.
@@ -116,7 +116,7 @@ class Generation:
         seeds = later_keys(stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)), len(after)) >> np.uint64(1)
         tasks = []
         for number, seed in zip(samples, seeds.tolist(), strict=True):
-            sample = _Sample(number, ids, {**asked, "seed": seed} if self._seeded else asked, tokens, instance)
+            sample = _ServerRequest(number, ids, {**asked, "seed": seed} if self._seeded else asked, tokens, instance)
             instance.outstanding_tokens += tokens
             tasks.append(asyncio.create_task(self._respond(sample, arrived)))
             tasks[-1].add_done_callback(sample.ended)  # also of one that is cancelled before it has begun
@@ -135,7 +135,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _respond(self, sample: _Sample, arrived: asyncio.Queue[Response | Exception]) -> None:
+    async def _respond(self, sample: _ServerRequest, arrived: asyncio.Queue[Response | Exception]) -> None:
         """Response of one sample, or the error that ended it."""
         try:
             while (response := await self._ask(sample)) is None:
@@ -145,7 +145,7 @@ class Generation:
         except Exception as error:  # whatever it is, the caller waits for it
             arrived.put_nowait(error)
 
-    async def _ask(self, sample: _Sample) -> Response | None:
+    async def _ask(self, sample: _ServerRequest) -> Response | None:
         """None if it has to be asked for again."""
         instance = sample.instance
         async with instance.slot():
@@ -165,7 +165,7 @@ class Generation:
             instance.num_served += made is not None
             return made
 
-    async def _made_by_weights(self, sample: _Sample) -> Response | None:
+    async def _made_by_weights(self, sample: _ServerRequest) -> Response | None:
         version = self._weights.version
         async with sample.instance.until_lost() as client:
             made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
@@ -176,7 +176,7 @@ class Generation:
         # the keys of its prompt may be those of the old weights, which its spans do not say.
         return made if first == version or self._recomputes else None
 
-    async def _made_by_adapter(self, sample: _Sample, lora: LoraVersions) -> Response:
+    async def _made_by_adapter(self, sample: _ServerRequest, lora: LoraVersions) -> Response:
         """A response that one adapter makes from its first token to its last."""
         with lora.request() as version:
             salt = version.name or f"version {version.version}"

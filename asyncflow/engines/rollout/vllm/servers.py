@@ -31,7 +31,7 @@ POLL_SECONDS = 0.5
 WATCH_SECONDS = 2.0
 RESTART_PAUSES_SECONDS = (0.5, 30.0)  # at first, and at most: it doubles
 
-Call = Callable[[VllmClient], Awaitable[None]]
+ServerCall = Callable[[VllmClient], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ServerHandle:
         self,
         host: ServerHost,
         connect: Callable[[str, str], VllmClient],
-        bring_up: Call,
+        bring_up: ServerCall,
         limits: ServerLimits,
         changed: Callable[[], None],
     ) -> None:
@@ -216,7 +216,7 @@ class ServerHandle:
         """Context in which the server's state stays as it is."""
         return self._lock
 
-    async def change(self, call: Call) -> None:
+    async def change(self, call: ServerCall) -> None:
         """`call(client)` while nobody else changes the server's state; where it fails the server is lost.
 
         Nothing happens while the server is not up: `bring_up` brings it to what it should be.
@@ -248,7 +248,7 @@ class ServerPool:
     """The servers of one engine: which is to generate next, and what all are told at once."""
 
     def __init__(
-        self, hosts: Sequence[ServerHost], connect: Callable[[str, str], VllmClient], bring_up: Call, limits: ServerLimits
+        self, hosts: Sequence[ServerHost], connect: Callable[[str, str], VllmClient], bring_up: ServerCall, limits: ServerLimits
     ) -> None:
         """See `ServerHandle`."""
         self._changed = asyncio.Event()

@@ -30,7 +30,7 @@ from asyncflow.types import RunError
 
 _ALIGNMENT = 64
 
-Shapes = Mapping[str, tuple[int, ...]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 class ServerWeights:
@@ -49,7 +49,7 @@ class ServerWeights:
         self._thread = ComputeThread("vllm weights")
 
     @cached_property
-    def _shapes(self) -> Shapes:
+    def _shapes(self) -> TensorShapes:
         return shapes_of(self._model_path)
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ class DeepSpeedTraining(GatheredTraining):
         self.specs = {name: TensorSpec.of(parameter) for name, parameter in sorted(self._policy.parameters_by_name.items())}
         self._optimizer = Optimizer(self._policy.parameters_by_name, options)
         self._zero = Zero(self._policy, self._optimizer.adamw, options, self._ranks.device, stage, zero)
-        self._weights = _Weights(self._zero)
+        self._weights = _WeightsOnRead(self._zero)
         self._num_added = self._fill_tokens = 0
 
         frozen = partial(FrozenModel, model_path, replace(options, device=self._device))
@@ -335,7 +335,7 @@ class _Policy(nn.Module):
         super().__init__()
         self.module = module.eval()
         self.dtype, self._temperature = getattr(torch, options.dtype), options.temperature
-        module.set_output_embeddings(_Head(module.get_output_embeddings().weight))
+        module.set_output_embeddings(_LossHead(module.get_output_embeddings().weight))
         if options.activation_checkpointing:
             for layer in module.base_model.layers:
                 recompute_activations(layer)
@@ -352,7 +352,7 @@ class _Policy(nn.Module):
         return self.module.get_output_embeddings()(hidden_TH, function)
 
 
-class _Head(nn.Module):
+class _LossHead(nn.Module):
     """Output layer that hands its weight to a function, which computes the loss from it."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -373,7 +373,7 @@ def _nothing(device: str) -> Packed:
     return pack_thrifty(one, Ragged.from_arrays([one], "int64"), device)
 
 
-class _Weights:
+class _WeightsOnRead:
     """Float32 weights by name, each gathered when it is read. All processes read the same names in the same order."""
 
     def __init__(self, zero: Zero) -> None:

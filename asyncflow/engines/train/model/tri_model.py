@@ -44,10 +44,10 @@ class Weights(Protocol):
         ...
 
 
-Model = TypeVar("Model", bound=Weights)
+ModelT = TypeVar("ModelT", bound=Weights)
 
 
-class TriModel(Generic[Model]):
+class TriModel(Generic[ModelT]):
     """Policy with its old policy and reference: decides which frozen model a micro-batch needs, and keeps their weights up to date.
 
     The engine calls `begin_step` and `before_update`, which copy the policy's weights to the old model when `old` asks for it.
@@ -57,8 +57,8 @@ class TriModel(Generic[Model]):
         self,
         policy: object,
         options: TrainEngineOptions,
-        frozen: Callable[[], Model],
-        reference: Callable[[], Model] | None = None,
+        frozen: Callable[[], ModelT],
+        reference: Callable[[], ModelT] | None = None,
     ) -> None:
         """`frozen` makes a model with the policy's first weights: the old policy if `options.old` needs one, and the reference,
         unless `reference` makes that."""
@@ -67,7 +67,7 @@ class TriModel(Generic[Model]):
         self.reference = (reference or frozen)() if options.has_reference else None
 
     @property
-    def frozen(self) -> list[Model]:
+    def frozen(self) -> list[ModelT]:
         """The frozen models that there are."""
         return [model for model in (self.old_model, self.reference) if model is not None]
 

@@ -54,7 +54,7 @@ class StageModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Message:
+class _StageMessage:
     """Message to or from `peer`, a stage."""
 
     tensor: Tensor
@@ -83,7 +83,7 @@ class Pipeline:
         """
         self._group, self.stage, self._hidden_size = group, stage, hidden_size
         self._device, self._timeout_seconds = torch.device(device), timeout_seconds
-        self._sending: dict[int, tuple[dist.Work, _Message]] = {}  # by peer; a tensor lives until it is received
+        self._sending: dict[int, tuple[dist.Work, _StageMessage]] = {}  # by peer; a tensor lives until it is received
         # Some backends want all ranks of a group in the first call, which sends and receives between neighbours are not.
         self._broadcast(torch.zeros(1, device=self._device), "greeting")
 
@@ -164,8 +164,8 @@ class Pipeline:
         """
         peer = self.stage.num_stages - 1 if self.stage.is_first else 0
         what = f"gradient of {self.stage.tied_name}"
-        mine = _Message(gradient.clone(memory_format=torch.contiguous_format), peer, what)
-        other = _Message(torch.empty_like(mine.tensor), peer, what)
+        mine = _StageMessage(gradient.clone(memory_format=torch.contiguous_format), peer, what)
+        other = _StageMessage(torch.empty_like(mine.tensor), peer, what)
         self._wait_for(self._post(mine, other), other)
         self._wait_for_sends()
         gradient.add_(other.tensor)
@@ -196,15 +196,17 @@ class Pipeline:
                 made_PH = run(this, None if receive is None else receive.tensor)
         self._wait_for_sends()
 
-    def _message(self, crossing: Crossing, packed: Sequence[Packed], dtype: torch.dtype, made_PH: Tensor | None = None) -> _Message:
+    def _message(
+        self, crossing: Crossing, packed: Sequence[Packed], dtype: torch.dtype, made_PH: Tensor | None = None
+    ) -> _StageMessage:
         shape = (packed[crossing.micro_batch].num_tokens, self._hidden_size)
         if made_PH is None:
             made_PH = torch.empty(shape, dtype=dtype, device=self._device)
         elif (made_PH.shape, made_PH.dtype) != (shape, dtype):  # the neighbour would wait for other bytes
             raise ValueError(f"a stage made {crossing.what} {tuple(made_PH.shape)}, {made_PH.dtype}, and not {shape}, {dtype}")
-        return _Message(made_PH.contiguous(), crossing.stage, f"{crossing.what} of micro-batch {crossing.micro_batch}")
+        return _StageMessage(made_PH.contiguous(), crossing.stage, f"{crossing.what} of micro-batch {crossing.micro_batch}")
 
-    def _post(self, send: _Message | None, receive: _Message | None) -> Sequence[dist.Work]:
+    def _post(self, send: _StageMessage | None, receive: _StageMessage | None) -> Sequence[dist.Work]:
         """Begin both, and return what the receive has to wait for. A peer is sent nothing before it has what it was sent last."""
         operations = []
         if send is not None:
@@ -230,12 +232,12 @@ class Pipeline:
     def _broadcast(self, tensor: Tensor, what: str) -> None:
         """Broadcast a tensor from the last stage to all, in place."""
         last = self.stage.num_stages - 1
-        message = _Message(tensor, 0 if self.stage.is_last else last, what)
+        message = _StageMessage(tensor, 0 if self.stage.is_last else last, what)
         with self._named(message):
             work = dist.broadcast(tensor, group=self._group, group_src=last, async_op=True)
         self._wait_for([work], message)
 
-    def _wait_for(self, works: Sequence[dist.Work], message: _Message) -> None:
+    def _wait_for(self, works: Sequence[dist.Work], message: _StageMessage) -> None:
         with self._named(message):
             for work in works:
                 # Elsewhere than on the CPU a deadline would keep the host from going on before the device.
@@ -245,7 +247,7 @@ class Pipeline:
                     work.wait()
 
     @contextmanager
-    def _named(self, message: _Message | None) -> Iterator[None]:
+    def _named(self, message: _StageMessage | None) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

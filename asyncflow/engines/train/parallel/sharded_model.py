@@ -77,7 +77,7 @@ class ShardedModel:
         begins = {name: _begin(parameter, ranks) for name, parameter in module.named_parameters()}
         self.module: Any = module
         """Transformers' model: what this rank has of it."""
-        self._root: Any = _Passes(module)
+        self._root: Any = _PassRoot(module)
         self.units = _units(self._root, layers)
         shard_over_data(
             self._root,
@@ -168,7 +168,7 @@ class SharedBaseShards(SharedBase):
         self._policy.let_go()
 
 
-class _Passes(nn.Module):
+class _PassRoot(nn.Module):
     """The root that FSDP2 sees: what is called is not transformers' causal model, but its base model, on packed tokens."""
 
     def __init__(self, module: Any) -> None:
@@ -199,7 +199,7 @@ def _begin(parameter: Tensor, ranks: Ranks) -> tuple[int, ...]:
     return first + begin_of(ranks.dp_rank, ranks.layout.dp, len(local_part(parameter))), *others
 
 
-def _units(root: _Passes, layers: list[Any]) -> list[FsdpUnit]:
+def _units(root: _PassRoot, layers: list[Any]) -> list[FsdpUnit]:
     """Each layer, and the root with what is left: what is trained of them, named as a checkpoint names it."""
     names = {id(parameter): name for name, parameter in root.module.named_parameters()}
     units = [FsdpUnit(layer, {names[id(p)]: p for p in layer.parameters() if p.requires_grad}) for layer in layers]

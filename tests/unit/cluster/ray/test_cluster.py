@@ -141,7 +141,7 @@ def test_the_environment_of_a_worker_here_and_elsewhere(own_cluster: RayCluster,
     for name in ("MY_CHOICE", "NCCL_DEBUG", "A_SECRET", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "1")
     worker = WorkerSpec("trainer/3", "e", {"LOCAL_RANK": "3", "RANK": "3"})
-    place = ray_places.WorkerPlace(worker, ray_places._Pool(None, set()), 0, {"CPU": 1.0})
+    place = ray_places.WorkerPlace(worker, ray_places._PlacementGroup(None, set()), 0, {"CPU": 1.0})
     here = own_cluster._environment(place, is_remote=False)
     assert here["A_SECRET"] == here["MY_CHOICE"] == "1" and here["LOCAL_RANK"] == "3"
     elsewhere = own_cluster._environment(place, is_remote=True)
