@@ -173,12 +173,13 @@ class DataConfig(Section):
 
 
 class DelaysConfig(Section):
-    """Artificial delays of rewards, to show what does not depend on timing. For tests of the machinery, not for training."""
+    """Artificial delays of rewards: `asyncflow verify` sets them, to show that a run's results do not depend on timing. Not for
+    training."""
 
     mean_seconds: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
     """Each reward is late by a pseudo-random time with this mean; 0: none."""
     salt: int = 0
-    """Another salt, other delays."""
+    """Seed of the delays: another number gives other ones."""
 
 
 class PartConfig(Section):
@@ -532,7 +533,7 @@ class TelemetryConfig(Section):
     """Prompts a step of which one response is kept in `samples.jsonl`, and in `tokens.jsonl` as it was trained, token by token. Of
     the first of them all responses are kept, each with its advantage."""
     flush_seconds: PositiveFloat = 0.2
-    """How often a worker sends its spans."""
+    """Seconds between two sendings of a worker's spans to the driver. Simulated runs and benchmarks set it; others need not."""
     keep_batches: Annotated[int, Field(ge=0)] = 0
     """Number of the newest steps whose batches stay in `batches/`, for `asyncflow replay`."""
     fingerprints: bool = False
@@ -547,13 +548,13 @@ class EvalConfig(Section):
     split: str = "test"
     """Which split of a data set that has splits."""
     every_steps: PositiveInt | None = None
-    """Besides before the first step and after the last."""
+    """Evaluate after every so many steps, too. None: only before the first step and after the last."""
     num_prompts: PositiveInt | None = 256
     """Use only so many, from the first on. None: all; a generated set has 20,000."""
     samples_per_prompt: PositiveInt = 1
-    """Sampled at `rollout.temperature`."""
+    """Responses to each prompt that are sampled at `rollout.temperature`, for pass@k."""
     greedy: bool = True
-    """Also one greedy response per prompt."""
+    """Generate one greedy response to each prompt as well."""
     correct_from: float = 1.0
     """A response with this reward or more counts as correct in pass@k."""
     num_workers: Annotated[int, Field(ge=0)] = 0

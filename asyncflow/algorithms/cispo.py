@@ -18,7 +18,7 @@ from asyncflow.algorithms.surrogate import WeightedLogProb
 
 
 class CISPO(GroupRelativeLoss):
-    """See the module's head."""
+    """CISPO (arXiv:2506.13585): the importance weight is clipped, and every token keeps its gradient."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from asyncflow.types import Array, ScoredGroup, UserError
 
 
 class DAPO(GroupRelativeLoss):
-    """See the module's head."""
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, a mean over tokens, and care with overlong responses."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from asyncflow.types import Advantages, ScoredGroup
 
 
 class DrGRPO(PolicyLoss):
-    """See the module's head."""
+    """Dr. GRPO (arXiv:2503.20783): GRPO without the division by the deviation, and with a constant normaliser."""
 
     def __init__(self, *, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Unpack[SharedOptions]) -> None:
         """Raises `UserError` if there is no `loss_constant`, or another option lies outside its range."""

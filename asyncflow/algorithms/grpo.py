@@ -20,7 +20,7 @@ from asyncflow.types import Advantages, Ragged, ScoredGroup, UserError
 
 
 class GRPO(GroupRelativeLoss):
-    """See the module's head."""
+    """GRPO (arXiv:2402.03300): advantages relative to the group, and a clipped ratio of each token."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from asyncflow.algorithms.surrogate import ClippedSequenceRatio
 
 
 class GSPO(GroupRelativeLoss):
-    """See the module's head."""
+    """GSPO (arXiv:2507.18071): one ratio for a whole response, clipped as a whole."""
 
     def __init__(
         self,

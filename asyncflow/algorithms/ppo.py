@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PPO(StandardisedLoss):
-    """See the module's head."""
+    """PPO (arXiv:1707.06347): a clipped ratio, and advantages from a critic's value of each token."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ Baseline = Literal["none", "group"]
 
 
 class ReinforcePlusPlus(StandardisedLoss):
-    """See the module's head."""
+    """REINFORCE++ (arXiv:2501.03262): no critic; advantages are standardised over the whole batch."""
 
     waits_for_batch = True
 

@@ -21,7 +21,7 @@ from asyncflow.types import Advantages, ScoredGroup
 
 
 class RLOO(PolicyLoss):
-    """See the module's head."""
+    """RLOO (arXiv:2402.14740): REINFORCE whose baseline is the mean reward of the group's other responses."""
 
     def __init__(self, *, clip_low: float = 0.2, clip_high: float = 0.2, **shared: Unpack[SharedOptions]) -> None:
         """Raises `UserError` if an option lies outside its range."""

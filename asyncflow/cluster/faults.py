@@ -44,7 +44,7 @@ class Faults:
     broken_fetches: Mapping[str, float] = field(default_factory=dict)
     """By worker, the share of fetches whose weights do not arrive whole."""
     hanging_fetches: Mapping[str, Hangs] = field(default_factory=dict)
-    """By worker, those that are waited for, and for nothing."""
+    """By worker, the fetches that hang for some seconds, and then fail."""
     resizes: tuple[Resize, ...] = ()
     """Rollout workers that join and leave."""
     calls: tuple[float, ...] = ()

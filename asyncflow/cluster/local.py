@@ -20,7 +20,7 @@ from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
 
 
 class LocalCluster(SupervisedCluster):
-    """See the module's head."""
+    """Cluster of one process per worker, on this machine."""
 
     async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
         environment = {**os.environ, **spec.environment}

@@ -29,20 +29,34 @@ LAST_WORDS_BYTES = 4096
 class Closable(Protocol):
     """An end of a pipe."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close this end: the other one reads its end."""
 
 
 class WorkerProcess(Protocol):
     """Process of a worker: one of asyncio's, or an object that stands for one elsewhere."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Its process id, where it runs."""
+        ...
+
     @property
-    def returncode(self) -> int | None: ...
+    def returncode(self) -> int | None:
+        """Its exit status, minus the signal's number if one ended it. None: it runs."""
+        ...
+
     @property
-    def stdin(self) -> Closable | None: ...
-    async def wait(self) -> int: ...
-    def kill(self) -> None: ...
+    def stdin(self) -> Closable | None:
+        """The driver's end of its control pipe, if it has one."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait for its end. Returns the exit status."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it. Does not wait for its end."""
 
 
 @dataclass(slots=True, eq=False)

@@ -66,7 +66,8 @@ if TYPE_CHECKING:
 class ToClose(Protocol):
     """An engine, or an end of the weight sync."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free what it holds."""
 
 
 async def rollout_worker(name: str, run_dir: Path) -> None:

@@ -67,7 +67,7 @@ def in_child(
 
 
 def _work(work: Callable[[], msgspec.Struct], limits: ProcessLimits, parent: int, answer: int, word: int, folder: str) -> None:
-    """The child."""
+    """Run `work` in the child, under its limits, and write the reply to the descriptor `answer`; prints go to `word`."""
     os.setpgid(0, 0)
     die_with_parent(parent)
     os.dup2(word, 1)

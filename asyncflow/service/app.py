@@ -47,17 +47,17 @@ MAX_MESSAGE: Final = 2_000
 
 
 class AuditLog:
-    """One line of JSON for each request that could change something: when, whose key, which route, and the answer's status."""
+    """Audit log: a line of JSON for each request that could change something: when, whose key, which route, the answer's status."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: no lines are kept."""
+        """Open the file `path` to append to it. None: no log is kept."""
         self._file: IO[bytes] | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = path.open("ab", buffering=0)
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Write a line."""
+        """Write a line with these fields. Does nothing if no log is kept."""
         if self._file is not None:
             self._file.write(msgspec.json.encode(line) + b"\n")
 

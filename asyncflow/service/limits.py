@@ -233,6 +233,7 @@ def limited(limits: Limits) -> type[HttpToolsProtocol]:
             super().on_headers_complete()
 
         def proven(self) -> None:
+            """Note that the client has shown a good key: the connection no longer counts among those that have not."""
             unproven.pop(self, None)
 
         def _is_read(self) -> None:

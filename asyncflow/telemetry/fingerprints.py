@@ -59,25 +59,40 @@ class StepPrint(msgspec.Struct, frozen=True):
 
 
 class TrainedMicroBatch(Protocol):
-    """Record of a trained micro-batch. `logprob_differences`: (tokens with equal bits, largest absolute difference).
-    `token_figures`: numbers by name, one for each token, of some rows, by their indices."""
+    """Record of a trained micro-batch."""
 
     @property
-    def loss_sum(self) -> float: ...
+    def loss_sum(self) -> float:
+        """Sum of the loss over the micro-batch."""
+        ...
+
     @property
-    def loss_tokens(self) -> int: ...
+    def loss_tokens(self) -> int:
+        """Tokens in the loss."""
+        ...
+
     @property
-    def logprob_differences(self) -> tuple[int, float]: ...
+    def logprob_differences(self) -> tuple[int, float]:
+        """Tokens whose log-prob equals the rollout engine's to the bit, and the largest absolute difference in nats."""
+        ...
+
     @property
-    def is_computed(self) -> bool: ...
+    def is_computed(self) -> bool:
+        """Whether an engine computed it. False: it has no gradient."""
+        ...
+
     @property
-    def token_figures(self) -> Mapping[int, Mapping[str, Sequence[float]]]: ...
+    def token_figures(self) -> Mapping[int, Mapping[str, Sequence[float]]]:
+        """Numbers by name, one for each token, of some rows, by their indices."""
+        ...
 
 
 class Fingerprinted(Protocol):
     """Train engine of which fingerprints are taken."""
 
-    async def fingerprint(self) -> Mapping[str, str]: ...
+    async def fingerprint(self) -> Mapping[str, str]:
+        """SHA-256 of each tensor of the weights and of the optimiser's state, by name. See `TrainEngine`."""
+        ...
 
 
 class StepLog(Protocol):

@@ -300,7 +300,7 @@ def joined(bars: Bars) -> Bars:
 
 
 def _differ(column: Array) -> Array:
-    """Where a column has another value than just before; at the first place it has."""
+    """Mask of the places at which a column differs from the one before, bool [n]; the first place always counts."""
     differ = np.ones(len(column), bool)
     differ[1:] = column[1:] != column[:-1]
     return differ

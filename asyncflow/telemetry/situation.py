@@ -80,8 +80,9 @@ class SeenStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """See the module's head. `time`: seconds since 1970; `pid`: the driver's, on the machine `host`.
+    """What the driver knows at one moment of which process waits for what.
 
+    `time`: seconds since 1970. `pid`: the driver's, on the machine `host`.
     `idle`: since something has last moved. `published`: the newest version, `published_seconds` ago. `limits`: seconds by
     configuration key. `queue`: rows by task and state. `waits`: of the driver, and requests of others (`who`) that are parked
     there. `ended`: why the run has ended; empty while it goes on. `is_held`: a user who drives the run by hand, or works for it

@@ -96,7 +96,7 @@ class ClientLeases:
         self.held[lease.token] = set(lease.indices)
 
     def let_go(self, lease: Lease, rows: Sequence[int]) -> None:
-        """Something has been said of these rows; with the last of them the lease is over."""
+        """Release rows of a lease that were completed, failed or given back; with the last of them the lease is over."""
         held = self.held.get(lease.token, set())
         held.difference_update(rows)
         if not held:

@@ -31,8 +31,8 @@ from asyncflow.types import Array, GroupMeta
 
 
 class Table:
-    """See the module's head. `ready`: what is to be had. `dead`: the errors of the rows that have failed too often here, until they
-    are dropped."""
+    """State of one task over rows and columns. `ready`: the groups that a request may get. `dead`: the errors of the rows that have
+    failed too often here, until they are dropped."""
 
     def __init__(self, spec: TaskSpec, schema: Schema, incarnation: str) -> None:
         self.spec = spec

@@ -233,7 +233,9 @@ async def _connect_unix(path: Path) -> socket.socket:
 class Caller(Protocol):
     """Sends requests to services, as `Peer.call` does."""
 
-    def call(self, interface: type, service: str, method: str, arguments: tuple[Any, ...]) -> Awaitable[Any]: ...
+    def call(self, interface: type, service: str, method: str, arguments: tuple[Any, ...]) -> Awaitable[Any]:
+        """Answer of a service's method, whose types are in `interface`."""
+        ...
 
 
 def proxy(interface: type[T], caller: Caller, service: str) -> T:

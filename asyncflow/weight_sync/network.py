@@ -138,7 +138,7 @@ class NodeReceiver:
         self._thread.close()
 
     def _is_good(self, version: int, pull: asyncio.Task[Path]) -> bool:
-        """Under way, or its file is still there."""
+        """Whether this pull of a version is under way, or has given a file that is still there."""
         return not pull.done() or (not pull.cancelled() and pull.exception() is None and self._files.get(version) is not None)
 
     async def _pull(self, manifest: Manifest) -> Path:

@@ -118,7 +118,7 @@ class RayCluster(SupervisedCluster):
         return {name: process.pid for name, process in running.items() if getattr(process, "is_here", False)}
 
     async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
-        """On a host of its own. Where a worker is to be started again and cannot be, it has died once more."""
+        """Start the worker on a host of its own. One that has begun before and cannot be started has died once more."""
         place, seconds = self._places.by_name[spec.name], self._options.start_seconds
         try:
             async with asyncio.timeout(seconds):

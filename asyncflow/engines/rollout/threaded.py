@@ -40,30 +40,42 @@ INSTALLED_WEIGHTS: Final = nullcontext(0)
 
 
 class Rows(Protocol):
-    """Rows that are generated: the thread's half. `Slots` documents the members."""
+    """Rows that are generated: the thread's half of an engine, such as `Slots`."""
 
     version: int
     is_paused: bool
 
     @property
-    def is_busy(self) -> bool: ...
+    def is_busy(self) -> bool:
+        """Whether anything is generated or waits."""
+        ...
 
     @property
-    def has_room(self) -> bool: ...
+    def has_room(self) -> bool:
+        """Whether a row is free and no sample waits for it."""
+        ...
 
-    def submit(self, request: SlotRequest) -> None: ...
+    def submit(self, request: SlotRequest) -> None:
+        """Add a request, which waits for free rows."""
 
-    def cancel(self, request: SlotRequest) -> None: ...
+    def cancel(self, request: SlotRequest) -> None:
+        """End the rows of `request` and forget its waiting samples."""
 
-    def fail(self, error: Exception) -> None: ...
+    def fail(self, error: Exception) -> None:
+        """End every request with `error`."""
 
-    def install(self, version: int, tensors: Mapping[str, Tensor], prepared: Sequence[Tensor] | None) -> None: ...
+    def install(self, version: int, tensors: Mapping[str, Tensor], prepared: Sequence[Tensor] | None) -> None:
+        """Install new weights for the tokens from now on. Raises `ValueError`, changing nothing, if they are not the model's."""
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        """Begin what waits, as far as rows are free; then generate a token for every active row."""
 
-    def end_timing(self) -> None: ...
+    def end_timing(self) -> None:
+        """End the decode steps that are timed together."""
 
-    def take_timings(self) -> list[Timing]: ...
+    def take_timings(self) -> list[Timing]:
+        """Timings since the last call, in the order of time. May be called from any thread."""
+        ...
 
 
 class ThreadedEngine(RolloutEngine):

@@ -64,12 +64,18 @@ class Published(msgspec.Struct, frozen=True):
 class Desk(Protocol):
     """The side of the desk that an engine sees."""
 
-    async def begin(self, step: int) -> None: ...
+    async def begin(self, step: int) -> None:
+        """Begin a step."""
 
-    async def offer(self, batches: list[Experience]) -> None: ...
+    async def offer(self, batches: list[Experience]) -> None:
+        """Offer micro-batches of the step to outside trainers."""
 
-    async def update(self, normaliser: int) -> Published: ...
+    async def update(self, normaliser: int) -> Published:
+        """Wait for the weights that come of the step's micro-batches, all of which have been offered."""
+        ...
 
-    async def report_taken(self, why_not: str) -> None: ...
+    async def report_taken(self, why_not: str) -> None:
+        """Report that the engine has taken the weights of `update`; with a reason, that it has not, and will ask again."""
 
-    async def discard(self) -> None: ...
+    async def discard(self) -> None:
+        """Discard the step: no weights come of it."""

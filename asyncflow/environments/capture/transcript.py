@@ -26,16 +26,24 @@ class SampledTokens(Protocol):
     """The part of an engine's `Response` that a transcript keeps, and an answer tells."""
 
     @property
-    def token_ids(self) -> Array: ...
+    def token_ids(self) -> Array:
+        """Sampled tokens, int64 [n]."""
+        ...
 
     @property
-    def logprobs(self) -> Array: ...
+    def logprobs(self) -> Array:
+        """Log-prob of each token, float32 [n]."""
+        ...
 
     @property
-    def version_spans(self) -> Array: ...
+    def version_spans(self) -> Array:
+        """Rows of (first token offset, policy version), int64 [spans, 2], ascending."""
+        ...
 
     @property
-    def finish_reason(self) -> FinishReason: ...
+    def finish_reason(self) -> FinishReason:
+        """Why sampling ended."""
+        ...
 
 
 @dataclass(slots=True)

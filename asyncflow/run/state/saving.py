@@ -304,9 +304,12 @@ class CheckpointCoordinator:
 class Saveable(Protocol):
     """The part of `TrainEngine` and `CriticEngine` that a checkpoint calls."""
 
-    async def begin_step(self) -> None: ...
+    async def begin_step(self) -> None:
+        """Begin a step: what is saved is its beginning."""
 
-    async def save_state(self, folder: Path) -> Awaitable[None]: ...
+    async def save_state(self, folder: Path) -> Awaitable[None]:
+        """Save what the step depends on. Returns when the engine may be called again; what it returns ends the writing."""
+        ...
 
 
 class CheckpointWriter:

@@ -146,7 +146,7 @@ class Generation:
             arrived.put_nowait(error)
 
     async def _ask(self, sample: _ServerRequest) -> Response | None:
-        """None if it has to be asked for again."""
+        """Send the request to its server and wait for the response. None: there is none, and it has to be sent again."""
         instance = sample.instance
         async with instance.slot():
             await instance.gate.wait()
