@@ -47,7 +47,7 @@ OWN = {
     "NAME.py",
 }
 """What pages call files of a reader's own."""
-EARLIER = {"build.py": "0001-build-is-a-room.md"}
+EARLIER = {"build.py": "0001-run-is-a-room.md"}
 """What a decision was made about, and is not there any more."""
 SECTIONS = "|".join(Config.model_fields)
 
