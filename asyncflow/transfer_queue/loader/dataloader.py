@@ -1,4 +1,4 @@
-"""The torch face of the transfer queue: what a task reads, as a stream of batches of tensors.
+"""Data loader over the transfer queue, for other people's trainers: what a task reads, as a stream of batches of tensors.
 
     StreamDataLoader --- prefetch.py: a thread that leases and fetches ahead, reader processes if wanted ---> controllers, units
          |         `---- broadcast.py: one rank of a group reads, its peers get the same

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that wait for each other get rounds of equal weight: max / mean tokens per rank near 1.
+"""Sampler for ranks of other people's trainers, which wait for each other: rounds of equal weight, max / mean tokens near 1.
 
 waits for: a request of every rank for the same partition, and enough ready rows for all; or the end of the partition, for what is
 left

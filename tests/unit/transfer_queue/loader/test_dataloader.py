@@ -1,4 +1,4 @@
-"""The torch face of the queue, over a queue that is served at a unix socket."""
+"""The data loader, over a queue that is served at a unix socket."""
 
 from __future__ import annotations
 
