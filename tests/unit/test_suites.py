@@ -106,6 +106,9 @@ def test_the_page_begins_as_it_would_now_and_names_every_suite() -> None:
 def test_the_page_says_when_each_suite_passed_and_keeps_the_rows_of_others(repository: Path) -> None:
     first = suites.page("", [Result("ray", True, 37, 0, 2, 91.4), Result("vllm", True, 80, 3, 0, 300.0)], suites.commit())
     assert suites.read_page(first) == {"ray": git(repository, "rev-parse", "--short=12", "HEAD")}  # one that failed did not pass
+    (repository / "docs").mkdir()
+    (repository / "docs" / "tested.md").write_text(first)
+    assert not suites.commit().endswith("+"), "the page is no change of what is tested"
     (repository / "room.py").write_text("after\n")
     unclean = suites.commit()
     assert unclean.endswith("+")
