@@ -150,7 +150,8 @@ class Driver:
         return events
 
     def _make_control(self, fields: Mapping[str, Any], probing: Probing) -> tuple[LedgerService, PolicyVersions]:
-        """What belongs to which step, and which worker serves which version. `fields`: of the model's `config.json`."""
+        """Make the ledger, of what belongs to which step, and the versions, of which worker serves which. `fields`: of the model's
+        `config.json`."""
         config, schedule, first = self.config, self.schedule, self._first
         ledger = Ledger(
             self.shape.group_bits,

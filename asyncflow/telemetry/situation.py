@@ -80,7 +80,7 @@ class SeenStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the driver knows at one moment of which process waits for what.
+    """Processes and their waits at one moment, as the driver knows them.
 
     `time`: seconds since 1970. `pid`: the driver's, on the machine `host`.
     `idle`: since something has last moved. `published`: the newest version, `published_seconds` ago. `limits`: seconds by

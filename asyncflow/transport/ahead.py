@@ -16,8 +16,8 @@ _AHEAD: Final = 3  # chunks asked for beside the one that is used
 async def read_ahead(
     read: Callable[[int, int], Coroutine[Any, Any, T]], begin: int, end: int, seconds: float
 ) -> AsyncGenerator[T, None]:
-    """What `read` answers for each chunk, from one byte to another. Raises what it raises, and `TimeoutError` where no answer comes
-    for so long; what was asked for is cancelled at the end."""
+    """Answers of `read` for each chunk, from one byte to another, in order. Raises what it raises, and `TimeoutError` where none
+    comes for so many seconds; what was asked for is cancelled at the end."""
     begins = iter(range(begin, end, CHUNK_BYTES))
     asked: deque[asyncio.Task[T]] = deque()
 

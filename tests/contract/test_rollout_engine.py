@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarpe
 
 from asyncflow.attestation import fault_of
 from asyncflow.bit_sums import sum_of_bits
-from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
+from asyncflow.engines.base import Response, RolloutEngine, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.rollout.vllm.client import ServerLost
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
@@ -35,11 +35,10 @@ from asyncflow.types import TensorSpec
 from tests.conftest import MODEL
 from tests.contract.devices import alike, needed_devices
 from tests.depth import in_gate
-from tests.patience import patience, until
+from tests.generating import KEY, PROMPT, responses, under_way
+from tests.patience import patience
 from tests.vllm.servers import CONTEXT, fake_python
 
-PROMPT = np.arange(7, 27)
-KEY = SampleKey(seed=11, prompt_index=5)
 ENGINES = {
     **{"slots": "slots", "slots-cuda": "slots", "slots-npu": "slots", "transformers": "transformers"},
     **{"vllm-stand-in": "vllm", "vllm": "vllm"},
@@ -85,28 +84,6 @@ def is_model(opened: Opened, request: pytest.FixtureRequest) -> None:
     """For tests of what a model computes."""
     if request.node.callspec.params["opened"] == "vllm-stand-in":
         pytest.skip("the stand-in has no model")
-
-
-async def responses(
-    engine: RolloutEngine, samples: Sequence[int] = (0,), length: int = 40, temperature: float = 1.0, prompt: np.ndarray = PROMPT
-) -> dict[int, Response]:
-    stream = engine.generate(prompt, samples=samples, sampling=Sampling(temperature, length), key=KEY)
-    return {response.sample: response async for response in stream}
-
-
-async def under_way(engine: RolloutEngine, samples: Sequence[int], length: int = 200) -> asyncio.Task[dict[int, Response]]:
-    """Responses, more than the engine makes at once: the first has come, and others are being made."""
-    made, stream = {}, engine.generate(PROMPT, samples=samples, sampling=Sampling(max_new_tokens=length), key=KEY)
-
-    async def take() -> dict[int, Response]:
-        async for response in stream:
-            made[response.sample] = response
-        return made
-
-    task = asyncio.create_task(take())
-    await until(lambda: made or task.done(), 60)
-    assert not task.done()
-    return task
 
 
 def changed(shift: float) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ class StepGraphs:
         self._recorded: dict[GraphShape, RecordedStep] = {}
 
     def __call__(self, inputs: Array, adapted: tuple[AdapterRows, ...]) -> Tensor:
-        """What is computed from these inputs: [N, E], which lasts until the next call."""
+        """Inputs of the output layer for the rows of this step: [N, E], which last until the next call."""
         if (step := self._step(inputs, adapted)) is None:
             return self.compute(inputs, adapted)
         step.inputs_NX.copy_(torch.from_numpy(inputs))

@@ -94,7 +94,7 @@ class LoaderOptions:
         return None if self.pad_to_multiple_of is None else Padding(self.pad_to_multiple_of, dict(self.pad_values or {}))
 
     def source(self, padding: Padding | None) -> StreamSource:
-        """What the batches are read from. `padding`: of what is read there."""
+        """Source that batches are read from. `padding`: of what is read there."""
         return StreamSource(
             address=self.address,
             name=self.name,

@@ -19,10 +19,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.linears import can_pack
-from tests.patience import patience, until
-
-PROMPT = np.arange(7, 27)
-KEY = SampleKey(seed=11, prompt_index=5)
+from tests.generating import KEY, PROMPT, responses, under_way
+from tests.patience import patience
 
 
 @pytest.fixture(scope="module")
@@ -46,33 +44,6 @@ async def opened(path: Path, num_slots: int = 6, stop_ids: Sequence[int] | None 
         yield engine
     finally:
         await engine.close()
-
-
-async def responses(
-    engine: SlotEngine,
-    samples: Sequence[int],
-    length: int = 40,
-    temperature: float = 1.0,
-    prompt: np.ndarray = PROMPT,
-    key: SampleKey = KEY,
-) -> dict[int, Response]:
-    stream = engine.generate(prompt, samples=samples, sampling=Sampling(temperature, length), key=key)
-    return {response.sample: response async for response in stream}
-
-
-async def under_way(engine: SlotEngine, samples: Sequence[int]) -> asyncio.Task[dict[int, Response]]:
-    """Responses of 200 tokens, more than the engine makes at once: the first has come, and others are being made."""
-    made, stream = {}, engine.generate(PROMPT, samples=samples, sampling=Sampling(max_new_tokens=200), key=KEY)
-
-    async def take() -> dict[int, Response]:
-        async for response in stream:
-            made[response.sample] = response
-        return made
-
-    task = asyncio.create_task(take())
-    await until(lambda: made or task.done(), 60)
-    assert not task.done()
-    return task
 
 
 async def responses_to(engine: SlotEngine, sampling: Sampling) -> dict[int, Response]:
