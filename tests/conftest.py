@@ -86,9 +86,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """A thread that a test has left behind must not keep pytest from ending: it is shown, and the tests have failed."""
-    faulthandler.dump_traceback_later(120, exit=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A thread that a test has left behind must not keep pytest from ending: it is shown, and the tests have failed. One of
+    several processes only waits here for the others, however long, and is ended by the first."""
+    if not hasattr(config, "workerinput"):
+        faulthandler.dump_traceback_later(120, exit=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

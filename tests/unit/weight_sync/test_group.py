@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -69,7 +70,8 @@ def test_closing_it_is_an_error_at_the_others_at_once() -> None:
     sender.close()
     thread.join(patience(20))
     assert time.monotonic() - start < patience(20) and isinstance(arrived[0], RuntimeError)
-    assert reason(arrived[0]).startswith("Connection closed by peer") and "[/" not in reason(arrived[0])
+    said = reason(arrived[0])  # which of the two is the kernel's choice: a reset, if something lay there that the sender had not read
+    assert re.search("Connection (closed|reset) by peer", said) and "[/" not in said
 
 
 def test_a_silent_member_is_waited_for_until_the_deadline() -> None:

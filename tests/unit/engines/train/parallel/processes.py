@@ -5,7 +5,7 @@
 
 A function is one of a module's own; arguments and results can be pickled. It finds the environment of a worker: RANK, WORLD_SIZE
 and a new store for `init_process_group`, whose loopback is set. What it raises, `run` raises; a rank that says nothing in time, or
-that dies, is a failure with its number, and the processes are of no use after that.
+that dies, is a failure with its number, and the next call has new processes: one failure is not that of every test after it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,10 @@ class Processes:
     """Ranks 0 .. n-1. One that starts processes itself is no daemon: it ends when it is closed."""
 
     def __init__(self, number: int, *, daemon: bool = True) -> None:
-        makes = context()
+        self._number, self._daemon = number, daemon
         self._folder = tempfile.TemporaryDirectory()
         self._number_of_stores = 0
-        self._ends: list[Connection] = []
-        self.processes = []
-        for rank in range(number):
-            here, there = makes.Pipe()
-            process = makes.Process(target=_serve, args=(there,), name=f"rank {rank}", daemon=daemon)
-            process.start()
-            there.close()
-            self._ends.append(here)
-            self.processes.append(process)
+        self._start()
 
     def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, seconds: float = 100.0) -> list[Any]:
         """Call the function on the first `size` ranks, by default all; its results by rank. Raises `RankFailed`."""
@@ -53,6 +45,9 @@ class Processes:
         self, function: Callable[..., Any], *arguments: Any, size: int | None = None, seconds: float = 100.0
     ) -> list[tuple[bool, Any]]:
         """As `run`, but for each rank whether it returned, and what: its result, or the name, text and traceback of an error."""
+        if self._are_lost:
+            self._end()
+            self._start()
         ends = self._ends[:size]
         self._number_of_stores += 1
         for rank, end in enumerate(ends):
@@ -69,15 +64,34 @@ class Processes:
         for rank, end in enumerate(ends):
             try:
                 if not end.poll(max(0.0, deadline - time.monotonic())):
+                    self._are_lost = True  # its answer may still come, and would be taken for the next call's
                     answers.append((False, ("silence", f"rank {rank} has said nothing for {seconds} s", "")))
                 else:
                     answers.append(end.recv())
             except (EOFError, ConnectionError):
+                self._are_lost = True
                 answers.append((False, ("death", f"rank {rank} has died", "")))
         return answers
 
     def close(self) -> None:
         """End the processes: with SIGTERM, for their coverage, and with SIGKILL if they wait for others."""
+        self._end()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        makes = context()
+        self._ends: list[Connection] = []
+        self.processes = []
+        self._are_lost = False
+        for rank in range(self._number):
+            here, there = makes.Pipe()
+            process = makes.Process(target=_serve, args=(there,), name=f"rank {rank}", daemon=self._daemon)
+            process.start()
+            there.close()
+            self._ends.append(here)
+            self.processes.append(process)
+
+    def _end(self) -> None:
         for process in self.processes:
             process.terminate()
         deadline = time.monotonic() + patience(5.0)
@@ -85,7 +99,6 @@ class Processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
-        self._folder.cleanup()
 
     @staticmethod
     def _checked(has_returned: bool, answer: Any) -> Any:

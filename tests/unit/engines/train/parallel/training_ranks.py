@@ -114,7 +114,8 @@ async def _publish(engine: TorchEngine, rounds: list[Round], folder: Path) -> li
     for round_ in rounds:
         await engine.forward_backward(round_[rank], objective)
     await engine.optim_step(100)
-    senders = [SharedMemory(WeightSyncOptions(directory=folder / name, attested_dtype="bfloat16")).sender("s") for name in "ab"]
+    names = "ab" if rank == 0 else ""  # a sender has its folder to itself: a second one would clear it of what the first has begun
+    senders = [SharedMemory(WeightSyncOptions(directory=folder / name, attested_dtype="bfloat16")).sender("s") for name in names]
     may_hash, finish, source = threading.Event(), Filling.finish, await engine.export_weights()
 
     def finish_then(*arguments: Any) -> str:
