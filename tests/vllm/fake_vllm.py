@@ -60,7 +60,7 @@ def tensors_of(file: Path) -> dict[str, bytes]:
 
 def sum_of_bits(data: bytes, size: int = 4) -> int:
     """Sum of the bits of numbers of so many bytes each, as `asyncflow/bit_sums.py` has it."""
-    return sum(array({4: "i", 2: "h"}[size], data)) % (1 << 64)
+    return sum(array({4: "i", 2: "h"}[size], data)) % (1 << 32)
 
 
 def scaled(data: bytes, scaling: float) -> bytes:

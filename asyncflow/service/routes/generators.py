@@ -122,7 +122,7 @@ class AttestedPart(Body):
 
 class AttestedWeights(Body):
     parts: list[AttestedPart] | None = None
-    """Tensors that lie in one buffer, and the sum of the bits of its elements as integers, modulo 2^64."""
+    """Tensors that lie in one buffer, and the sum of the bits of its elements as integers, modulo 2^32 (or 2^64)."""
     base: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     """The sum over the model's own weights, where a version is an adapter over them."""
     log_probs: Annotated[list[float], Field(max_length=MAX_PROBED)] | None = None

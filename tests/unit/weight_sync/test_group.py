@@ -70,7 +70,7 @@ def test_closing_it_is_an_error_at_the_others_at_once() -> None:
     sender.close()
     thread.join(patience(20))
     assert time.monotonic() - start < patience(20) and isinstance(arrived[0], RuntimeError)
-    said = reason(arrived[0])  # which of the two is the kernel's choice: a reset, if something lay there that the sender had not read
+    said = reason(arrived[0])  # reset, where something lay there that the sender had not read
     assert re.search("Connection (closed|reset) by peer", said) and "[/" not in said
 
 

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 LEAST_COLUMNS = 16
 LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a thousand has changed, as in a step in bfloat16
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
@@ -154,8 +154,8 @@ def normal(tensor: Tensor) -> Tensor:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """Sum of the bits of a tensor's elements as integers, modulo 2^64 (as `asyncflow/bit_sums.py`)."""
+    """Sum of the bits of a tensor's elements as integers, of 64 bits as two of 32, modulo 2^32 (as `asyncflow/bit_sums.py`)."""
     words = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
     if words.device.type == "cpu":  # numpy adds up eight times as many a second
-        return int(np.add.reduce(words.numpy(), dtype=np.int64)) % (1 << 64)
-    return int(words.sum(dtype=torch.int64)) % (1 << 64)
+        return int(np.add.reduce(words.numpy(), dtype=np.int32)) % (1 << 32)
+    return int(words.sum(dtype=torch.int64)) % (1 << 32)
