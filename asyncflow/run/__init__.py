@@ -5,41 +5,37 @@
     in_worker/     parts of a worker process              state/      checkpoints, the journal, and the way back from them
     trials/        what is tried without a run
 
-What lives as long as what, from the longest to the shortest:
+Four objects hold a run. Each makes its parts, which live as long as it does:
 
-    a command                  `asyncflow train`, or a `Trainer`
-      Job                      makes attempts, one after another, until the run is done
-      StepwiseRun              asks a job for one step after another, in the place of `Job.run`
-      Listener                 is told what happens
-      Journal                  keeps what somebody outside was told is safe
-    an attempt                 in the command's process
-      RunFolder                what the attempt finds in the run's folder, and leaves there
-      StepRows                 metrics of all steps so far
-      Attempt                  starts and ends these three:
-      Running                  the driver's loops and the workers, watched
-      Watch                    says what stands, and ends a run in which nothing moves
-      Situations               what waits for what, at a moment
-      Scaling                  workers that join and leave
-      Driver                   makes the state and the services of the attempt:
-      RunContext               what the driver's parts share
-      BackgroundTasks          work that nobody waits for
-      RunRecord                files, metrics, certificate
-      MetricRows               a row a step
-      TrainingChecks           oddities of what is trained
-      Evaluating               evaluations to be made
-      Health                   workers that do not serve
-      CheckpointCoordinator    the driver's part of checkpoints
-      MemoryPace               when there is one in shared memory
-      FreeCores                cores that are lent
-      Devices                  how many there were, by the time
-      TrainDesk                groups for trainers from outside
-      Handover                 workers that stay for the next attempt
-      ModelFiles               the model, for other machines
-      Rendezvous               ranks on several machines find one another
-    a worker in an attempt     its process and its engine may stay for the next attempt
-      RunConnection            the run's services, as the worker sees them
-      CheckpointWriter         a trainer's part of checkpoints
-    a step                     in the driver's ledger, from its admission to its commit
-      StepState                its members, and how far each is
-      UpdateProgress           rounds of one of its updates
+    Job                        a command, `asyncflow train` or a `Trainer`: makes attempts until the run is done
+        RunFolder              what an attempt finds in the run's folder, and leaves there
+        StepRows               metrics of all steps so far
+        Journal                keeps what somebody outside was told is safe
+    Attempt                    an attempt, from the start of its workers to their end: in its order, with grace or at once
+        Scaling                workers that join and leave
+    Running                    the loops and workers of an attempt, and what becomes of the first that fails
+    Driver                     state and services of an attempt
+        RunContext             what its parts share, frozen
+        BackgroundTasks        work that nobody waits for
+        RunRecord              files, metrics, certificate
+        Evaluating             evaluations to be made
+        Health                 workers that do not serve
+        CheckpointCoordinator  the driver's part of checkpoints
+        MemoryPace             when there is one in shared memory
+        FreeCores              cores that are lent
+        Devices                how many there were, by the time
+        TrainDesk              groups for trainers from outside
+        Handover               workers that stay for the next attempt
+        ModelFiles             the model, for other machines
+        Rendezvous             ranks on several machines find one another
+
+Beside them:
+
+    StepwiseRun                asks a job for one step after another, in the place of `Job.run`
+    Listener                   is told what happens in a command
+    Watch, Situations          look at an attempt from outside: what stands, and what waits for what
+    MetricRows, TrainingChecks parts of the record: a row a step, and oddities of what is trained
+    RunConnection              the run's services, as a worker sees them
+    CheckpointWriter           a trainer's part of checkpoints
+    StepState, UpdateProgress  a step in the driver's ledger, and the rounds of one of its updates
 """

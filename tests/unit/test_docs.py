@@ -122,14 +122,25 @@ def classes_of(room: Path) -> dict[str, bool]:
     return found
 
 
-def test_the_lifetimes_of_a_run_name_all_of_its_objects() -> None:
+def test_four_objects_hold_a_run_and_each_makes_the_parts_that_it_is_said_to_have() -> None:
     import asyncflow.run
 
-    figure = str(asyncflow.run.__doc__).split("from the longest to the shortest:")[1]
-    named = re.findall(r"(?m)^ {6}(\w+) {2,}\S", figure)
-    assert len(named) > 25 and not set(named) - classes_of(ROOT / "asyncflow").keys()
+    holding, beside = str(asyncflow.run.__doc__).split("Four objects hold a run.")[1].split("Beside them:")
+    holders, parts = dict[str, list[str]](), list[str]()
+    for indent, name in re.findall(r"(?m)^( {4}| {8})(\w+) {2,}\S", holding):
+        if len(indent) == 4:
+            holders[name] = parts = []
+        else:
+            parts.append(name)
+    assert list(holders) == ["Job", "Attempt", "Running", "Driver"] and sum(map(len, holders.values())) > 15
+    for holder, parts in holders.items():
+        text = (ROOT / "asyncflow" / "run" / f"{holder.lower()}.py").read_text()
+        assert not [part for part in parts if not re.search(rf"\b{part}\(", text)], f"{holder} does not make these"
+    others = {name for names in re.findall(r"(?m)^ {4}(\w+(?:, \w+)*) ", beside) for name in names.split(", ")}
+    named = {*holders, *(part for parts in holders.values() for part in parts), *others}
+    assert not named - classes_of(ROOT / "asyncflow").keys()
     objects = {name for name, is_one in classes_of(ROOT / "asyncflow" / "run").items() if is_one and not name.startswith("_")}
-    assert not objects - {*named}, "asyncflow/run/__init__.py does not say how long these live"
+    assert not objects - named, "asyncflow/run/__init__.py does not say how long these live"
 
 
 def strangers(text: str) -> list[str]:
