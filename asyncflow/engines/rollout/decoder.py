@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,15 +38,15 @@ from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.adapter_bank import INSTALLED, AdaptableLayer, AdapterBank
 from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.engines.rollout.device_cache import DeviceCache
-from asyncflow.engines.rollout.key_cache import BLOCK, KeyCache
+from asyncflow.engines.rollout.key_cache import KeyCache
 from asyncflow.engines.rollout.linears import AnyLinear, Linear, PackedLinear, can_pack, padded
 from asyncflow.engines.rollout.low_rank import AdapterRows
+from asyncflow.engines.rollout.prompt_attention import PromptAttention, PromptPiece
 from asyncflow.engines.rollout.slot_cache import SlotCache, capped
 from asyncflow.engines.rollout.step_graphs import StepGraphs
 from asyncflow.model_folder import weight_files
 from asyncflow.types import Array, LoraSpec
 
-CHUNK = 128  # tokens of a prompt whose queries attend in one call of the kernel, which rounds by the number of queries, too
 SCORED_ROWS = 256  # tokens whose logits are made together where a sequence is scored
 
 
@@ -72,26 +73,6 @@ class DecoderLayer:
     output: AnyLinear
     gate_up: AnyLinear
     down: AnyLinear
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """Tokens (int64) of a prompt that one pass computes, from position `first` on, a multiple of `CHUNK`. The slot has the keys
-    before it."""
-
-    slot: int
-    first: int
-    tokens: Array
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tiles of prompts that begin at one position and have as many blocks: they attend in one call. P tiles of L tokens, E keys."""
-
-    rows_PL: Tensor  # int64: the pass's row of each query; of a tile's last token again and again until its block is full
-    keys_PE: Tensor | None  # int64: the pass's row of each key, likewise; None: keys before the pass are among them
-    blocks_PB: Tensor | None  # int64: then the blocks of the cache that have them
-    mask_LE: Tensor | None  # bool: which keys a query attends to; None: the first ones, up to its own
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q_THD, k_TKD, v_TKD -> [T, H * D]
@@ -143,9 +124,15 @@ class Decoder:
         self._rotation = self._rotation_by(config.rope, max_context)
         self._local_rotation = self._rotation_by(config.local_rope, max_context) if any(config.is_local) else self._rotation
         self._inert_slot = num_slots
-        cache = SlotCache if device.type == CPU else DeviceCache
-        self.cache: KeyCache = cache(config, num_slots=num_slots + 1, max_context=max_context, like=self.norm)
-        self._graphs = StepGraphs(self._decoded, device)
+        self.cache: KeyCache
+        self._recorded: tuple[DeviceCache, StepGraphs] | None = None  # decode steps of an accelerator, and what they read
+        size = {"num_slots": num_slots + 1, "max_context": max_context}
+        if device.type == CPU:
+            self.cache = SlotCache(config, **size, like=self.norm)
+        else:
+            self.cache = cache = DeviceCache(config, **size, like=self.norm)
+            self._recorded = cache, StepGraphs(partial(self._decoded, cache), device)
+        self._prompts = PromptAttention(config, self.cache, device)
 
     def _rotation_by(self, rope: Mapping[str, Any], max_context: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [max_context, rotary_dim] by position."""
@@ -278,10 +265,10 @@ class Decoder:
         The cache is neither used nor changed. At most `SCORED_ROWS` rows of logits exist at a time."""
         num_tokens = len(token_ids)
         inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
-        tiles, rows_T = self._tiles([PromptPiece(self._inert_slot, 0, token_ids)], 0, len(inert))
+        tiles, rows_T = self._prompts.tiles([PromptPiece(self._inert_slot, 0, token_ids)], 0, len(inert))
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            return torch.cat([self._attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]).index_select(0, rows_T)
+            return torch.cat([self._prompts.attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]).index_select(0, rows_T)
 
         positions = np.append(np.arange(num_tokens), inert)
         h_TE = self._hidden(np.append(token_ids, inert), positions, np.full(len(positions), adapter), attend)
@@ -303,8 +290,9 @@ class Decoder:
         slots = np.append(slots, inert + self._inert_slot)
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         adapters = self._adapters_of(slots)
-        if isinstance(self.cache, DeviceCache):
-            h_NE = self._graphs(np.column_stack([tokens, self.cache.places(slots, positions)]), self.lora.rows_of(adapters))
+        if self._recorded is not None:
+            cache, graphs = self._recorded
+            h_NE = graphs(np.column_stack([tokens, cache.places(slots, positions)]), self.lora.rows_of(adapters))
             return self._logits(h_NE[:num_rows] if wanted is None else h_NE[self._on_device(wanted)])
         store, attend_rows = self.cache.storing(slots, positions), self.cache.attending(slots, positions)
 
@@ -317,10 +305,8 @@ class Decoder:
         last = np.append(wanted, np.full(padded(len(wanted)) - len(wanted), wanted[-1]))
         return self._forward(tokens, positions, adapters, attend, last)[: len(wanted)]
 
-    def _decoded(self, inputs_NX: Tensor, adapted: tuple[AdapterRows, ...]) -> Tensor:
+    def _decoded(self, cache: DeviceCache, inputs_NX: Tensor, adapted: tuple[AdapterRows, ...]) -> Tensor:
         """Inputs of the output layer ([N, E]) in the decode step of these tokens and places (`DeviceCache.places`)."""
-        cache = self.cache
-        assert isinstance(cache, DeviceCache)
         step = cache.step(inputs_NX[:, 1:])
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
@@ -346,12 +332,12 @@ class Decoder:
         positions = np.concatenate([positions, *(piece.first + np.arange(len(piece.tokens)) for piece in pieces)])
         slots = np.append(slots, np.repeat([piece.slot for piece in pieces], lengths))
         store = self.cache.storing(slots, positions)
-        tiles, rows_T = self._tiles(pieces, num_rows, len(inert))
+        tiles, rows_T = self._prompts.tiles(pieces, num_rows, len(inert))
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             store(layer, k_TKD[:num_tokens], v_TKD[:num_tokens])
             attended = [] if attend_rows is None else [attend_rows(layer, q_THD[:num_rows])]
-            attended += [self._attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]
+            attended += [self._prompts.attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]
             return torch.cat(attended).index_select(0, rows_T)
 
         last = np.append(wanted, ends - 1)
@@ -365,63 +351,6 @@ class Decoder:
         self.adapters[self._inert_slot] = self.adapters[slots[0]]
         numbers: Array = self.adapters[slots]
         return numbers
-
-    def _tiles(self, pieces: Sequence[PromptPiece], begin: int, num_inert: int) -> tuple[list[Tiles], Tensor]:
-        """Tiles of pieces whose tokens are the rows of a pass from `begin` on, by the calls that they attend in; and the way back:
-        the row of each token of the pass (int64 [T]) in what `begin` rows and these calls give, one after another."""
-        calls: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = {}  # of each tile its slot, row and number of tokens
-        end = begin
-        for piece in pieces:
-            for offset in range(0, len(piece.tokens), CHUNK):
-                count = min(CHUNK, len(piece.tokens) - offset)
-                call = piece.first + offset, count + -count % BLOCK, bool(piece.first)
-                calls.setdefault(call, []).append((piece.slot, end + offset, count))
-            end += len(piece.tokens)
-        tiles, rows_T, made = [], np.arange(end + num_inert), begin
-        rows_T[end:] = 0
-        for (position, size, has_before), members in calls.items():
-            slots, rows, counts = np.array(members).T
-            for number, (_, row, count) in enumerate(members):
-                rows_T[row : row + count] = made + number * size + np.arange(count)
-            made += len(members) * size
-            num_keys, last = position + size, position + counts[:, None] - 1
-            keys_PE = (rows - position)[:, None] + np.minimum(np.arange(num_keys), last)
-            tiles.append(
-                Tiles(
-                    rows_PL=self._on_device(keys_PE[:, position:]),
-                    keys_PE=None if has_before else self._on_device(keys_PE),
-                    blocks_PB=self.cache.blocks(slots, num_keys // BLOCK) if has_before else None,
-                    mask_LE=self._on_device(np.tri(size, num_keys, position, bool)) if position else None,
-                )
-            )
-        return tiles, self._on_device(rows_T)
-
-    def _attend(self, layer: int, tiles: Tiles, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Attention [P * L, H * D] of the tiles' queries to the keys of their prompts.
-
-        They are copied, to lie aligned however they lay among others, and L is a multiple of `BLOCK`: the kernel rounds the keys
-        behind the last whole vector otherwise, so a prompt alone would differ from the same one in a longer sequence.
-        """
-        q_PHLD = _rows(q_THD, tiles.rows_PL)
-        if tiles.keys_PE is not None:
-            k_PKED, v_PKED = _rows(k_TKD, tiles.keys_PE), _rows(v_TKD, tiles.keys_PE)
-        else:
-            assert tiles.blocks_PB is not None
-            k_PKED, v_PKED = self.cache.read(layer, tiles.blocks_PB)
-        scale, softcap, group = self.config.attention_multiplier, self.config.attention_softcap, q_PHLD.shape[1] // k_PKED.shape[1]
-        if softcap is None:
-            is_causal, enable_gqa = tiles.mask_LE is None, group > 1
-            attended_PHLD = F.scaled_dot_product_attention(
-                q_PHLD, k_PKED, v_PKED, attn_mask=tiles.mask_LE, is_causal=is_causal, enable_gqa=enable_gqa, scale=scale
-            )
-        else:  # no kernel has it
-            k_PHED, v_PHED = (x.repeat_interleave(group, 1) for x in (k_PKED, v_PKED))
-            scores_PHLE = capped(q_PHLD @ k_PHED.mT * (q_PHLD.shape[-1] ** -0.5 if scale is None else scale), softcap)
-            num_queries, num_keys = scores_PHLE.shape[2:]
-            later_LE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=self.device).triu_(1 + num_keys - num_queries)
-            weights_PHLE = scores_PHLE.masked_fill_(later_LE, -torch.inf).softmax(-1, dtype=torch.float32).to(q_PHLD.dtype)
-            attended_PHLD = weights_PHLE @ v_PHED
-        return attended_PHLD.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _forward(self, tokens: Array, positions: Array, adapters: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""
@@ -519,11 +448,6 @@ def rotated(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
         return (wide_THD * cos_T1R).add_(wide_THD.roll(size // 2, -1).mul_(sin_T1R)).to(x_THD.dtype)
     first, rest = x_THD[..., :size], x_THD[..., size:]
     return torch.cat((rotated(first, cos_T1R, sin_T1R), rest), -1)
-
-
-def _rows(x_THD: Tensor, rows_PL: Tensor) -> Tensor:
-    """Copies [P, H, L, D] of rows of a pass."""
-    return x_THD.index_select(0, rows_PL.reshape(-1)).view(*rows_PL.shape, *x_THD.shape[1:]).transpose(1, 2)
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:

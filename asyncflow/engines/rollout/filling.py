@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncflow.engines.rollout.decoder import CHUNK, PromptPiece
+from asyncflow.engines.rollout.prompt_attention import CHUNK, PromptPiece
 from asyncflow.engines.rollout.requests import SlotRequest
 from asyncflow.types import Array
 

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from asyncflow.engines.rollout.adapter_bank import INSTALLED
-from asyncflow.engines.rollout.decoder import CHUNK, Decoder, PromptPiece
+from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.key_cache import BLOCK
+from asyncflow.engines.rollout.prompt_attention import CHUNK, PromptPiece
 from asyncflow.types import Array, LoraSpec
 
 LENGTHS = (1, 2, 3, BLOCK + 1)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from asyncflow.engines.base import NO_TOKENS, SampleKey, Sampling
-from asyncflow.engines.rollout.decoder import CHUNK, Decoder
+from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
+from asyncflow.engines.rollout.prompt_attention import CHUNK
 from asyncflow.engines.rollout.requests import SlotRequest
 from tests.depth import few
 from tests.unit.engines.rollout.models import llama
