@@ -25,7 +25,8 @@ from asyncflow.engines.base import CriticEngine
 from asyncflow.loops.algorithm1 import Keeper, update
 from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import Rounds
-from asyncflow.loops.samples import UPDATE_TASK, VALUES_COLUMN, VALUES_TASK, pieces, token_outputs
+from asyncflow.loops.samples import UPDATE_TASK, VALUES_COLUMN, VALUES_TASK, token_outputs
+from asyncflow.loops.training_batches import pieces
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.leases import Want

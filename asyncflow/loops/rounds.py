@@ -25,7 +25,7 @@ from asyncflow.algorithms.base import ModelObjective
 from asyncflow.control.ledger import RoundGroup, StepTotals, TrainedGroup
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.loops.context import LoopContext
-from asyncflow.loops.samples import check_interval, consumed, figures_of, left_out, micro_batches, scored_group
+from asyncflow.loops.training_batches import check_interval, consumed, figures_of, left_out, micro_batches, scored_group
 from asyncflow.own_metrics import MetricSums, collecting
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.transfer_queue.client import Leased

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from asyncflow.engines.base import LogProbEngine
 from asyncflow.loops.context import LoopContext, ResponseScoring
-from asyncflow.loops.samples import REFERENCE_COLUMN, Shape, kept_sample, pieces, reward_outputs, samples_of, token_outputs
+from asyncflow.loops.samples import REFERENCE_COLUMN, Shape, kept_sample, reward_outputs, samples_of, token_outputs
 from asyncflow.loops.score_batching import why_failed
+from asyncflow.loops.training_batches import pieces
 from asyncflow.own_metrics import step_scored
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import SharedLane

@@ -21,7 +21,8 @@ from asyncflow.config import Config, LayoutConfig
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner.hardware import Hardware, Rates
-from asyncflow.run.factories import devices_each, make_algorithm
+from asyncflow.run.device_shares import devices_each
+from asyncflow.run.factories import make_algorithm
 from asyncflow.run.preparation.memory import Shapes
 
 CostOrigin = Literal["analytic", "measured", "hybrid", "assumed"]

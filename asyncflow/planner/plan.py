@@ -36,10 +36,12 @@ from asyncflow.planner.measured import Measurement
 from asyncflow.planner.pieces import PIECES
 from asyncflow.planner.search import ROWS_OF_SEARCH, Found, Plan, search, simulated, simulated_config, simulated_costs
 from asyncflow.planner.space import MOST_PROCESSES
-from asyncflow.run.factories import critic_folder, num_devices, tasks_before_training
+from asyncflow.run.device_shares import num_devices
+from asyncflow.run.factories import critic_folder, tasks_before_training
 from asyncflow.run.models.model_source import SHAPES
+from asyncflow.run.preparation.checks import check_shapes
 from asyncflow.run.preparation.memory import Shapes, own_shapes
-from asyncflow.run.preparation.prepare import check_shapes, prepare
+from asyncflow.run.preparation.prepare import prepare
 from asyncflow.settings import to_yaml
 from asyncflow.simulation.run import simulate
 from asyncflow.simulation.seeds import Simulators

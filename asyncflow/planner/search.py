@@ -26,7 +26,7 @@ from asyncflow.planner.bounds import Bound
 from asyncflow.planner.cost import Estimate, Model
 from asyncflow.planner.part import config_of_part, costs_of_part, rows_of
 from asyncflow.planner.space import TIE, Candidate, Halves, Pair, Space, pools_of
-from asyncflow.run.factories import num_devices
+from asyncflow.run.device_shares import num_devices
 from asyncflow.simulation.seeds import Order, Outcome, Simulators
 from asyncflow.types import RunError, UserError
 

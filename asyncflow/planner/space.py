@@ -40,7 +40,8 @@ from asyncflow.planner.graph import (
 )
 from asyncflow.planner.halves import Half, grouped, powers, rollout_halves, training_halves, unbeaten
 from asyncflow.planner.part import costs_of_part, divided, part_of, steps_of, workers_of
-from asyncflow.run.factories import device_of, devices_each, num_devices, schedule_of, tasks_before_training
+from asyncflow.run.device_shares import device_of, devices_each, num_devices
+from asyncflow.run.factories import schedule_of, tasks_before_training
 from asyncflow.run.helper_devices import num_on_devices
 from asyncflow.run.preparation.memory import GIB
 from asyncflow.settings import Choice

@@ -32,12 +32,12 @@ from asyncflow.loops.taking import Taking
 from asyncflow.model_folder import read_json
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.context import Listener, RunContext
+from asyncflow.run.device_shares import num_devices
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_schedule,
     make_storage,
     new_owner,
-    num_devices,
     queue_schema,
     shape_of,
     task_plan,

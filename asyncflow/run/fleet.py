@@ -13,7 +13,8 @@ from asyncflow.devices import COUNTED_AS, CPU, SHOWN_BY, kind_of
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.loops.evaluation import EVALUATORS, is_evaluator
 from asyncflow.loops.samples import VALUES_TASK
-from asyncflow.run.factories import device_key, device_of, own_devices_each, shared_devices, tasks_before_training
+from asyncflow.run.device_shares import device_key, device_of, own_devices_each, shared_devices
+from asyncflow.run.factories import tasks_before_training
 from asyncflow.run.services.rendezvous import AT_DRIVER
 from asyncflow.run.worker_start import MAINS, generating, imports, rollout_imports, train_imports, training
 from asyncflow.threads import thread_environment

@@ -14,7 +14,8 @@ from asyncflow.algorithms import ALGORITHMS
 from asyncflow.config import Config, load
 from asyncflow.control import SCHEDULES
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.loops.samples import PROMPT_COLUMNS, REFERENCE_COLUMN, VALUES_COLUMN, scored_group
+from asyncflow.loops.samples import PROMPT_COLUMNS, REFERENCE_COLUMN, VALUES_COLUMN
+from asyncflow.loops.training_batches import scored_group
 from asyncflow.run.factories import make_algorithm, shape_of
 from asyncflow.run.in_worker.connection import model_begun_with
 from asyncflow.run_dir import CONFIG_FILE

@@ -48,19 +48,14 @@ from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
+from asyncflow.run.device_shares import shared_devices, workers_with_devices
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import (
-    episode_limits,
-    make_schedule,
-    shape_of,
-    shared_devices,
-    tokens_per_pass,
-    workers_with_devices,
-)
+from asyncflow.run.factories import episode_limits, make_schedule, shape_of, tokens_per_pass
 from asyncflow.run.helper_devices import num_helpers, num_on_cores
 from asyncflow.run.in_worker.connection import RunConnection, background, joined
 from asyncflow.run.job import Job, Listener
-from asyncflow.run.preparation.prepare import Prepared, check_choices
+from asyncflow.run.preparation.checks import check_choices
+from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.services.cores import lend
 from asyncflow.run.state.driver_state import Resumed
 from asyncflow.run.worker_start import MAINS

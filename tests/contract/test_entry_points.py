@@ -14,7 +14,7 @@ from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.registry import build, resolve
 from asyncflow.run.factories import weights_need_key
-from asyncflow.run.preparation.prepare import check_choices
+from asyncflow.run.preparation.checks import check_choices
 from asyncflow.types import Layout, UserError
 from tests.conftest import ROOT
 from tests.unit.engines.train.training import (

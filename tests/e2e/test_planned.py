@@ -12,7 +12,7 @@ from typing import Any
 from asyncflow.config import load
 from asyncflow.planner.plan import find_plan, request, tree
 from asyncflow.planner.search import Plan
-from asyncflow.run.factories import num_devices
+from asyncflow.run.device_shares import num_devices
 from asyncflow.settings import to_yaml
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL

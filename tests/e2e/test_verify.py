@@ -17,7 +17,7 @@ from asyncflow.cli.verbs import app
 from asyncflow.cli.verify import variants
 from asyncflow.config import parse
 from asyncflow.run.job import Job, Listener
-from asyncflow.run.preparation.prepare import check_choices
+from asyncflow.run.preparation.checks import check_choices
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores

@@ -12,12 +12,12 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from asyncflow.config import Config, dump, load, parse, parse_dumped
+from asyncflow.run.device_shares import num_devices
 from asyncflow.run.factories import (
     PASS_TOKENS,
     PASS_TOKENS_CPU,
     critic_options,
     make_algorithm,
-    num_devices,
     pass_note,
     queue_schema,
     shape_of,
@@ -27,7 +27,7 @@ from asyncflow.run.factories import (
     update_plan,
     weights_need_key,
 )
-from asyncflow.run.preparation.prepare import check_choices
+from asyncflow.run.preparation.checks import check_choices
 from asyncflow.settings import Choice, apply_override
 from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from asyncflow.control.signal import Signal
 from asyncflow.own_metrics import means
 from asyncflow.run.context import Listener, RunContext
-from asyncflow.run.factories import shared_cores
+from asyncflow.run.device_shares import shared_cores
 from asyncflow.run.records.training_checks import TrainingChecks
 from asyncflow.run.services.cores import FreeCores
 from asyncflow.telemetry.attribution import attributed

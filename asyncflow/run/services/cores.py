@@ -29,7 +29,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import is_guest
 from asyncflow.devices import CPU, kind_of
 from asyncflow.loops.evaluation import EVALUATORS
-from asyncflow.run.factories import device_of, devices_each, is_on_cores, workers_with_devices
+from asyncflow.run.device_shares import device_of, devices_each, is_on_cores, workers_with_devices
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device, helper_devices, num_on_cores
 from asyncflow.telemetry.idle import HELPER_TASK, computing_seconds
 from asyncflow.telemetry.spans import Recorder, Span

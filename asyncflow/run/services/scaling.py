@@ -22,9 +22,9 @@ from typing import Any
 from asyncflow.cluster.base import Cluster
 from asyncflow.config import Config
 from asyncflow.control.policy_versions import PolicyVersions
-from asyncflow.run.factories import devices_each
+from asyncflow.run.device_shares import devices_each
 from asyncflow.run.fleet import rollout_worker
-from asyncflow.run.preparation.prepare import check_rollout_engine
+from asyncflow.run.preparation.checks import check_rollout_engine
 from asyncflow.transport import remote
 from asyncflow.types import RunError, UserError
 

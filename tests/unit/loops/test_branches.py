@@ -8,6 +8,7 @@ import pytest
 from asyncflow.engines.base import Response
 from asyncflow.environments.capture.transcript import CapturedSequence
 from asyncflow.loops import samples
+from asyncflow.loops import training_batches as batches
 from asyncflow.loops.samples import ScoredRow
 from asyncflow.loops.transcript import Played, played_sequences
 from asyncflow.rewards.base import Sample, Score
@@ -52,7 +53,7 @@ def test_the_first_sequence_continues_the_prompt_and_others_are_branches() -> No
 
 def test_every_sequence_is_a_sequence_of_its_own_for_the_engine() -> None:
     rows = played(sequence([5, 6, 7], [101, 8, 102]), sequence([5, 9], [103, 104]), sequence([4], [105])), scored_plain(1)
-    found = list(samples.micro_batches(3, batch_of(*rows), np.array([2.0, -1.0], np.float32), 2))
+    found = list(batches.micro_batches(3, batch_of(*rows), np.array([2.0, -1.0], np.float32), 2))
     told = [
         (
             piece.indices.tolist(),
@@ -73,7 +74,7 @@ def test_every_sequence_is_a_sequence_of_its_own_for_the_engine() -> None:
 
 def test_each_sampled_token_is_trained_once_with_its_log_prob() -> None:
     batch = batch_of(played(sequence([5, 6], [101, 9, 102]), sequence([5, 6, 101, 8], [103])))
-    found = list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
+    found = list(batches.micro_batches(3, batch, np.ones(1, np.float32), 1))
     trained = {}
     for piece in found:
         columns = (piece.response_ids, piece.loss_mask, piece.rollout_logprobs)
@@ -86,21 +87,21 @@ def test_each_sampled_token_is_trained_once_with_its_log_prob() -> None:
 
 def test_a_row_without_a_sequence_behind_the_prompt_has_branches_alone() -> None:
     batch = batch_of(played(sequence([9], [101])), scored_plain(1))
-    found = list(samples.micro_batches(3, batch, np.array([1.0, 0.0], np.float32), 1))
+    found = list(batches.micro_batches(3, batch, np.array([1.0, 0.0], np.float32), 1))
     assert [(piece.indices.tolist(), piece.prompt_ids.tolist()) for piece in found] == [([5], [5, 6]), ([4], [9])]
 
 
 def test_advantages_of_tokens_go_with_them() -> None:
     batch = batch_of(played(sequence([5, 6], [101, 102]), sequence([9], [103])))
     advantages = Ragged.from_arrays([np.array([1, 2, 0, 3], np.float32)], "float32")
-    assert [piece.token_advantages.tolist() for piece in samples.micro_batches(3, batch, advantages, 1)] == [[1, 2], [3]]
+    assert [piece.token_advantages.tolist() for piece in batches.micro_batches(3, batch, advantages, 1)] == [[1, 2], [3]]
 
 
 def test_numbers_that_another_model_has_made_of_branches_are_refused() -> None:
     batch = batch_of(played(sequence([5, 6], [101]), sequence([9], [103])))
     batch.columns[samples.REFERENCE_COLUMN.name] = batch.columns["rollout_logprobs"]  # type: ignore[index]
     with pytest.raises(RunError, match="episodes of several sequences"):
-        list(samples.micro_batches(3, batch, np.ones(1, np.float32), 1))
+        list(batches.micro_batches(3, batch, np.ones(1, np.float32), 1))
 
 
 def scored_plain(sample: int) -> Played:

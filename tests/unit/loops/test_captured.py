@@ -20,7 +20,8 @@ from asyncflow.environments.chat import ChatFormat
 from asyncflow.environments.joints import JointsByTools
 from asyncflow.loops.captured import CapturePlayer
 from asyncflow.loops.episode import EpisodeLimits, EpisodePlayer, LimitReached, branch_key
-from asyncflow.loops.samples import GroupRequest, ScoredRow, micro_batches, outputs
+from asyncflow.loops.samples import GroupRequest, ScoredRow, outputs
+from asyncflow.loops.training_batches import micro_batches
 from asyncflow.loops.transcript import Played
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.types import Array, Batch, GroupMeta, Interval, Ragged

@@ -25,8 +25,9 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Re
 from asyncflow.loops.algorithm1 import update
 from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import PreparedGroup, Round, Rounds
-from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
+from asyncflow.loops.samples import Prompt, Shape, admission, outputs, schema
 from asyncflow.loops.taking import Taking
+from asyncflow.loops.training_batches import left_out
 from asyncflow.telemetry.batches import StepLogs
 from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.telemetry.spans import Recorder, Span

@@ -12,6 +12,7 @@ from asyncflow.control.ledger import Consumed
 from asyncflow.control.modes import NEVER
 from asyncflow.engines.base import MicroBatchResult, Response
 from asyncflow.loops import samples
+from asyncflow.loops import training_batches as batches
 from asyncflow.loops.samples import COLUMNS, Prompt
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.transfer_queue.client import Leased
@@ -96,10 +97,10 @@ def test_responses_become_the_columns_that_are_declared_for_them() -> None:
 
 def test_a_token_of_a_version_outside_the_interval_is_refused_naming_the_row() -> None:
     m = meta(1, step=3, low=2)
-    samples.check_interval(stored(m, response(0, 4, versions=(2, 3)), response(1, 2, versions=(3,))), 3, 1)
+    batches.check_interval(stored(m, response(0, 4, versions=(2, 3)), response(1, 2, versions=(3,))), 3, 1)
     for versions in ((2, 4), (1, 2), (4,)):
         with pytest.raises(ValueError, match=r"row 6, trained in step 3, .* outside Interval\(low=2, high=3\)"):
-            samples.check_interval(stored(m, response(0, 4, versions=(3,)), response(2, 4, versions=versions)), 3, 1)
+            batches.check_interval(stored(m, response(0, 4, versions=(3,)), response(2, 4, versions=versions)), 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +112,10 @@ def test_in_the_step_of_another_its_tokens_may_be_as_old_as_the_schedule_says(
 ) -> None:
     group = stored(GroupMeta(1, 3, 3, Interval(1, NEVER)), response(0, 4, versions=versions))
     if is_right:
-        samples.check_interval(group, step, 2)
+        batches.check_interval(group, step, 2)
     else:
         with pytest.raises(ValueError, match=f"row 4, trained in step {step},"):
-            samples.check_interval(group, step, 2)
+            batches.check_interval(group, step, 2)
 
 
 @pytest.mark.parametrize(("rows_each", "pieces"), [(1, [[4], [5], [6]]), (2, [[4, 5], [6]]), (3, [[4, 5, 6]]), (9, [[4, 5, 6]])])
@@ -122,7 +123,7 @@ def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces
     m = meta(1, step=4)
     responses = [response(0, 3, versions=(2, 3)), response(1, 1, versions=(4,)), response(2, 2, versions=(3,))]
     group = stored(m, *responses, prompt_length=5)
-    found = list(samples.micro_batches(m.partition, group.batch, np.array([4, 5, 6], np.float32), rows_each))
+    found = list(batches.micro_batches(m.partition, group.batch, np.array([4, 5, 6], np.float32), rows_each))
     assert [piece.indices.tolist() for piece in found] == pieces
     for piece in found:
         own = piece.indices - 4
@@ -138,12 +139,15 @@ def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces
 def test_what_the_ledger_is_told_adds_up() -> None:
     m = meta(1, step=3)
     group = stored(m, response(0, 3, versions=(1, 3)), response(1, 1, versions=(3,), reason="length"), prompt_length=5)
-    pieces = list(samples.micro_batches(m.partition, group.batch, np.zeros(2, np.float32), 1))
+    pieces = list(batches.micro_batches(m.partition, group.batch, np.zeros(2, np.float32), 1))
     results = [
         MicroBatchResult(0.5, 3, 8, {"ratio": 3.0, "a/max": 2.0}),
         MicroBatchResult(0.25, 1, 6, {"ratio": 1.0, "a/max": 1.5}, is_finite=False),
     ]
-    told, of_group = samples.consumed(group.batch, results), samples.figures_of(m.partition, group.batch, pieces, results, {})
+    told, of_group = (
+        batches.consumed(group.batch, results),
+        batches.figures_of(m.partition, group.batch, pieces, results, {}),
+    )
     assert told.rows == [4, 5] and told.loss_tokens == 4 and told.is_finite is False and of_group.prompt_length == 5
     told = of_group
     assert told.rewards.tolist() == [0.0, 0.5] and told.response_lengths.tolist() == [3, 1] and told.truncated.tolist() == [0, 1]
@@ -151,21 +155,21 @@ def test_what_the_ledger_is_told_adds_up() -> None:
     assert told.num_spans.tolist() == [2, 1]
     assert (told.loss_sum, told.logical_tokens, told.physical_tokens) == (0.75, 14, 14)
     assert told.metrics == {"ratio": 4.0, "a/max": 2.0}
-    assert samples.consumed(group.batch, results[:1]).is_finite is True
+    assert batches.consumed(group.batch, results[:1]).is_finite is True
 
-    results = [results[0], samples.left_out(pieces[1])]
-    told = samples.figures_of(m.partition, group.batch, pieces, results, {})
+    results = [results[0], batches.left_out(pieces[1])]
+    told = batches.figures_of(m.partition, group.batch, pieces, results, {})
     assert (told.computed_tokens, told.logical_tokens, told.physical_tokens) == (3, 8, 8)
     assert told.left_out == 1 and told.metrics == {"ratio": 3.0, "a/max": 2.0}
-    assert samples.consumed(group.batch, results) == Consumed([4, 5], [], 4, True)
-    assert samples.consumed(group.batch, [samples.left_out(piece) for piece in pieces]) == Consumed([4, 5], [], 4, True, True)
+    assert batches.consumed(group.batch, results) == Consumed([4, 5], [], 4, True)
+    assert batches.consumed(group.batch, [batches.left_out(piece) for piece in pieces]) == Consumed([4, 5], [], 4, True, True)
 
 
 def test_a_row_without_a_token_to_train_on_is_told() -> None:
     m = meta(1)
     batch = stored(m, response(0, 3), response(1, 2)).batch
     batch.ragged("loss_mask").values[3:] = 0
-    told = samples.consumed(batch, [MicroBatchResult(0.5, 3, 8)])
+    told = batches.consumed(batch, [MicroBatchResult(0.5, 3, 8)])
     assert told.rows == [4, 5] and told.empty_rows == [5]
 
 
@@ -176,17 +180,17 @@ def test_the_reference_as_a_task_adds_a_column_that_training_waits_for_and_cuts_
     m = meta(1)
     batch = stored(m, response(0, 3), response(1, 1), response(2, 2)).batch
     responses = batch.ragged("response_ids")
-    parts = [Ragged(p.values / 8, p.offsets) for p in map(responses.take, samples.pieces(3, 2))]
+    parts = [Ragged(p.values / 8, p.offsets) for p in map(responses.take, batches.pieces(3, 2))]
     added = samples.token_outputs(batch, samples.REFERENCE_COLUMN, parts)
     whole = Batch(batch.indices, batch.groups, {**batch.columns, **added.columns})
-    for micro in samples.micro_batches(m.partition, whole, np.zeros(3, np.float32), 2):
+    for micro in batches.micro_batches(m.partition, whole, np.zeros(3, np.float32), 2):
         assert micro.ref_logprobs is not None
         assert [row.tolist() for row in micro.ref_logprobs] == [(row / 8).tolist() for row in micro.response_ids]
 
 
 def test_staleness_counts_from_the_oldest_token_to_the_step_that_trains() -> None:
     batch = stored(meta(1, step=3), response(0, 4, versions=(1, 2, 3)), response(1, 2, versions=(3,))).batch
-    assert samples.staleness(3, batch).tolist() == [2, 0] and samples.staleness(4, batch).tolist() == [3, 1]
+    assert batches.staleness(3, batch).tolist() == [2, 0] and batches.staleness(4, batch).tolist() == [3, 1]
 
 
 def test_the_reward_as_a_task_reads_what_a_scorer_sees_and_adds_the_column_that_rollout_leaves_out() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.config import Config, parse
-from asyncflow.run.preparation.prepare import check_capacity, check_evaluators
+from asyncflow.run.preparation.checks import check_capacity, check_evaluators
 from asyncflow.types import UserError
 
 STEP, EVALUATION = 4 * 2, 3 * (2 + 1)

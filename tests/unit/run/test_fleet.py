@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncflow.config import Config, parse
-from asyncflow.run.factories import check_shares, num_devices, shared_devices
+from asyncflow.run.device_shares import check_shares, num_devices, shared_devices
 from asyncflow.run.fleet import workers
 from asyncflow.types import UserError
 

@@ -8,7 +8,8 @@ import pytest
 
 from asyncflow.config import parse
 from asyncflow.run import helper_devices as helper_devices_module
-from asyncflow.run.factories import check_shares, pass_note, tokens_per_pass, update_plan
+from asyncflow.run.device_shares import check_shares
+from asyncflow.run.factories import pass_note, tokens_per_pass, update_plan
 from asyncflow.run.helper_devices import generating_device, helper_devices, num_helpers
 from asyncflow.types import UserError
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.config import Config, load, parse
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.train.random_model import SPECS, make_random_model
-from asyncflow.run.factories import num_devices
+from asyncflow.run.device_shares import num_devices
+from asyncflow.run.preparation.checks import check_shapes
 from asyncflow.run.preparation.memory import (
     COPIED_BYTES,
     GIB,
@@ -33,7 +34,6 @@ from asyncflow.run.preparation.memory import (
     training_parts,
     values_parts,
 )
-from asyncflow.run.preparation.prepare import check_shapes
 from asyncflow.types import UserError
 from tests.conftest import MODEL, ROOT
 

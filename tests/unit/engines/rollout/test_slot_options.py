@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.config import parse
 from asyncflow.engines.rollout.slot_options import check
-from asyncflow.run.preparation.prepare import check_rollout_engine
+from asyncflow.run.preparation.checks import check_rollout_engine
 from asyncflow.types import UserError
 
 NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}

@@ -38,7 +38,7 @@ from asyncflow.engines.rollout.vllm.process import IN_VLLM, ServerProcess
 from asyncflow.engines.rollout.vllm.servers import ServerHandle
 from asyncflow.engines.rollout.vllm.transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm.weights import WeightsFile, shapes_of
-from asyncflow.run.preparation.prepare import check_choices, check_rollout_engine
+from asyncflow.run.preparation.checks import check_choices, check_rollout_engine
 from asyncflow.run.services.scaling import Scaling
 from asyncflow.types import LoraSpec, RunError, UserError
 from tests.builders import loop_turns

@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.config import parse
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
-from asyncflow.run.preparation.prepare import check_train_engine
+from asyncflow.run.preparation.checks import check_train_engine
 from asyncflow.types import UserError
 from tests.patience import patience
 
