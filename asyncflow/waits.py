@@ -158,7 +158,7 @@ RUN_ENDS: Final = _wait(
 ALL_SERVE: Final = _wait(
     "all serve",
     "every rollout worker to serve version {version}",
-    "run/stepwise.py:StepwiseRun.weight_sync_notify",
+    "run/stepwise.py:StepwiseRun._notify.all_serve",
     ends="the caller's timeout",
 )
 PUBLISHED: Final = _wait("published", "version {version} to be published by the trainer")
@@ -169,7 +169,7 @@ OUTCOME: Final = _wait(
     "outcome",
     "what the run is driven to: a step, an evaluation, its end",
     "run/job.py:Job.run Job.until Job.until_done run_with_signals run/running.py:Running.until"
-    " run/stepwise.py:StepwiseRun.step StepwiseRun.evaluate StepwiseRun.until StepwiseRun._or_its_end"
+    " run/stepwise.py:StepwiseRun.__init__ StepwiseRun._on_any_attempt StepwiseRun._step StepwiseRun._evaluate StepwiseRun.until"
     " service/hosted.py:HostedRun.publish",
 )
 CRITIC_PART: Final = _wait(
@@ -454,7 +454,7 @@ ROWS_REMOVED: Final = _wait(
 WORKER_ENDS: Final = _wait(
     "worker's end",
     "a worker's process to end",
-    "run/job.py:Job._restart_after cluster/forking.py:ForkServer._end ForkedProcess.wait"
+    "run/job.py:Job.restart_after cluster/forking.py:ForkServer._end ForkedProcess.wait"
     " cluster/supervised.py:SupervisedCluster._keep_alive cluster/torchrun.py:run_rank",
     ends="the worker's end, which its cluster tells of",
 )

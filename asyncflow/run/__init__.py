@@ -8,8 +8,6 @@
 Four objects hold a run. Each makes its parts, which live as long as it does:
 
     Job                        a command, `asyncflow train` or a `Trainer`: makes attempts until the run is done
-        RunFolder              what an attempt finds in the run's folder, and leaves there
-        StepRows               metrics of all steps so far
         Journal                keeps what somebody outside was told is safe
     Attempt                    an attempt, from the start of its workers to their end: in its order, with grace or at once
         Scaling                workers that join and leave
@@ -33,7 +31,8 @@ Beside them:
 
     StepwiseRun                asks a job for one step after another, in the place of `Job.run`
     Listener                   is told what happens in a command
-    Watch, Situations          look at an attempt from outside: what stands, and what waits for what
+    RunFolder, StepRows        one for each attempt: what is in the run's folder, and metrics of all steps so far
+    Watch, Situations          one for each attempt: what stands, and what waits for what
     MetricRows, TrainingChecks parts of the record: a row a step, and oddities of what is trained
     RunConnection              the run's services, as a worker sees them
     CheckpointWriter           a trainer's part of checkpoints

@@ -85,12 +85,11 @@ class Driver:
         config: Config,
         prepared: Prepared,
         listener: Listener,
+        kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]],
         resumed: Resumed | None = None,
-        kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None = None,
         memory: Path | None = None,
     ) -> None:
-        """`kept`: reads what the run's journal has beside a checkpoint, and its prompts as tokens; None where it has none.
-        `memory`: folder of the checkpoints in shared memory, if there are to be any."""
+        """`kept`: rows that the run goes on with, and prompts that were pushed and are in no checkpoint. `memory`: folder of the checkpoints in shared memory, if there are to be any."""
         self.config, self.log, self._failures = config, listener.log, Counter[str]()
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
@@ -185,18 +184,17 @@ class Driver:
         self,
         prepared: Prepared,
         resumed: Resumed | None,
-        kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]] | None,
+        kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]],
     ) -> tuple[SeededOrder[Prompt], Admissions]:
         """The order of the data, and what enters the queue at each step."""
         source = SeededOrder(prepared.prompts, self.config.run.seed, resumed.state.position if resumed is not None else 0)
         if resumed is not None:
             source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
             source.num_pushed = resumed.state.num_pushed
-        of_checkpoint = Kept(rows=resumed.rows if resumed is not None else None)
-        journal, prompts = kept(resumed) if kept is not None else (of_checkpoint, ())
+        going_on, prompts = kept(resumed)
         source.push(prompts)
         steps = resumed.steps if resumed is not None else {}
-        before = AdmittedBefore(first=self._first, steps=steps, rows=journal.rows, prompt_hashes=journal.hashes)
+        before = AdmittedBefore(first=self._first, steps=steps, rows=going_on.rows, prompt_hashes=going_on.hashes)
         columns = {column.name for column in self.queue.schema.columns}
         return source, Admissions(source, self.schedule, self.shape, before, columns)
 

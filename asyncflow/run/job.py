@@ -91,6 +91,8 @@ class Job(Listener):
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._folder = RunFolder(config, self.listener.log, resume=resume)
         self._num_restarts = 0
+        self._pushed: list[Mapping[str, Any]] = []  # prompts, by this process; before it there were `_num_pushed_before`
+        self._num_pushed_before = 0
         self._has_trained = False  # this attempt, a group
         self._interrupted = asyncio.Event()
         self._changed = Signal()
@@ -103,6 +105,8 @@ class Job(Listener):
         """
         config, listener, folder, waits = self.config, self.listener, self._folder, OpenWaits()
         waits.begin()
+        if not self._num_restarts:
+            folder.memory = self._memory()
         begun = await folder.begin(self._inputs)
         self.rows, self.certificate = folder.rows, folder.certificate
         if begun is None:
@@ -116,6 +120,8 @@ class Job(Listener):
             listener.log(line)
         if self.journal is not None and not self._resume:
             self.journal.clear()
+        if not self._num_restarts:
+            self._num_pushed_before = resumed.state.num_pushed if resumed is not None else 0
         attempt = self._make_attempt(resumed, waits)
         self.attempt, self._staying = attempt, None
         if await attempt.start(steps):
@@ -139,11 +145,9 @@ class Job(Listener):
     async def run(self) -> bool:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`.
 
-        When a worker has died that is not started again by itself, a trainer for example, another attempt resumes the run from its
-        newest checkpoint, as `--resume` does, up to `train.max_restarts` times. For this there are checkpoints in shared memory.
+        When a worker has died that is not started again by itself, another attempt follows (`restart_after`).
         """
         try:
-            self._folder.memory = self._memory()
             while True:
                 try:
                     await self.start(0 if self._evaluate_only else self.config.run.steps)
@@ -152,14 +156,9 @@ class Job(Listener):
                     is_done = await self.until(self._is_done)
                     break
                 except WorkerDied as death:
-                    if not self._may_restart_after(death):
-                        raise
-                    await self._restart_after(death)
+                    await self.restart_after(death)
         finally:
-            memory = self._folder.memory
             await self.stop()
-            if memory is not None:
-                shutil.rmtree(memory, ignore_errors=True)
         if is_done and not self._evaluate_only and self.config.model.push_to_hub is not None:
             await push_model(self.config, self.rows.since(0), self.evaluations, self.listener.log)
         return is_done
@@ -182,18 +181,28 @@ class Job(Listener):
         finally:
             self.attempt = None
             self._folder.remove_weights()
+            if self._folder.memory is not None:
+                shutil.rmtree(self._folder.memory, ignore_errors=True)
 
     def _may_restart_after(self, death: WorkerDied) -> bool:
         """Whether another attempt follows a worker's death. Not where the worker would fail again: by an error of its own, before
-        anything was trained. Rollout workers, evaluators and storage units have restarts of their own."""
-        if death.worker.partition("/")[0] in ("rollout", EVALUATORS, "storage") or self._evaluate_only:
+        anything was trained. Rollout workers, evaluators and storage units have restarts of their own; to a served run its clients
+        are bound."""
+        if death.worker.partition("/")[0] in ("rollout", EVALUATORS, "storage") or self._evaluate_only or self._is_served:
             return False
         would_fail_again = death.has_failed and not self._has_trained
         may_restart = self._num_restarts < self.config.train.max_restarts and not self._interrupted.is_set()
         return may_restart and not would_fail_again
 
-    async def _restart_after(self, death: WorkerDied) -> None:
-        """End this attempt at once, and make the next one, after a pause that begins with the death."""
+    async def restart_after(self, death: WorkerDied) -> None:
+        """End this attempt at once, and let `start` make the next one, after a pause that begins with the death.
+
+        When a worker has died that is not started again by itself, a trainer for example, another attempt resumes the run from its
+        newest checkpoint, as `--resume` does, up to `train.max_restarts` times; else the death is raised. For this there are
+        checkpoints in shared memory.
+        """
+        if not self._may_restart_after(death):
+            raise death
         clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_restarts)
         over = clock() + pause
         self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
@@ -213,6 +222,7 @@ class Job(Listener):
         """A folder in shared memory for this run's checkpoints, where its workers are on this machine and may be started again."""
         config = self.config
         has_trainers = config.cluster.name == "local" and not launch_of(os.environ) and not self._evaluate_only
+        has_trainers = has_trainers and not self._is_served
         return make_shared_dir() if config.checkpoint.in_memory and config.train.max_restarts and has_trainers else None
 
     async def _stop(self, attempt: Attempt) -> None:
@@ -278,6 +288,8 @@ class Job(Listener):
         self.driver.saves.pushed()
         if self.journal is not None:
             self.journal.add_prompts(new)
+        else:
+            self._pushed += new
         self.driver.signal.notify()  # the feed may wait for them
 
     def held(self) -> dict[str, int]:
@@ -343,8 +355,7 @@ class Job(Listener):
         """The driver, and the workers with what watches them. `waits`: the driver's."""
         weights_dir = self._folder.weights_dir
         assert weights_dir is not None
-        kept = self._read_journal if self.journal is not None else None
-        driver = Driver(self.config, self.prepared, self, resumed, kept, self._folder.memory)
+        driver = Driver(self.config, self.prepared, self, self._kept_beside, resumed, self._folder.memory)
         driver.saves.on_settled = self._changed.notify
         server, cluster = self._place(driver, weights_dir)
         fleet = self._fleet(weights_dir)
@@ -353,14 +364,16 @@ class Job(Listener):
         watch = Watch(driver, situations, self.config.run_dir if self._writes_situations else None)
         return Attempt(driver, server, cluster, fleet, self._folder, watch, self._interrupted)
 
-    def _read_journal(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
-        """Rows that the journal has beside a checkpoint, and its prompts as tokens."""
-        assert self.journal is not None
-        done, shape, config = (0, 0), shape_of(self.config), self.config
-        if resumed is not None:
-            done = resumed.state.num_pushed, resumed.state.version * shape.numbers_per_step
-        outputs = queue_schema(config).task("rollout").outputs
-        kept = self.journal.read(*done, resumed.rows if resumed is not None else None, outputs)
+    def _kept_beside(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
+        """Rows that the run goes on with, those of its journal beside a checkpoint's; and prompts that were pushed and are in none,
+        as tokens. Without a journal these are of this process."""
+        num_pushed, version, rows = (resumed.state.num_pushed, resumed.state.version, resumed.rows) if resumed else (0, 0, None)
+        config = self.config
+        if self.journal is not None:
+            outputs = queue_schema(config).task("rollout").outputs
+            kept = self.journal.read(num_pushed, version * shape_of(config).numbers_per_step, rows, outputs)
+        else:
+            kept = Kept(self._pushed[num_pushed - self._num_pushed_before :], rows)
         if not kept.prompts:
             return kept, ()
         source = source_of(config, [dict(row) for row in kept.prompts], "the prompts that were put")

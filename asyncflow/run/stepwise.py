@@ -1,7 +1,7 @@
 """A run that somebody else drives step by step, in its own event loop: `Trainer` from Python, the service over HTTP.
 
 consumes: calls
-waits for: the step that was asked for, the workers' weights
+waits for: the step that was asked for, the workers' weights; another attempt, where a worker's death has ended this one
 is unblocked by: the run, or its end
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import Config
@@ -22,6 +23,8 @@ from asyncflow.run.state.resume import evaluation_of
 from asyncflow.run.state.run_folder import write_published
 from asyncflow.run.state.saving import checkpoints_of
 from asyncflow.types import RunError, UserError
+
+T = TypeVar("T")
 
 
 class StepwiseRun:
@@ -35,10 +38,15 @@ class StepwiseRun:
         self.config = config
         self.job = Job(config, listener, resume=resume, is_served=journal is not None, journal=journal)
         self.steps_done = 0
+        self._resuming = asyncio.Lock()
 
     async def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""
-        await self.job.start()
+        try:
+            await self.job.start()
+        except BaseException:
+            await self.job.stop()
+            raise
         self.steps_done = self.job.first
 
     async def step(self) -> Mapping[str, float] | None:
@@ -46,23 +54,45 @@ class StepwiseRun:
         step = self.steps_done
         if step == self.config.run.steps:
             return None
+        return await self._on_any_attempt(partial(self._step, step))
+
+    async def _step(self, step: int) -> Mapping[str, float]:
         self.driver.ledger.allow(max(step + 1, self.driver.ledger.limit), self.config.run.steps)
-        if not await self.until(lambda: step in self.job.rows):
+        if not await self.job.until(lambda: step in self.job.rows):
             raise RunError(f"the run was interrupted in step {step}")
         self.steps_done = step + 1
         return self.job.rows[step]
 
     async def until(self, condition: Callable[[], bool]) -> bool:
-        """See `Job.until`. A worker whose death ends the run is not started again here: the caller may have pushed
-        prompts that only he has, so he goes on by himself, which the sentence says."""
-        return await self._or_its_end(self.job.until(condition))
+        """See `Job.until`."""
+        return await self._on_any_attempt(lambda: self.job.until(condition))
 
-    async def _or_its_end(self, event: Coroutine[Any, Any, bool]) -> bool:
+    async def _on_any_attempt(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Call, and again on the next attempt if a worker's death has ended this one (`Job.restart_after`), once the steps that
+        the caller knows are committed there. Raises `RunError` where none follows."""
+        first = attempt = self._attempt
+        while True:
+            try:
+                if attempt is not first:
+                    await self.job.until(lambda: self.driver.ledger.ledger.committed >= self.steps_done)
+                return await call()
+            except WorkerDied as death:
+                async with self._resuming:  # of several calls the first one resumes the run
+                    if self._attempt is attempt:
+                        await self._resume_after(death)
+                attempt = self._attempt
+
+    async def _resume_after(self, death: WorkerDied) -> None:
+        ledger = self.driver.ledger
         try:
-            return await event
-        except WorkerDied as death:
+            await self.job.restart_after(death)
+        except WorkerDied:
             kept = "its newest checkpoint" if checkpoints_of(self.config).versions() else "its beginning: there is no checkpoint"
             raise RunError(f"{death}; the run has ended: begin it again with resume, and it continues from {kept}") from death
+        await self.job.start()
+        self.driver.ledger.allow(ledger.limit, self.config.run.steps)
+        if ledger.is_checkpoint_asked:
+            self.driver.ledger.ask_for_checkpoint()
 
     def allow(self, steps: int) -> None:
         """Let so many steps of the run be trained, without a caller that waits for them."""
@@ -81,14 +111,17 @@ class StepwiseRun:
 
     async def save(self, folder: Path) -> int:
         """Write the model after the last committed step. See `Trainer.save`."""
-        driver = self.driver
-        version = driver.ledger.ledger.committed
         if folder.exists() or folder.is_symlink():
             raise UserError(f"{folder} is there already: name a new folder for the model")
-        if not version:
+        if not self.driver.ledger.ledger.committed:
             raise UserError(f"no step is committed yet: the model is still the one in {self.job.prepared.model}")
+        return await self._on_any_attempt(partial(self._save, folder))
+
+    async def _save(self, folder: Path) -> int:
+        driver = self.driver
+        version = driver.ledger.ledger.committed
         with self._waiting():
-            if not await self._or_its_end(self.job.until_done(driver.versions.has_published(version))):
+            if not await self.job.until_done(driver.versions.has_published(version)):
                 raise RunError(f"the run was interrupted before version {version} was published")
         published = driver.versions.newest
         if published is None or not Path(published.address).is_file():
@@ -98,9 +131,12 @@ class StepwiseRun:
 
     async def evaluate(self) -> Mapping[str, float]:
         """Evaluate the model after the last committed step. See `Trainer.evaluate`."""
-        job, driver = self.job, self.driver
-        if not job.prepared.held_out:
+        if not self.job.prepared.held_out:
             raise UserError("this run has no prompts to be evaluated on: set eval.path")
+        return await self._on_any_attempt(self._evaluate)
+
+    async def _evaluate(self) -> Mapping[str, float]:
+        job, driver = self.job, self.driver
         version = driver.ledger.ledger.committed
 
         def figures() -> Mapping[str, float] | None:
@@ -111,7 +147,7 @@ class StepwiseRun:
         with self._waiting():
             if not driver.evaluating.held_out.is_planned(version):
                 driver.background.start(driver.evaluating.on_demand(version))
-            if not await self.until(lambda: figures() is not None):
+            if not await job.until(lambda: figures() is not None):
                 raise RunError(f"the run was interrupted in the evaluation of version {version}")
         row = figures()
         assert row is not None, "it has just been waited for"
@@ -127,21 +163,33 @@ class StepwiseRun:
 
     async def weight_sync_notify(self, timeout_seconds: float) -> int:
         """Have every rollout worker serve the weights of the last committed step. See `Trainer.weight_sync_notify`."""
+        return await self._on_any_attempt(partial(self._notify, timeout_seconds))
+
+    async def _notify(self, timeout_seconds: float) -> int:
         driver = self.driver
         version, versions = driver.ledger.ledger.committed, driver.versions
         versions.call_for(version)
-        try:
-            await asyncio.wait_for(versions.all_serve(version), timeout_seconds)
-        except TimeoutError as error:
-            serving, why = versions.serving, []
-            for name in versions.workers.working:
-                if name in versions.stale:
-                    why.append(f"{name} could not get it ({versions.stale[name]})")
-                elif serving.get(name, -1) < version:
-                    why.append(f"{name} serves {serving[name]}" if name in serving else f"{name} is not there")
-            reasons = "; ".join(why) or "it is not published yet"
-            raise RunError(f"version {version} is not served by all within {timeout_seconds:g} s: {reasons}") from error
-        return version
+        is_late = False
+
+        async def all_serve() -> None:
+            nonlocal is_late
+            try:
+                await asyncio.wait_for(versions.all_serve(version), timeout_seconds)
+            except TimeoutError:
+                is_late = True
+
+        if not await self.job.until_done(all_serve()):
+            raise RunError(f"the run was interrupted before all served version {version}")
+        if not is_late:
+            return version
+        serving, why = versions.serving, []
+        for name in versions.workers.working:
+            if name in versions.stale:
+                why.append(f"{name} could not get it ({versions.stale[name]})")
+            elif serving.get(name, -1) < version:
+                why.append(f"{name} serves {serving[name]}" if name in serving else f"{name} is not there")
+        reasons = "; ".join(why) or "it is not published yet"
+        raise RunError(f"version {version} is not served by all within {timeout_seconds:g} s: {reasons}")
 
     async def stop(self) -> None:
         """Stop the workers and write the model, the trace and the report."""

@@ -102,12 +102,75 @@ def test_a_delayed_run_by_hand_is_as_far_ahead_as_one_that_runs_by_itself(
     assert staleness == [0.0, 1.0, 1.0, 1.0]
 
 
+def kill_trainer(run_dir: Path) -> None:
+    next(process for process in processes_of(run_dir) if words_of(process)[-2:-1] == ["trainer/0"]).kill()
+
+
+PUSHED = [{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(6)]
+
+
+def by_hand(trainer: Trainer, between: Callable[[int], object] = lambda step: None) -> dict[str, Any]:
+    """A run of four steps; prompts are pushed after the first one. Its evaluation, and the weights of its final model."""
+    for step in range(4):
+        assert trainer.step() is not None
+        if step == 0:
+            trainer.put_prompts_data(PUSHED)
+        between(step)
+    assert trainer.step() is None
+    figures = dict(trainer.evaluate())
+    trainer.stop()
+    return figures | dict(load_file(trainer.config.run_dir / "model" / "model.safetensors"))
+
+
+def test_a_trainers_death_does_not_end_a_run_by_hand_and_what_was_pushed_is_trained(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """It dies between two steps, twice: the next call finds it, whichever it is. Prompts that were pushed are in no checkpoint."""
+    evaluated = {"path": "generated:arithmetic", "num_prompts": 4, "every_steps": None}
+    tree = small(
+        run={"steps": 4},
+        schedule="synchronous",
+        train={"accumulate": "exact"},
+        checkpoint={"in_memory": True},
+        eval=evaluated,
+        telemetry={"samples_per_step": 4},
+    )
+    whole = Trainer.from_config(merged(tree, {"run": {"name": "whole"}}))
+    whole.start()
+    expected = by_hand(whole)
+    said: list[str] = []
+
+    class Heard(Listener):
+        def log(self, text: str) -> None:
+            said.append(text)
+
+    trainer = Trainer.from_config(tree, listener=Heard())
+    trainer.start()
+
+    def between(step: int) -> None:
+        if step == 0:
+            kill_trainer(trainer.config.run_dir)
+        elif step == 2:
+            kill_trainer(trainer.config.run_dir)
+            assert trainer.weight_sync_notify() == 3
+
+    found = by_hand(trainer, between)
+    assert sum("the run is resumed from its newest checkpoint" in line for line in said) == 2, "\n".join(said)
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
+    trained = [row["prompt"] for row in rows(trainer.config.run_dir / "samples.jsonl")]
+    assert sum("Quintus" in prompt for prompt in trained) >= len(PUSHED)
+
+
 @deep
-def test_a_trainers_death_ends_a_run_by_hand_with_a_sentence_and_it_goes_on_where_it_was(
+def test_a_trainers_death_ends_a_run_by_hand_where_it_may_not_be_started_again_and_it_goes_on_where_it_was(
     small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     tree = small(
-        run={"steps": 4}, schedule="synchronous", train={"accumulate": "exact"}, checkpoint={"every_steps": 1}, eval={"path": None}
+        run={"steps": 4},
+        schedule="synchronous",
+        train={"accumulate": "exact", "max_restarts": 0},
+        checkpoint={"every_steps": 1},
+        eval={"path": None},
     )
     whole = merged(tree, {"run": {"name": "whole"}})
     with Trainer.from_config(whole) as trainer:
@@ -116,7 +179,7 @@ def test_a_trainers_death_ends_a_run_by_hand_with_a_sentence_and_it_goes_on_wher
     run_dir = tmp_path / "runs" / "test"
     with Trainer.from_config(tree) as trainer:
         assert trainer.step() is not None and trainer.step() is not None
-        next(process for process in processes_of(run_dir) if words_of(process)[-2:-1] == ["trainer/0"]).kill()
+        kill_trainer(run_dir)
         with pytest.raises(RunError, match=r"trainer/0 .*begin it again with resume, and it continues from its newest checkpoint"):
             trainer.step()
     with Trainer.from_config(tree, resume=True) as trainer:

@@ -57,7 +57,7 @@ class LedgerService:
         self._may_train: dict[int, bool] = {}
         self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
         self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
-        self._is_checkpoint_asked = False
+        self.is_checkpoint_asked = False
         self._steps_to_keep: dict[int, CheckpointPlace] = {}  # steps after which a checkpoint is written, of the newest ones
         self._handed: dict[tuple[str, int], Handed] = {}  # by task and group: those that no rank has been given yet
 
@@ -261,8 +261,8 @@ class LedgerService:
     @remote
     async def commit(self, step: int, updates: list[Update], task: str = "train") -> CheckpointPlace | None:
         """The optimiser has stepped: the step is final for the task. Returns where a checkpoint is written after it, if one is."""
-        if self._is_checkpoint_asked and step == self._next_to_commit:  # the first model that commits decides for all
-            self._is_checkpoint_asked = False
+        if self.is_checkpoint_asked and step == self._next_to_commit:  # the first model that commits decides for all
+            self.is_checkpoint_asked = False
             self._steps_to_keep[step] = "disk"
         self.on_committed(task, self.ledger.commit(step, task), updates)
         self.changed()
@@ -277,7 +277,7 @@ class LedgerService:
 
     def ask_for_checkpoint(self) -> int:
         """Have a checkpoint written with the next step that no model has committed. Returns its version."""
-        self._is_checkpoint_asked = True
+        self.is_checkpoint_asked = True
         return self._next_to_commit + 1
 
     @property
