@@ -89,7 +89,8 @@ class Driver:
         resumed: Resumed | None = None,
         memory: Path | None = None,
     ) -> None:
-        """`kept`: rows that the run goes on with, and prompts that were pushed and are in no checkpoint. `memory`: folder of the checkpoints in shared memory, if there are to be any."""
+        """`kept`: rows that the run goes on with, and prompts that were pushed and are in no checkpoint.
+        `memory`: folder of the checkpoints in shared memory, if there are to be any."""
         self.config, self.log, self._failures = config, listener.log, Counter[str]()
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
