@@ -11,7 +11,9 @@ is unblocked by: these, or the deadline
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -49,6 +51,7 @@ class Attempt:
         self.running = Running(driver, cluster, interrupted, driver.log)
         start = driver.background.start
         self.scaling = Scaling(self._config, driver.versions, cluster, driver.devices, start=start, log=driver.log)
+        driver.on_disconnected = self._look_after
         driver.serve("status", watch)
         driver.serve("scaling", self.scaling)
 
@@ -110,6 +113,25 @@ class Attempt:
             door = await self._server.start(listen)
             self.driver.log(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
             self._folder.write_job(msgspec.structs.replace(self._folder.job, door=door))
+
+    def _look_after(self, worker: str) -> None:
+        """A worker's connection has ended. Its process ends as well, or connects again; one that hangs is killed, as a death that
+        the run knows how to go on from."""
+        if (pid := self.cluster.pids().get(worker)) is not None and not self.driver.ledger.is_stopping:
+            patience = self._config.queue.lease_seconds
+            asyncio.get_running_loop().call_later(patience, self._kill_if_it_hangs, worker, pid)
+
+    def _kill_if_it_hangs(self, worker: str, pid: int) -> None:
+        driver, patience = self.driver, self._config.queue.lease_seconds
+        is_over = driver.ledger.is_stopping or driver.ledger.ledger.committed >= self._config.run.steps
+        if is_over or worker in driver.hub.states or self.cluster.pids().get(worker) != pid:
+            return
+        driver.log(
+            f"worker {worker} (process {pid}) has not been connected for {patience:g} s (queue.lease_seconds), and does not end: "
+            f"it is killed"
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
     async def _stop_loops(self) -> None:
         """Tell all loops that it is over. A step whose updates have begun is made to its end."""

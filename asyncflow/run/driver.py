@@ -96,6 +96,7 @@ class Driver:
         self.shape = shape_of(config)
         self.schedule = make_schedule(config)
         self.last_progress = self._clock()
+        self.on_disconnected: Callable[[str], None] = lambda worker: None
         self.background = BackgroundTasks()
         self._first = resumed.state.version if resumed is not None else 0
         has_key = config.queue.listen is not None or weights_need_key(config)
@@ -261,6 +262,7 @@ class Driver:
             versions.forget(worker)
         self.hub.left(worker)
         self.handover.left(worker)
+        self.on_disconnected(worker)
         is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
         if worker.startswith("trainer/") and launch_of(os.environ) and is_needed:
             self.background.fail(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -217,6 +218,50 @@ def test_a_trainer_that_dies_more_often_than_it_may_ends_the_run(tmp_path: Path)
     assert sum("is resumed from its newest checkpoint" in line for line in killer.said) == 1
     assert (killer.job.config.run_dir / "report.html").exists() and killer.job.certificate is not None
     assert len(killer.job.certificate.resumed_at) == 1
+
+
+HANGING = """
+import os, signal, socket
+from pathlib import Path
+
+from asyncflow.engines.train.torch_engine import TorchEngine
+from asyncflow.run_dir import control_socket
+
+class Hanging(TorchEngine):
+    steps = 0
+
+    async def optim_step(self, *arguments, **named):
+        Hanging.steps += 1
+        marker = Path(__file__).with_suffix(".once")
+        if Hanging.steps == 3 and not marker.exists():
+            marker.touch()
+            for name in os.listdir("/proc/self/fd"):
+                try:
+                    link = socket.socket(fileno=os.dup(int(name)))
+                    if link.getpeername() == str(control_socket(marker.parent / "killed" / "test")):
+                        link.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # no socket, or one without a peer
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await super().optim_step(*arguments, **named)
+"""
+
+
+def test_a_trainer_that_has_gone_and_does_not_end_is_killed_and_the_run_goes_on(
+    tmp_path: Path, undisturbed: Callable[[dict[str, Any]], Path]
+) -> None:
+    """It has no connection any more, and its process hangs. With generators outside nothing else would ever notice."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    engine = {"train": {"engine": {"path": f"{tmp_path / 'hanging.py'}:Hanging"}}, "queue": {"lease_seconds": 4}}
+    observer = Killer(tree(tmp_path / "killed", PERIODIC, engine), {})
+    assert observer.run(), observer.said
+    (said,) = [line for line in observer.said if "does not end" in line]
+    assert re.fullmatch(
+        r"worker trainer/0 \(process \d+\) has not been connected for 4 s \(queue.lease_seconds\), and does not end: it is killed",
+        said,
+    )
+    weights, expected = (folder / "model" for folder in (observer.job.config.run_dir, undisturbed(PERIODIC)))
+    assert (weights / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
 
 
 FAILING = """
