@@ -148,7 +148,8 @@ class RunDir:
         models = [model for model in (self.model, self.critic) if model.exists()]
         if not models:
             return None
-        number = 1 + sum(entry.name.startswith(_ASIDE) for entry in self.path.iterdir())
+        names = [entry.name.removeprefix(_ASIDE) for entry in self.path.iterdir() if entry.name.startswith(_ASIDE)]
+        number = 1 + max([int(name) for name in names if name.isdecimal()], default=0)
         aside = self.path / f"{_ASIDE}{number}"
         aside.mkdir()
         for model in models:

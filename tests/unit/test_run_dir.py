@@ -154,3 +154,16 @@ def test_killed_at_each_write_while_it_is_made_anew_the_folder_stays_known_for_t
         assert os.WTERMSIG(status) == signal.SIGKILL and folder.is_run()
         assert (folder.path / "config.yaml").exists() or not {"metrics.jsonl", "eval.jsonl"} & {*os.listdir(folder.path)}
     raise AssertionError("making it anew does not end")
+
+
+def test_what_is_set_aside_has_a_number_of_its_own_also_where_an_earlier_one_was_removed(tmp_path: Path) -> None:
+    folder, names = RunDir(tmp_path), []
+    for _ in range(4):
+        folder.model.mkdir()
+        aside = folder.set_aside()
+        assert aside is not None and (aside / MODEL_DIR).is_dir()
+        names.append(aside.name)
+        if len(names) == 2:
+            (tmp_path / "set-aside-1" / MODEL_DIR).rmdir()
+            (tmp_path / "set-aside-1").rmdir()
+    assert names == [f"set-aside-{number}" for number in (1, 2, 3, 4)]
