@@ -330,7 +330,13 @@ class _Chain:
         number = at.committed if parked is None else int(parked.facts.get("step", at.committed))
         step = next((each for each in at.open_steps if (each.topic, each.step) == ("train", number)), None)
         is_start = parked is not None and parked.name == STEP_START.name
-        if step is None or not step.is_open:
+        evaluation = next((each for each in at.open_steps if each.topic == "eval" and each.groups), None)
+        if evaluation is not None and (number >= at.steps or not self._trainer):
+            left = f"{subject} has no step left{since}: all {at.steps} are committed, and the run" if self._trainer else subject
+            text = f"{left} waits for the evaluation of version {evaluation.step}"
+            yield self._link(subject, text, f"evaluation {evaluation.step}")
+            yield from self._of_group("the evaluation", evaluation, "")
+        elif step is None or not step.is_open:
             yield self._link(subject, f"{subject} waits for step {number}{since}, whose prompts are not in the queue", "driver")
             yield from self._admission(number)
         elif step.groups and not (is_start and step.groups[0].task in _TRAINED):
@@ -343,7 +349,7 @@ class _Chain:
         elif (behind := self._rank_behind(subject, step)) is not None:
             yield self._link(subject, f"{subject} waits for {what}{since}, which {behind} has not asked for", behind)
             yield from self.of_worker(behind)
-        elif (evaluation := next((each for each in at.open_steps if each.topic == "eval" and each.groups), None)) is not None:
+        elif evaluation is not None:
             text = f"{subject} waits{since} for an evaluation of version {evaluation.step}, whose weights its update displaces"
             yield self._link(subject, text, f"evaluation {evaluation.step}")
             yield from self._of_group("the evaluation", evaluation, "")

@@ -339,6 +339,20 @@ def test_an_environment_that_never_answers_is_named_with_its_process_and_its_dea
 STOPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "a rank of a collective": ("trainer/1", {"plan": {"train": {"dp": 2}}}),
     "a critic": ("critic", {"algorithm": {"name": "ppo"}}),
+    "the values of a critic": ("values/0", {"algorithm": {"name": "ppo"}, "plan": {"values": {"num_workers": 1}}}),
+    "a reward with a task of its own": ("reward/0", {"reward": {"place": "task"}}),
+    "a reference with a task of its own": (
+        "reference/0",
+        {"algorithm": {"name": "grpo", "kl_coefficient": 0.1}, "train": {"reference": "task"}},
+    ),
+    "an evaluator": (
+        "evaluator/0",
+        # Training waits for no evaluation: the run does, when all steps are committed.
+        {
+            "run": {"steps": 6, "stall_timeout_seconds": NEVER_ENDS},
+            "eval": {"path": "generated:arithmetic", "num_prompts": 4, "every_steps": 1, "num_workers": 1},
+        },
+    ),
     "a receiver of broadcasts": ("rollout/1", {"rollout": {"num_workers": 2}, "weight_sync": {"name": "collective"}}),
 }
 

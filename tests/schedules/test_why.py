@@ -252,7 +252,7 @@ HANGS: dict[str, Hang] = {
         plant=never(Capacity, "leave", None),
     ),
     "candidates that are never decided": Hang(
-        (r"trainer/0 waits for ", r".*"),
+        (GROUP, r"driver has it for task select, since [\d.]+ s"),
         config={"algorithm": {"name": "dapo", "dynamic_sampling": True}, "train": {"max_candidates": 100}},
         plant=never(Selection, "decided", None),
     ),
@@ -264,6 +264,15 @@ HANGS: dict[str, Hang] = {
         ),
         config={"eval": {"path": "generated:arithmetic", "num_prompts": 2, "every_steps": 1}},
         plant=loses_notices("rollout", lambda group: group >= 1 << 40),
+    ),
+    "an evaluation that holds the run's end up": Hang(
+        (
+            r"trainer/0 has no step left, since .*: all \d+ are committed, and the run waits for the evaluation of version [1-9]",
+            r"the evaluation waits for group \d+ of the evaluation of version [1-9]",
+            r"group \d+ lacks columns that task rollout reads: no storage unit has told its queue of them",
+        ),
+        config={"eval": {"path": "generated:arithmetic", "num_prompts": 2}},
+        plant=loses_notices("rollout", lambda group: group >= (1 << 40) + 4),  # those of version 0 are not lost
     ),
 }
 
