@@ -207,7 +207,8 @@ class SupervisedCluster(ABC):
         """Reason for which a worker has ended. Raises `UserError` with its last words where the mistake was the user's, and the
         run is over with that: the worker would not have come up, or the run cannot do without it."""
         status = child.process.returncode or 0
-        with child.log.open("rb") as log:
+        words: list[str] = []
+        with contextlib.suppress(FileNotFoundError), child.log.open("rb") as log:  # a run that began anew has removed it
             log.seek(max(0, child.log.stat().st_size - LAST_WORDS_BYTES))
             words = log.read().decode(errors="replace").strip().splitlines()
         last = words[-1] if words else "nothing"

@@ -145,6 +145,14 @@ async def test_a_worker_that_fails(
     assert await cluster.stop(0.1) == ["other"]
 
 
+async def test_a_worker_whose_log_is_gone_has_said_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
+    await cluster.start([spec(tmp_path, "stays")])
+    (tmp_path / "logs" / "w.log").unlink()
+    os.kill(cluster.pids()["w"], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="worker w .* was ended by SIGKILL; its last words: nothing"):
+        await asyncio.wait_for(cluster.wait(Deaths()), patience(60.0))
+
+
 @pytest.mark.usefixtures("soon")
 async def test_a_worker_that_dies_is_started_again_after_a_pause_that_doubles(cluster: LocalCluster, tmp_path: Path) -> None:
     deaths = Deaths()
