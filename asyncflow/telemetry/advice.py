@@ -2,7 +2,8 @@
 
 Each piece of advice is a finding with its figures, and what may be done about it, with a bound on what that brings where arithmetic
 gives one. Bounds assume that work spreads evenly and that nothing else becomes the slower half. Where it is a change of the
-configuration, the planner can say what it brings (`asyncflow plan --from RUN CHANGE`).
+configuration, the planner can say what it brings (`asyncflow plan --from RUN CHANGE`). It has no costs of environments, or of
+other ways of the weights; and no number says what learning would gain.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _LARGE_EXPOSED: Final = 0.05
 _CLEARLY_SLOWER: Final = 1.25
 _IDLE_CORES: Final = 0.8
 _WAITING_MODES: Final = ("synchronous", "periodic")
+_STREAMING: Final = "bounded"
 
 
 class Advice(NamedTuple):
@@ -81,16 +83,22 @@ def _about_time(activities: Mapping[str, Activity], step_seconds: float, config:
         elif idle[faster].get(SLOWEST, 0.0) < _MUCH_IDLE:
             change = f"rollout.num_workers={count['rollout'] + 1}" if slower == "rollout" else ""
             words += f" Another worker for it brings at best {work[slower] / (count[slower] + 1):.3g} s of its work a step."
+        else:
+            words += " Another worker for it would not hide the last group of its steps, which is told of below."
         notes.add(words, change)
     if (tail := idle["trainer"].get(SLOWEST, 0.0) + idle["rollout"].get(SLOWEST, 0.0)) > _MUCH_IDLE:
+        streams = schedule == _STREAMING
+        ways = "or more prompts a step" if streams else f"more prompts a step, or schedule={_STREAMING}"
         notes.add(
             f"The last group of a step keeps others waiting for {tail:.0%} of a worker's time: shorter responses "
-            f"(rollout.max_new_tokens), more prompts a step, or schedule=bounded hide such stragglers.",
+            f"(rollout.max_new_tokens), {ways} hide such stragglers, for at best "
+            f"{max(overlapped, (1 - tail) * step_seconds):.3g} s a step instead of {step_seconds:.3g} s.",
+            change="" if streams else f"schedule={_STREAMING}",
         )
     if (environments := idle["rollout"].get(ENVIRONMENTS, 0.0)) > _MUCH_IDLE:
         notes.add(
             f"Rollout workers wait {environments:.0%} of their time for environments: more episodes at once (episodes.at_once) "
-            f"fill it.",
+            f"fill it, for at best {environments * step_seconds:.3g} s less of a step's {step_seconds:.3g} s.",
         )
     return notes
 
@@ -109,9 +117,15 @@ def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: M
             change="" if is_skipped else "train.skip_zero_advantages=true",
         )
     if (cut := mean("response_length/clipped_ratio")) is not None and cut > _MANY:
-        longest = _option(config, "rollout", "max_new_tokens")
+        longest, length = _option(config, "rollout", "max_new_tokens"), mean("response_length/mean")
+        has_turns = bool(config.get("environment"))  # an episode may also be cut off by its turns
+        is_known = longest and length and not has_turns
         notes.add(
-            f"{cut:.0%} of the responses are cut off at {longest} tokens: raise rollout.max_new_tokens, or reward short ones.",
+            f"{cut:.0%} of the responses are cut off at {longest} tokens"
+            + (f", {min(1.0, cut * longest / length):.0%} of all tokens among them" if is_known else "")
+            + ": raise rollout.max_new_tokens, or reward short ones, and at best all of them come to an end of their own, instead "
+            f"of {1 - cut:.0%}.",
+            change=f"rollout.max_new_tokens={2 * longest}" if is_known else "",
         )
     cores_busy, workers = mean("perf/cores_busy"), _option(config, "rollout", "num_workers")
     if cores_busy is not None and cores_busy < _IDLE_CORES and workers:
@@ -121,7 +135,12 @@ def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: M
             change=f"rollout.num_workers={workers + 1}",
         )
     if (exposed := mean("perf/exposed_weights")) is not None and exposed > _LARGE_EXPOSED:
-        notes.add(f"Weights take {exposed:.1%} of the workers' time: see weight_sync.name for other ways, or train an adapter.")
+        seconds = mean("perf/step_seconds")
+        of_step = f", on average {exposed * seconds:.2g} s of a step of {seconds:.3g} s" if seconds else ""
+        notes.add(
+            f"Weights take {exposed:.1%} of the workers' time{of_step}: another way (weight_sync.name), or training an adapter, "
+            f"saves so much at most.",
+        )
     if (clipped := mean("policy/clip_ratio")) is not None and clipped > _MANY_CLIPPED:
         notes.add(f"{clipped:.0%} of the tokens are clipped: a lower learning rate, or fewer epochs, keeps the policy nearer.")
     if (mismatch := mean("mismatch/kl")) is not None and mismatch > LARGE_MISMATCH:

@@ -33,3 +33,5 @@ def test_a_short_run_tells_what_everything_costs(small: Callable[..., dict[str, 
     assert (folder.parent / "measured-one-rank").exists() == (dp == 2)
     twice = what_if(folder, ["train.prompts_per_step=16"])
     assert twice.measured.step_seconds < twice.predicted.step_seconds < 10 * twice.measured.step_seconds
+    for change in ("schedule=bounded", "rollout.max_new_tokens=96"):  # of the advice
+        assert 0 < what_if(folder, [change]).predicted.step_seconds < 10 * twice.measured.step_seconds
