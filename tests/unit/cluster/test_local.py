@@ -149,7 +149,7 @@ async def test_a_worker_whose_log_is_gone_has_said_nothing(cluster: LocalCluster
     await cluster.start([spec(tmp_path, "stays")])
     (tmp_path / "logs" / "w.log").unlink()
     os.kill(cluster.pids()["w"], signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="worker w .* was ended by SIGKILL; its last words: nothing"):
+    with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL; its last words: nothing"):
         await asyncio.wait_for(cluster.wait(Deaths()), patience(60.0))
 
 
