@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -22,6 +26,7 @@ from tests.depth import deep, few
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
 from tests.patience import patience
+from tests.processes import alive, below
 
 Small = Callable[..., dict[str, Any]]
 STEPS = 5
@@ -139,25 +144,56 @@ def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
 
 
 @deep
-def test_two_torchruns_may_start_the_trainers_and_resume_the_run(small: Small, tmp_path: Path) -> None:
-    """As on two nodes, here on this machine's loopback: the second launch goes on where the first has ended, to the same bits."""
-    whole = trained(small, tmp_path, "whole", plan={"train": {"dp": 2}})
+def test_two_torchruns_may_start_the_trainers_and_resume_the_run_that_was_killed(small: Small, tmp_path: Path) -> None:
+    """As on two nodes, here on this machine's loopback: the second launch goes on from the checkpoint of the first, of which all
+    processes were killed in the middle of a step, to the same bits."""
     folder, run_dir = tmp_path / "config-cut", tmp_path / "runs" / "cut"
     folder.mkdir()
-    config = write_config(folder, small(**merged(SECTIONS, {"run": {"name": "cut"}, "plan": {"train": {"dp": 2}}})))
+    sections = {"run": {"name": "cut", "steps": 400}, "plan": {"train": {"dp": 2}}, "checkpoint": {"every_steps": 1}}
+    config = write_config(folder, small(**merged(SECTIONS, sections)))
     torchrun = str(shutil.which("torchrun", path=str(Path(sys.executable).parent)))
-    for more in (["run.steps=2"], ["--resume"]):
+
+    def launched(*more: str) -> list[subprocess.Popen[str]]:
         nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        launches = [
+        return [
             subprocess.Popen(
                 [torchrun, *nodes, "--node-rank", str(node), "-m", "asyncflow", "train", config, *more],
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
             for node in range(2)
         ]  # fmt: skip
-        said = [launch.communicate(timeout=patience(120))[0] for launch in launches]
-        assert [launch.returncode for launch in launches] == [0, 0], "\n".join(said)
-    assert [row["step"] for row in rows(run_dir / "metrics.jsonl")] == [*range(STEPS)]
+
+    def newest() -> int:
+        """The newest checkpoint that is on the disk; 0: there is none."""
+        numbers = [each.name.removeprefix("step-") for each in (run_dir / "checkpoints").glob("step-*")]
+        return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+    launches = launched()
+    try:
+        deadline = time.monotonic() + patience(120)
+        while not newest():
+            assert time.monotonic() < deadline and all(launch.poll() is None for launch in launches), "there is no checkpoint"
+            time.sleep(0.01)
+    finally:
+        everyone = [process for launch in launches for process in below(launch.pid)]
+        for launch in launches:
+            launch.kill()
+        for process in everyone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert len(everyone) >= 4  # two ranks, the driver and a rollout worker
+    said = [launch.communicate(timeout=patience(60))[0] for launch in launches]
+    assert [launch.returncode for launch in launches] == [-signal.SIGKILL] * 2, "\n".join(said)
+    wait_for(lambda: not alive(everyone))
+    kept = newest()
+    last = kept + 3
+
+    launches = launched("--resume", f"run.steps={last}")
+    said = [launch.communicate(timeout=patience(120))[0] for launch in launches]
+    assert [launch.returncode for launch in launches] == [0, 0], "\n".join(said)
+    assert f"{kept} of {last} steps are done" in "\n".join(said)
+    assert [row["step"] for row in rows(run_dir / "metrics.jsonl")] == [*range(last)]
+    whole = trained(small, tmp_path, "whole", run={"steps": last}, plan={"train": {"dp": 2}})
     same = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, run_dir)]
     assert same[0] == same[1]
     assert not processes_of(run_dir)
