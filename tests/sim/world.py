@@ -515,7 +515,7 @@ class World:
     def is_known_to_have_ended(self, step: int) -> bool:
         """Whether anybody who is alive can still tell of it: then everybody is to hear of it."""
         tables = [c.table for process, c in self.controllers if process.is_alive and c.spec.name == "train"]
-        facts = [unit.unit_store.facts.now for unit in self.units.values() if unit.process.is_alive]
+        facts = [unit.unit_store.durable_state.now for unit in self.units.values() if unit.process.is_alive]
         ended = [*(table.ended_partitions for table in tables), *(fact.ended_partitions.get("train", ()) for fact in facts)]
         return any(step in each for each in ended)
 
