@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 
 class UnitStore:
-    """Rows in a storage, with their index, their capacity and the durable state. `post` numbers a notice and tells it to the controllers."""
+    """Rows in a storage, with their index, their capacity and the durable state. `post` numbers a notice and tells it to the
+    controllers."""
 
     def __init__(self, storage: Storage, schema: Schema, room: Capacity, post: Callable[[Notice], asyncio.Future[None]]) -> None:
         self.storage, self.schema, self.room = storage, schema, room

@@ -18,8 +18,8 @@ same.
 That products keep rows apart is a matter of the machine's library: `probe` computes a micro-batch alone and among others, and
 compares the bits.
 
-Left out: modules with weights that are none of linear layer, embedding and RMS norm; weights that are cut by tensor parallelism.
-There a row is a sum over ranks, in an order that may depend on its place in the sequence.
+Left out: modules with weights that are none of linear layer, embedding and RMS norm; weights that are sharded by tensor
+parallelism. There a row is a sum over ranks, in an order that may depend on its place in the sequence.
 """
 
 from __future__ import annotations
