@@ -35,8 +35,10 @@ class UnitStore:
     """Rows in a storage, with their index, their capacity and the durable state. `post` numbers a notice and tells it to the
     controllers."""
 
-    def __init__(self, storage: Storage, schema: Schema, room: Capacity, post: Callable[[Notice], asyncio.Future[None]]) -> None:
-        self.storage, self.schema, self.room = storage, schema, room
+    def __init__(
+        self, storage: Storage, schema: Schema, capacity: Capacity, post: Callable[[Notice], asyncio.Future[None]]
+    ) -> None:
+        self.storage, self.schema, self.capacity = storage, schema, capacity
         self.index = Index(schema.group_bits)
         self._post = post
         self.durable_state = SavedDurableState(storage)
@@ -62,8 +64,8 @@ class UnitStore:
         """Count recovered or restored rows. Their reservation is not known any more: they take what they hold."""
         num_rows = len(self.index.rows_of(groups))
         each = -(-num_bytes // max(1, num_rows))
-        self.room.note([group for group in groups if group in self.index.metas], each)
-        self.room.take(0, each * num_rows)
+        self.capacity.note([group for group in groups if group in self.index.metas], each)
+        self.capacity.take(0, each * num_rows)
 
     async def remove(self) -> None:
         """Remove all that the owner has stored, when all changes have ended."""
@@ -90,13 +92,13 @@ class UnitStore:
             if not new:
                 return []
             reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
-            await self.room.reserve(reserved, reserved * each)
+            await self.capacity.reserve(reserved, reserved * each)
             if not any(self._is_known(meta) for meta in new):
                 break
-            self.room.release(reserved, reserved * each)  # admitted by another request meanwhile
+            self.capacity.release(reserved, reserved * each)  # admitted by another request meanwhile
         new = self._admit(new, each)
         if surplus := reserved - _num_rows(new):  # of a group that is in the request twice
-            self.room.release(surplus, surplus * each)
+            self.capacity.release(surplus, surplus * each)
         self._writes.arrive(new)
         return new
 
@@ -192,14 +194,14 @@ class UnitStore:
     def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
         """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
         new = self.index.admit(metas)
-        self.room.note([meta.group for meta in new], each)
+        self.capacity.note([meta.group for meta in new], each)
         return new
 
     def _take_back(self, new: Iterable[GroupMeta]) -> None:
         """Groups that could not be written have not been admitted."""
         for meta in new:
             rows, _ = self.index.drop(self.index.rows_of([meta.group]))
-            self.room.leave({meta.group: len(rows)}, [meta.group])
+            self.capacity.leave({meta.group: len(rows)}, [meta.group])
             self._post(Notice(rows=rows.tobytes(), is_drop=True))  # a controller that was told everything meanwhile knows it
 
     # -- out ----------------------------------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ class UnitStore:
             of_rows, groups = (dropped >> self.schema.group_bits).tolist(), [meta.group for meta in gone]
             self.durable_state.drop(zip(of_rows, dropped.tolist(), strict=True), groups)
             self.freeing.add(dropped, groups)
-            self.room.leave(Counter(of_rows), groups)
+            self.capacity.leave(Counter(of_rows), groups)
             posted = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
         await self.freeing.free()
         if posted is not None:
@@ -260,7 +262,7 @@ class UnitStore:
         count, groups, before = 0, list[int](), self.storage.nbytes
         for metas, batch in frames:
             new = self._admit(metas, 0)
-            self.room.take(_num_rows(new), 0)
+            self.capacity.take(_num_rows(new), 0)
             await self.store(batch, new)
             count += _num_rows(new)
             groups += [meta.group for meta in new]
@@ -303,7 +305,7 @@ class UnitStore:
 
     def _take_up(self, metas: Sequence[GroupMeta], rows: Array, columns: Sequence[str]) -> None:
         """Recovered rows: in the index as if they had just been written."""
-        self.room.take(_num_rows(self._admit(metas, 0)), 0)
+        self.capacity.take(_num_rows(self._admit(metas, 0)), 0)
         mask = self.schema.mask(columns)
         groups = np.unique(rows >> self.schema.group_bits).tolist()
         self.index.settle_groups(groups, mask & self.schema.group_mask, is_written=True)

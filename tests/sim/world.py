@@ -287,7 +287,9 @@ class World:
         lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
         for number, at in sorted(self.units.items()):
             masks = {row: f"{mask:b}" for rows, mask, _ in at.unit_store.index.records() for row in rows.tolist() if row in left}
-            lines.append(f"unit {number} has {masks}, room {at.unit_store.room.state(self.loop.time())}, away {at._log.away()}")
+            lines.append(
+                f"unit {number} has {masks}, capacity {at.unit_store.capacity.state(self.loop.time())}, away {at._log.away()}"
+            )
         for process, controller in self.controllers:
             if process.is_alive:
                 states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
@@ -539,7 +541,7 @@ class World:
         """What was handed out may be handed out so."""
         lease, facts = leased.lease, self.facts
         self.counts[f"lease {task}"] += 1
-        if lease.attempt:
+        if lease.most_deliveries:
             self.counts["redelivery"] += 1
         for meta, rows in zip(lease.groups, lease.rows, strict=True):
             if meta != facts.metas.get(meta.group):
@@ -628,7 +630,7 @@ class World:
             counts["expired"] += controller.table.leases.num_expired
             counts["redelivered"] += controller.table.num_redelivered
         for at in self.units.values():
-            counts["admission wait"] += at.unit_store.room.state(self.loop.time()).longest_wait_seconds > 0
+            counts["admission wait"] += at.unit_store.capacity.state(self.loop.time()).longest_wait_seconds > 0
 
 
 def _masks(at: StorageUnit) -> dict[int, int]:
