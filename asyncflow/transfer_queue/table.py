@@ -185,7 +185,7 @@ class Table:
     # -- looking ------------------------------------------------------------------------------------------------------------
 
     def state_of(self, row: int) -> RowState | None:
-        """None for a row that is not known. A row that is picked and not handed out yet counts as leased."""
+        """State of a row; None if it is not known. A row that is picked and not handed out yet counts as leased."""
         page = self._pages.page_of(row)
         state = page.state[row - page.first] if page is not None else ABSENT
         return RowState(state) if state else None

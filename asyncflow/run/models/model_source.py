@@ -31,7 +31,7 @@ from asyncflow.run.preparation.prompts import DataRows
 from asyncflow.types import RunError, UserError
 
 SHAPES: Final = "shapes:"
-"""Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
+"""Prefix of the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
 RANDOM: Final = "random:"
 GGUF: Final = ".gguf"
 _HUB_NAME: Final = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*?)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
