@@ -168,7 +168,7 @@ class World:
         self.data: dict[str, bytes] = {}  # of all durable storages
         self.processes: dict[str, Process] = {}
         self.mains: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
-        self.lives: Counter[str] = Counter()
+        self.starts: Counter[str] = Counter()
         self.controllers: list[tuple[Process, SimController]] = []
         self.units: dict[int, SimUnit] = {}
         self.knew: list[tuple[Process, SimController, set[int]]] = []  # rows that controllers knew when their memory was lost
@@ -308,9 +308,9 @@ class World:
 
     def _spawn(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.mains[name] = main
-        self.lives[name] += 1
+        self.starts[name] += 1
         process = self.processes[name] = Process(self.loop, name)
-        self.network.note(f"{name} starts, life {self.lives[name]}")
+        self.network.note(f"{name} starts, number {self.starts[name]}")
 
         async def guarded() -> None:
             try:
@@ -350,7 +350,7 @@ class World:
         self.counts[f"restart of a {kind}"] += 1
         self.loop.call_later(0.2 + self.rng.random(), self._spawn, name, self.mains[name], context=contextvars.Context())
 
-    def next_life(self) -> int:
+    def next_start(self) -> int:
         self._lives += 1
         return self._lives
 
@@ -376,13 +376,13 @@ class World:
             "hub",
             number,
             self._storage(number),
-            f"unit/{number}@{self.lives[f'unit/{number}']}",
+            f"unit/{number}@{self.starts[f'unit/{number}']}",
             options=self.plan.unit_options(),
         )
 
     async def _controller(self, task: str) -> None:
         name = f"controller/{task}"
-        await node.serve_controller("hub", task, f"{name}@{self.lives[name]}")
+        await node.serve_controller("hub", task, f"{name}@{self.starts[name]}")
 
     async def _loop(self, name: str, kind: type[Loop]) -> None:
         await kind(self, name).main()
@@ -666,7 +666,7 @@ class SimController(Controller):
         if not news.is_full:
             counts["news"] += 1
         elif is_new_epoch:
-            counts["resync: new life of a unit"] += 1
+            counts["resync: restart of a unit"] += 1
         elif self.epochs.get(unit) == news.epoch:
             counts["resync: the log is too short"] += 1
         else:
