@@ -149,7 +149,7 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     `config.json`.
 
     By itself is each where `train.responses_per_micro_batch` has made them small, in a pipeline (whose stages are to be busy with
-    many), by an engine of the user's own or outside, and with exact sums where tensor parallelism cuts matrices (a row is a sum
+    many), by an engine of the user's own or outside, and with exact sums where tensor parallelism shards matrices (a row is a sum
     over ranks then) or on an accelerator (whose library may compute a row otherwise in a longer pass); unless a number says
     otherwise.
     """

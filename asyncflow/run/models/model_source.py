@@ -33,7 +33,7 @@ from asyncflow.types import RunError, UserError
 CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes that transformers makes for a causal language model."""
 SHAPES: Final = "shapes:"
-"""Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
+"""Prefix of the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
 RANDOM: Final = "random:"
 GGUF: Final = ".gguf"
 _HUB_NAME: Final = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*?)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
