@@ -70,14 +70,19 @@ MAY_BE_LEFT_OUT = (
 """Members that an algorithm of the user's own may lack."""
 
 
+def group_bits_of(config: Config) -> int:
+    """Bits of a row's number in its group, for which no part of the run is imported."""
+    return group_bits_for(max(config.rollout.group_size, config.eval.samples_per_prompt))
+
+
 def shape_of(config: Config) -> Shape:
     """The run's fixed numbers."""
-    largest, prompts = max(config.rollout.group_size, config.eval.samples_per_prompt), config.train.prompts_per_step
+    prompts = config.train.prompts_per_step
     most = (config.train.max_candidates or CANDIDATES * prompts) if make_algorithm(config).wants_varied_groups else None
     return Shape(
         prompts_per_step=prompts,
         group_size=config.rollout.group_size,
-        group_bits=group_bits_for(largest),
+        group_bits=group_bits_of(config),
         seed=config.sampling_seed,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
