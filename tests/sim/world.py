@@ -180,7 +180,7 @@ class World:
         self.closed_steps: set[int] = set()
         self.swept: set[int] = set()
         self.has_fed = self.is_closed = self.may_close = False
-        self._lives = 0
+        self._num_starts = 0
         self._uuids = random.Random(f"{seed}/uuid")
 
     # -- running ------------------------------------------------------------------------------------------------------------
@@ -351,8 +351,8 @@ class World:
         self.loop.call_later(0.2 + self.rng.random(), self._spawn, name, self.mains[name], context=contextvars.Context())
 
     def next_start(self) -> int:
-        self._lives += 1
-        return self._lives
+        self._num_starts += 1
+        return self._num_starts
 
     async def _hub(self) -> None:
         plan = self.plan

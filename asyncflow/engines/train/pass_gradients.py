@@ -185,7 +185,7 @@ class PassGradients:
             block_BH[rows] = 0.0
 
     def product(self, rows_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by whoever has nothing else to compute. A row's
+        """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by threads with nothing else to do. A row's
         bits do not depend on the others if there are `LEAST_ROWS`."""
         parts = self.pieces.parts(len(rows_PI), rows_PI.numel() * len(weight_OI))
         if len(parts) == 1:

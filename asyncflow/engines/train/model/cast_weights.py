@@ -2,7 +2,7 @@
 
     float32 weight --as it is now--> copy that stays --> passes of all threads over this weight, and layers that compute twice
           ^                                                    |
-          +----- gradient, cast back, to whoever computes -----+
+          +----- gradient, cast back, to the pass's thread ----+
 
 A tensor counts its changes, so it is known of each copy whether it is behind: after an update, a restored state, an installed
 version.
