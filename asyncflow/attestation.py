@@ -3,11 +3,12 @@
     sender: sums of each tensor's bits, in the dtype that engines generate in --> manifest
     engine: sums of the bits that its kernels read, after an install         --> compared with the manifest's, by `PolicyVersions`
 
-A tensor's sum is that of its elements' bits as integers, modulo 2^32. It does not know their order, so an engine takes it from its
-own buffers, wherever its kernels want an element to lie, and unpacks nothing. What is stale, was not written, was written in part,
-or was rounded otherwise has another sum (once in four billion tensors the same one). Elements that have changed places within one
-tensor have the same, and so have those of a large float32 tensor that are all doubled, or all negated: log-probs tell, those of one
-short sequence, the probe.
+A tensor's sum is that of its elements' bits as integers, modulo 2^32, and of an adapter's modulo 2^64. It does not know their
+order, so an engine takes it from its own buffers, wherever its kernels want an element to lie, and unpacks nothing. What is stale,
+was not written, was written in part, or was rounded otherwise has another sum, but for small tensors now and then. Elements that
+have changed places within one buffer have the same. So has, modulo 2^32, a float32 tensor of which an even number of elements are
+negated, or a multiple of 512 doubled or halved. Log-probs tell of what moves them by more than they may differ: those of one short
+sequence, the probe.
 
     trainer: the probe's log-probs under a version   --> manifest, of the versions that `PolicyVersions` asks it for
     engine:  its own, after an install of one        --> compared with the manifest's
@@ -25,6 +26,9 @@ import msgspec
 
 MODULUS: Final = 1 << 32
 """Integers of 32 bits are added up, and wrap around, as fast as memory is read; wider sums take twice as long."""
+ADAPTER_MODULUS: Final = 1 << 64
+"""An adapter is small, and its scaling, by a power of two as a rule, is a fault to be found where kernels have it in a matrix."""
+ADAPTER_ENDS: Final = ("lora_A.weight", "lora_B.weight")
 PROBE_TOKENS: Final = 16
 FIRST_PROBES: Final = 2
 """Installs of an engine, from its first one on, that are probed: an adapter's first version may change next to nothing."""
@@ -75,6 +79,11 @@ def new_probing(vocabulary: int, max_context: int, dtypes: Sequence[str]) -> Pro
     return Probing(token_ids if count > 1 else [], max(TOLERANCES[dtype] for dtype in dtypes))
 
 
+def modulus_of(name: str) -> int:
+    """Modulus of the sum over the tensor of this name."""
+    return ADAPTER_MODULUS if name.endswith(ADAPTER_ENDS) else MODULUS
+
+
 def sum_of_all(sums: Iterable[int]) -> int:
     """Sum over several tensors, from theirs."""
     return sum(sums) % MODULUS
@@ -92,7 +101,7 @@ def fault_of(attested: Attestation, version: int, sums: Mapping[str, int], base:
         )
     if unknown := sorted(names - sums.keys()):
         return f"the engine generates with {len(unknown)} tensors that version {version} does not have, {unknown[0]} the first"
-    if others := [part for part, found in attested.parts if (sum(sums[name] for name in part) - found) % MODULUS]:
+    if others := [part for part, found in attested.parts if (sum(sums[name] for name in part) - found) % modulus_of(part[0])]:
         where = f"in {len(others)} of {len(attested.parts)} parts, {others[0][0]} the first"
         return f"the engine generates with other weights than those of version {version} {where}"
     if base is not None and (attested.base is None or (attested.base - base) % MODULUS):

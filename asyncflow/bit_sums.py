@@ -9,17 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.attestation import MODULUS
+from asyncflow.attestation import ADAPTER_MODULUS, MODULUS, modulus_of
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 64 bits both halves count
 
 
-def sum_of_bits(tensor: Tensor) -> int:
-    """Sum of the bits of a tensor's elements as integers, of 64 bits as two of 32, modulo 2^32 (0 to 2^32 - 1)."""
+def sum_of_bits(tensor: Tensor, modulus: int = MODULUS) -> int:
+    """Sum of the bits of a tensor's elements as integers, of 64 bits as two of 32: 0 to `modulus` - 1, which is 2^32 or 2^64."""
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     if words.device.type != "cpu":
-        return int(words.sum(dtype=torch.int64)) % MODULUS
-    return int(np.add.reduce(words.numpy(), dtype=np.int32)) % MODULUS  # eight times as many a second as torch
+        return int(words.sum(dtype=torch.int64)) % modulus
+    dtype = np.int64 if modulus == ADAPTER_MODULUS else np.int32
+    return int(np.add.reduce(words.numpy(), dtype=dtype)) % modulus  # eight times as many a second as torch
+
+
+def sum_of(name: str, tensor: Tensor) -> int:
+    """Sum over the tensor of this name."""
+    return sum_of_bits(tensor, modulus_of(name))
 
 
 def sum_over(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:

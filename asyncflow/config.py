@@ -637,9 +637,9 @@ class PoolConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_not_cut(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and (cut := [axis for axis in ("dp", "tp", "pp") if axis in given]):
-            raise ValueError(f"{cut[0]} shards a model over devices, and a worker of this task computes on one: take num_workers")
+    def _is_not_sharded(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and (axes := [axis for axis in ("dp", "tp", "pp") if axis in given]):
+            raise ValueError(f"{axes[0]} shards a model over devices, and a worker of this task computes on one: take num_workers")
         return given
 
 

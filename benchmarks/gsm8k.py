@@ -62,7 +62,7 @@ def main() -> int:
             Figure(f"step {i}: responses generated, scored and trained", s["rows/trained"], "rows", f">= {rows}")
             for i, s in enumerate(steps)
         ),
-        *(Figure(f"step {i}: given up", s["rows/dead"], "rows", "<= 0") for i, s in enumerate(steps)),
+        *(Figure(f"step {i}: failed", s["rows/dead"], "rows", "<= 0") for i, s in enumerate(steps)),
         *(Figure(f"step {i}: reward, mean", s["reward/mean"], "") for i, s in enumerate(steps)),
         *(Figure(f"step {i}", s["perf/step_seconds"], "seconds") for i, s in enumerate(steps)),
         Figure("rollout", steps[-1]["perf/rollout_tokens_per_second"], "response tokens a second"),

@@ -1,11 +1,11 @@
-"""Runs that are killed at ten random moments and gone on with, against runs that nothing has disturbed.
+"""Runs that are killed at ten random moments and resumed, against runs that nothing has disturbed.
 
     undisturbed run ----------------------------------------------> weights, evaluations, every row's hash
     run --kill -9--> --resume --kill -9--> ... (10 times) --------> the same, to the bit
 
 Periodic and delayed (with an old policy one update behind), as the command line starts them: driver, rollout worker and trainer
-are processes, and only the driver is killed: a random part of a step after a random number of steps, or when the life is about to
-begin. Further: how long a trainer waits for a checkpoint.
+are processes, and only the driver is killed: a random part of a step after a random number of steps, or when the attempt is
+about to begin. Further: how long a trainer waits for a checkpoint.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ def write_config(folder: Path, mode: str) -> Path:
 
 
 def start(config: Path) -> subprocess.Popen[str]:
-    """One life."""
+    """One attempt."""
     command = [sys.executable, "-m", "asyncflow", "train", str(config), "--resume"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
 def to_the_end(config: Path) -> str:
-    """What the life has printed."""
-    life = start(config)
-    output, _ = life.communicate(timeout=900)
-    if life.returncode:
-        raise SystemExit(f"a life ended with status {life.returncode}: {output}")
+    """Output of the attempt."""
+    attempt = start(config)
+    output, _ = attempt.communicate(timeout=900)
+    if attempt.returncode:
+        raise SystemExit(f"an attempt ended with status {attempt.returncode}: {output}")
     return output
 
 
 def num_steps(run_dir: Path) -> int:
-    """Whose metrics are written."""
+    """Number of steps whose metrics are written."""
     path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_for_steps(run_dir: Path, number: int, life: subprocess.Popen[str]) -> None:
-    """Until so many are done, or the life is over."""
+def wait_for_steps(run_dir: Path, number: int, attempt: subprocess.Popen[str]) -> None:
+    """Wait until so many are done, or the attempt is over."""
     deadline = time.monotonic() + 300.0
-    while num_steps(run_dir) < number and life.poll() is None and time.monotonic() < deadline:
+    while num_steps(run_dir) < number and attempt.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -108,13 +108,13 @@ def measure(mode: str, folder: Path, seed: int) -> list[Figure]:
     to_the_end(whole_config)
     rng = random.Random(f"{seed}/{mode}")
     for _ in range(KILLS):
-        before, life = num_steps(killed / "run"), start(config)
+        before, attempt = num_steps(killed / "run"), start(config)
         time.sleep(rng.uniform(0.0, 4.0))
         if more := rng.randint(0, 3):
-            wait_for_steps(killed / "run", before + more, life)
+            wait_for_steps(killed / "run", before + more, attempt)
             time.sleep(rng.uniform(0.0, 1.0))
-        life.kill()
-        life.communicate(timeout=60)
+        attempt.kill()
+        attempt.communicate(timeout=60)
         there = [path.name for path in (killed / "run" / "checkpoints").glob("step-??????")]
         print(f"{mode}: killed; {max(there, default='no checkpoint yet')}", flush=True)
     to_the_end(config)

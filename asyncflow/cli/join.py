@@ -103,7 +103,7 @@ class RunPlace:
         self._client, self._num_slots, self._pause = client, num_slots, 0.0
 
     async def give_signs_of_life(self) -> None:
-        """Give signs of life until the run is over. Whoever makes another request is told what else is wrong."""
+        """Give signs of life until the run is over. Any other request is told what else is wrong."""
         from asyncflow.client import RunOver
 
         while not self.is_over:
@@ -183,7 +183,7 @@ class JoinedGenerator:
         self._free, self.has_put = self._engine.num_slots, False
         failed: list[BaseException] = []
         try:
-            if self._version != 0:  # whoever joins has version 0
+            if self._version != 0:  # a process that joins has version 0
                 await self._change(0)
             async with asyncio.TaskGroup() as answering:
                 await self._generate(answering, stopped)

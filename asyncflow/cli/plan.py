@@ -1,4 +1,4 @@
-"""`asyncflow plan`: how many devices do each task of a run, and how each is cut; or what another configuration would have taken."""
+"""`asyncflow plan`: how many devices do each task of a run, how each is sharded; or what another configuration would have taken."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan(
     top: Annotated[int | None, typer.Option(min=1, help=f"How many plans are shown; {TOP} by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --from: print JSON.")] = False,
 ) -> None:
-    """Plan a run: which devices train and which generate, and how each task is cut. Writes plan.yaml and a page."""
+    """Plan a run: which devices train and which generate, and how each task is sharded. Writes plan.yaml and a page."""
     given = list(overrides or [])
     if from_run is not None:
         refuse(

@@ -29,7 +29,7 @@ ARENA_BYTES = 64 << 30  # of address space
 
 app = typer.Typer(help="Serve a transfer queue on its own, and look into one.", no_args_is_help=True, rich_markup_mode=None)
 
-HubArgument = Annotated[str, typer.Argument(help="Where the queue is served: unix:PATH or tls:HOST:PORT.")]
+DirectoryAddress = Annotated[str, typer.Argument(help="Where the queue is served: unix:PATH or tls:HOST:PORT.")]
 Address = Annotated[str, typer.Option(help="Where to listen: unix:PATH or tls:HOST:PORT (port 0: any).")]
 QueueKey = Annotated[Path | None, typer.Option(help="The queue's key, made with `asyncflow queue key`; needed for tls: addresses.")]
 StorageChoice = Annotated[str, typer.Option("--storage", help="memory, redis:URL, or mooncake:MASTER (host:port).")]
@@ -69,7 +69,7 @@ def serve(
 
 @app.command()
 def unit(
-    hub: HubArgument,
+    directory_address: DirectoryAddress,
     number: Annotated[int, typer.Option(help="The unit's number; a unit that takes another's place takes its number.")],
     address: Address,
     storage: StorageChoice = "memory",
@@ -83,7 +83,7 @@ def unit(
     from asyncflow.transfer_queue.unit import UnitOptions
 
     serving = serve_unit(
-        hub,
+        directory_address,
         number,
         _storage(storage, number),
         address,
@@ -95,23 +95,29 @@ def unit(
 
 
 @app.command()
-def controller(hub: HubArgument, task: Annotated[str, typer.Argument()], address: Address, key: QueueKey = None) -> None:
+def controller(
+    directory_address: DirectoryAddress, task: Annotated[str, typer.Argument()], address: Address, key: QueueKey = None
+) -> None:
     """Be a task's controller of a queue that is served elsewhere, in place of the one it has, until that one ends."""
     from asyncflow.transfer_queue.node import serve_controller
 
-    _run(_until_stopped(serve_controller(hub, task, address, credentials=_credentials(key), on_listening=_print_address)))
+    _run(
+        _until_stopped(
+            serve_controller(directory_address, task, address, credentials=_credentials(key), on_listening=_print_address)
+        )
+    )
 
 
 @app.command()
-def metrics(hub: HubArgument, key: QueueKey = None) -> None:
+def metrics(directory_address: DirectoryAddress, key: QueueKey = None) -> None:
     """Print the state of tasks and units in Prometheus' text form."""
-    print(_run(_ask(hub, key, "metrics")), end="")
+    print(_run(_ask(directory_address, key, "metrics")), end="")
 
 
 @app.command()
-def snapshot(hub: HubArgument, name: Annotated[str, typer.Argument()], key: QueueKey = None) -> None:
+def snapshot(directory_address: DirectoryAddress, name: Annotated[str, typer.Argument()], key: QueueKey = None) -> None:
     """Write all rows of a live queue to its snapshot directory."""
-    manifest = _run(_ask(hub, key, "snapshot", name))
+    manifest = _run(_ask(directory_address, key, "snapshot", name))
     print(f"{sum(file.rows for file in manifest.files)} rows, {sum(file.bytes for file in manifest.files)} bytes")
 
 
@@ -144,12 +150,12 @@ async def _listen(server: Server, addresses: list[str]) -> None:
         await server.close()
 
 
-async def _ask(hub: str, key: Path | None, method: str, *arguments: Any) -> Any:
+async def _ask(directory_address: str, key: Path | None, method: str, *arguments: Any) -> Any:
     from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transport import ConnectionLost, Peer, proxy
 
     try:
-        peer: Peer = await Peer.connect(hub, "asyncflow queue", credentials=_credentials(key))
+        peer: Peer = await Peer.connect(directory_address, "asyncflow queue", credentials=_credentials(key))
     except ConnectionLost as error:
         raise UserError(f"no queue is served there, or it does not let you in: {error}") from error
     try:

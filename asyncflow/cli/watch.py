@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import webbrowser
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,11 +17,14 @@ import msgspec
 import typer
 
 from asyncflow.cli.arguments import need_service
+from asyncflow.config import load
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.types import UserError
 
 PREDICTION_SECONDS: Final = 300.0
 """A simulation of some steps takes seconds; one that takes longer than this is left."""
+_NEVER_SIMULATED: Final = ("reward", "environment", "episodes")
+"""Sections whose parts a simulation has its own for, so that their code is not imported."""
 _KEY_NAME = "page"
 _REDIRECT = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={address}"><title>AsyncFlow</title>'
 
@@ -34,7 +38,7 @@ def watch(
     need_service("watch", "fastapi", "httptools", "uvicorn")
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    raise typer.Exit(asyncio.run(serve_page(folder, listen, opens=browser, compared=[])))
+    raise typer.Exit(asyncio.run(serve_page(folder, listen, opens=browser)))
 
 
 def compare(
@@ -63,7 +67,7 @@ def _names(runs: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
-async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[str]) -> int:
+async def serve_page(folder: Path, listen: str, *, opens: bool) -> int:
     """Serve the page until a signal comes. Returns the exit status. Raises `UserError`."""
     from asyncflow.cli.serve import until_stopped
     from asyncflow.service.app import AuditLog, GatePaths, make_app
@@ -93,14 +97,13 @@ async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[s
         app.include_router(watch_routes(Watched(folder, predicted)))
         server = HttpServer(app, place, Limits())
         address = await server.start()
-        fragment = "&".join([f"key={secret}", *(f"compare={name}" for name in compared)])
         if place.path is not None:
             print(f"{folder} is shown at {address}: forward a port to it, such as ssh -L 8000:{place.path} HOST, and open")
-            print(f"http://localhost:8000{PAGE}#{fragment}", flush=True)
+            print(f"http://localhost:8000{PAGE}#key={secret}", flush=True)
         else:
-            print(f"{folder} is shown at {address}{PAGE}#{fragment}", flush=True)
+            print(f"{folder} is shown at {address}{PAGE}#key={secret}", flush=True)
             if opens:
-                _open(f"{address}{PAGE}#{fragment}", Path(scratch))
+                _open(f"{address}{PAGE}#key={secret}", Path(scratch))
         try:
             await until_stopped(asyncio.Event())
             return 0
@@ -109,7 +112,14 @@ async def serve_page(folder: Path, listen: str, *, opens: bool, compared: list[s
 
 
 async def predicted(run: Path, change: str) -> str:
-    """Sentence about the seconds of a step with a changed configuration, by `asyncflow plan --from`; "" where it cannot say."""
+    """Sentence about the seconds of a step with a changed configuration, by `asyncflow plan --from`; "" where it cannot say, and
+    where that would import a part of somebody's own: the page runs no code that a run names."""
+    try:
+        tree = load(run / CONFIG_FILE).model_dump(mode="json")
+    except UserError:
+        return ""
+    if _names_code({name: section for name, section in tree.items() if name not in _NEVER_SIMULATED}):
+        return ""
     command = [sys.executable, "-m", "asyncflow", "plan", "--from", str(run), change, "--json"]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
@@ -125,9 +135,16 @@ async def predicted(run: Path, change: str) -> str:
     return f"By the run's own costs the planner predicts {then:.3g} s a step with {change}, instead of {before:.3g} s."
 
 
+def _names_code(tree: object) -> bool:
+    """Whether a choice in a configuration is `file.py:Name` or `module:Name`."""
+    if isinstance(tree, Mapping):
+        return ":" in str(tree.get("name")) or any(map(_names_code, tree.values()))
+    return isinstance(tree, list) and any(map(_names_code, tree))
+
+
 def _open(address: str, scratch: Path) -> None:
     """Open the page in a browser, by a file that only this user can read: arguments of a process are seen by everybody."""
     path = scratch / "open.html"
-    path.write_text(_REDIRECT.format(address=address.replace("&", "&amp;")), encoding="utf-8")
+    path.write_text(_REDIRECT.format(address=address), encoding="utf-8")
     os.chmod(path, 0o600)
     webbrowser.open(path.as_uri())

@@ -65,7 +65,7 @@ class ForkedProcess:
     """A `WorkerProcess` that a fork server has as its child."""
 
     def __init__(self, pid: int, stdin: FileIO) -> None:
-        """Called in the event loop that is to hear of the end of the process. `stdin`: the writing end of its control pipe, with
+        """Make it in the event loop that is to hear of the end of the process. `stdin`: the writing end of its control pipe, with
         which the worker ends."""
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None

@@ -38,12 +38,12 @@ class WorkerProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id, where it runs."""
+        """Process id, where it runs."""
         ...
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, minus the signal's number if one ended it. None: it runs."""
+        """Exit status, minus the signal's number if one ended it. None: it runs."""
         ...
 
     @property

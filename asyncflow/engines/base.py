@@ -64,7 +64,7 @@ NO_TOKENS: Final = np.empty(0, np.int64)
 class SampleKey:
     """Key of the sampling noise of one prompt.
 
-    The noise depends on (seed, prompt_index, sample, token position), and never on worker, batch or attempt. So a response that
+    The noise depends on (seed, prompt_index, sample, token position), and never on worker, batch or delivery. So a response that
     was lost can be generated again with the same noise.
     """
 

@@ -38,7 +38,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, head_dim=128, needs_kv_heads=True),
     "llama": Family("LlamaForCausalLM", has_mlp_bias=True),
 }
-"""Families by `model_type` that train on several devices, whichever train engine cuts them."""
+"""Families by `model_type` that train on several devices, whichever train engine shards them."""
 
 _GEMMA: Final[Mapping[str, Any]] = {
     "norms": "both", "norm_offset": 1.0, "has_gelu": True, "scales_embedding": True, "needs_kv_heads": True, "is_tied": True
@@ -138,7 +138,7 @@ def check_tensor_parallel(fields: Mapping[str, Any], num_ranks: int) -> None:
         possible = [str(parts) for parts in range(1, most + 1) if is_possible(parts)]
         raise UserError(
             f"plan.train.tp is {num_ranks}, but the model's {num_heads} attention heads, {num_kv_heads} key and value heads, "
-            f"{width} columns of the MLP and {vocabulary_size} tokens are cut by {', '.join(possible)} alone: set it to that."
+            f"{width} columns of the MLP and {vocabulary_size} tokens are sharded by {', '.join(possible)} alone: set it to that."
         )
 
 

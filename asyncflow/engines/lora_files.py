@@ -47,7 +47,7 @@ def linear_of(name: str) -> str:
 def lora_shapes(linears: Mapping[str, tuple[int, int]], spec: LoraSpec) -> dict[str, tuple[int, int]]:
     """Shapes of an adapter's tensors by name. `linears`: (outputs, inputs) of a model's linear layers by name.
 
-    Raises `UserError` for a target that is no linear layer of the model.
+    Raises `UserError` for a target that is no linear layer of the model, and where there is none at all.
     """
     for target in spec.targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
@@ -57,6 +57,8 @@ def lora_shapes(linears: Mapping[str, tuple[int, int]], spec: LoraSpec) -> dict[
     for name, (outputs, inputs) in linears.items():
         if spec.has_target(name):
             shapes |= {name + A: (spec.rank, inputs), name + B: (outputs, spec.rank)}
+    if not shapes:
+        raise UserError("model.lora: the model has no linear layers of the kind that gets an adapter (GPT-2's are another one)")
     return shapes
 
 

@@ -28,7 +28,7 @@ LAST_WORDS: Final = 2000
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a program's calls are served, as the episode's one action says it."""
+    """Address and key of a program's calls, as the episode's one action says them."""
 
     base_url: str
     api_key: str

@@ -49,7 +49,7 @@ class ChatTokenizer(Protocol):
 
 
 class Survey(NamedTuple):
-    """How a chat template treats the messages of an observation, by their roles.
+    """Treatment of the messages of an observation by a chat template, by their roles.
 
     `changing`: roles whose messages change earlier turns, and may start a branch. `refused`: roles that the template does not
     render, each with the reason. `closing`: text of the token that closes an answer; empty if there is none. `begun`: what the

@@ -94,7 +94,7 @@ class Admissions:
         return self._admitted(step, groups, num_newest)
 
     def more(self, step: int, candidates: Candidates) -> tuple[list[GroupMeta], Batch]:
-        """More of them for a step that lacks some. Raises `RunError` when it may have no more."""
+        """Admit more groups for a step that lacks some. Raises `RunError` when it may have no more."""
         first, count = step * self._shape.numbers_per_step, self._num_more(step, candidates)
         if count < candidates.num_missing:
             raise RunError(

@@ -41,7 +41,7 @@ class Served(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class CapturePlayer(EpisodePlayer):
-    """How a worker plays episodes of programs."""
+    """Player of episodes in which programs call the model."""
 
     endpoint: Served
     joints: JointsByTools

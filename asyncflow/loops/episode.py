@@ -59,7 +59,7 @@ class EpisodeRow:
 
 @dataclass(slots=True)
 class EpisodePlayer:
-    """How a worker plays episodes. Without `environments` each is one turn.
+    """Player of a worker's episodes. Without `environments` each is one turn.
 
     `on_waiting` is called with +1 when a row begins to wait for its environment, and with -1 when it no longer does.
     """

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 LANES = {"rollout": "generate", EVALUATE_TASK: EVALUATE_TASK}
 """State of a worker's lane while it generates, by its task."""
 RETRY_SECONDS = (0.5, 2.0)
-"""After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
+"""Pause after weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
 
 
 class EngineVersion(NamedTuple):

@@ -1,4 +1,4 @@
-"""The planner: from a configuration and a number of devices to a plan, how many of them do each task, and how it is cut.
+"""The planner: from a configuration and a number of devices to a plan, how many of them do each task, and how it is sharded.
 
     config, hardware --cost--> Costs --graph--> tasks --bounds--> seconds that no run can be under --+
       |                          ^                                                                   v

@@ -1,4 +1,4 @@
-"""Seconds of each piece of a run's work, from the shapes of its model and how it is cut: amounts of work, times what a unit takes.
+"""Seconds of each piece of a run's work, from the shapes of its model and its sharding: amounts of work, times what a unit takes.
 
     Config + Model --training, rollout, weights--> Figures: Work x Rates, by field of `Costs` --joined--> Estimate
 
@@ -85,7 +85,7 @@ class Model:
     """Inputs of costs besides the configuration: the model's shapes, expected lengths, the hardware, and measurements.
 
     `profiled`: rates that a profile has given, in place of the hardware's. `factors`: by field, the seconds that a run has
-    measured, over those computed for its own cut. `measured`: seconds that do not depend on a cut.
+    measured, over those computed for its own layout. `measured`: seconds that do not depend on a layout.
     """
 
     shapes: Shapes
@@ -208,7 +208,7 @@ def training(config: Config, model: Model) -> list[Figure]:
 
 def rollout(config: Config, model: Model) -> list[Figure]:
     """Decode steps and prefills of one worker, over its instances, which share its slots evenly."""
-    shapes, tp, instances = model.shapes, *cut_of_rollout(config)
+    shapes, tp, instances = model.shapes, *devices_of_rollout(config)
     b, dtype = BYTES[config.rollout.dtype], config.rollout.dtype
     prompt = model.lengths.prompt
     exchanged = times(ALL_REDUCES * shapes.layers, all_reduce(b * shapes.hidden, tp))
@@ -226,7 +226,7 @@ def rollout(config: Config, model: Model) -> list[Figure]:
 
 def weights(config: Config, model: Model) -> list[Figure]:
     """Publication, fetch and installation of a version."""
-    layout, (tp, _), sync = config.layout, cut_of_rollout(config), config.weight_sync
+    layout, (tp, _), sync = config.layout, devices_of_rollout(config), config.weight_sync
     version = float(BYTES[sync.dtype or "float32"] * model.shapes.parameters)
     nodes = -(-config.rollout.num_workers * devices_each(config) // model.hardware.per_node)
     publish = added({"host_bytes": version}, {_reach(layout.size, model.hardware): version * (layout.size - 1) / layout.size})
@@ -240,7 +240,7 @@ def weights(config: Config, model: Model) -> list[Figure]:
 
 
 def others(config: Config, model: Model) -> list[Figure]:
-    """Critic, its values, and the reward model, each on one device: what no cut of the trainer or of rollout decides."""
+    """Critic, its values, and the reward model, each on one device: what no layout of the trainer or of rollout decides."""
     figures = []
     if make_algorithm(config).critic is not None:
         shapes = replace(model.of_critic or model.shapes, vocabulary=0)  # the value head is a vector
@@ -263,7 +263,7 @@ def others(config: Config, model: Model) -> list[Figure]:
     return figures
 
 
-def cut_of_rollout(config: Config) -> tuple[int, int]:
+def devices_of_rollout(config: Config) -> tuple[int, int]:
     """Devices of one instance, and instances of one worker."""
     options = config.rollout.engine.options
     return int(options.get("tensor_parallel", 1)), int(options.get("instances", 1))

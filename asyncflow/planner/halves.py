@@ -16,7 +16,7 @@ from asyncflow.engines.families import check_layout
 from asyncflow.planner import cost
 from asyncflow.planner.cost import Figure, Model, Moments
 from asyncflow.run.helper_devices import num_on_devices, with_helpers
-from asyncflow.run.preparation.memory import GIB, helper_parts, rollout_parts, training_parts, uncut_parts
+from asyncflow.run.preparation.memory import GIB, helper_parts, rollout_parts, training_parts, unsharded_parts
 from asyncflow.settings import Choice
 from asyncflow.types import Layout, UserError
 
@@ -51,7 +51,7 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
         chosen = {"responses_per_micro_batch": number, "activation_checkpointing": is_checkpointing}
         of_pieces = config.changed(train=chosen)
         shapes, context = model.shapes, longest + config.rollout.max_new_tokens
-        parts = uncut_parts(of_pieces, shapes, model.of_critic or shapes, model.of_reward or shapes, longest, context)
+        parts = unsharded_parts(of_pieces, shapes, model.of_critic or shapes, model.of_reward or shapes, longest, context)
         gib = {name: sum(part.num_bytes for part in each) / GIB for name, each in parts.items()}
         return gib, tuple(cost.others(of_pieces, model))
 
@@ -59,8 +59,8 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
         for number in pieces:
             for checkpoints in sorted({train.activation_checkpointing, True}):
                 chosen = {"responses_per_micro_batch": number, "activation_checkpointing": checkpoints}
-                cut = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp}
-                tried = config.changed(plan={"train": cut}, train=chosen)
+                sharding = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp}
+                tried = config.changed(plan={"train": sharding}, train=chosen)
                 helped = with_helpers(tried)
                 ways = [helped] if "helpers" in config.plan.shares else [tried, helped] if num_on_devices(helped) else [tried]
                 tried = ways[0]
@@ -80,11 +80,11 @@ def training_halves(config: Config, model: Model, fields: Mapping[str, Any], mos
 
 
 def _layouts(fields: Mapping[str, Any], most: int, per_node: int, prompts: int, engine: str) -> Iterator[Layout]:
-    """Layouts that the model can be cut by: tensor parallel within a node, stages by powers of two, data parallel by numbers with
-    small factors."""
-    is_cut = engine != "deepspeed"  # which has data parallelism alone
-    for tp in powers(min(per_node, most)) if is_cut else [1]:
-        for pp in powers(min(16, most // tp)) if is_cut else [1]:
+    """Layouts that the model can be sharded by: tensor parallel within a node, stages by powers of two, data parallel by
+    numbers with small factors."""
+    is_sharded = engine != "deepspeed"  # which has data parallelism alone
+    for tp in powers(min(per_node, most)) if is_sharded else [1]:
+        for pp in powers(min(16, most // tp)) if is_sharded else [1]:
             try:
                 check_layout(fields, Layout(tp=tp, pp=pp))
             except UserError:
@@ -98,15 +98,15 @@ def rollout_halves(config: Config, model: Model, num: int) -> Iterator[Half]:
     all that a worker generates of a step."""
     rollout, per_node, prompts = config.rollout, model.hardware.per_node, config.train.prompts_per_step
     context = longest_prompt(config, model) + rollout.max_new_tokens
-    is_cut = rollout.engine.name == "vllm"
-    for tp in powers(min(per_node, num)) if is_cut else [1]:
+    is_sharded = rollout.engine.name == "vllm"
+    for tp in powers(min(per_node, num)) if is_sharded else [1]:
         if model.shapes.heads % tp:
             continue
-        for instances in sorted({1, max(1, min(per_node, num) // tp)}) if is_cut else [1]:
+        for instances in sorted({1, max(1, min(per_node, num) // tp)}) if is_sharded else [1]:
             workers = min(prompts, num // (tp * instances))
             most = -(-prompts // workers) * rollout.group_size
             for slots in sorted({min(instances * n, most) for n in powers(1024)} | {most}):
-                options = {**rollout.engine.options, "tensor_parallel": tp, "instances": instances} if is_cut else None
+                options = {**rollout.engine.options, "tensor_parallel": tp, "instances": instances} if is_sharded else None
                 engine = rollout.engine if options is None else Choice(name="vllm", options=options)
                 tried = config.changed(rollout={"engine": engine, "num_workers": workers, "num_slots": slots})
                 memory = sum(part.num_bytes for part in rollout_parts(tried, model.shapes, context)) / GIB

@@ -31,7 +31,7 @@ from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.planner import cost, hardware
-from asyncflow.planner.cost import UNIT, Model, cut_of_rollout
+from asyncflow.planner.cost import UNIT, Model, devices_of_rollout
 from asyncflow.planner.measured import Measurement
 from asyncflow.planner.pieces import PIECES
 from asyncflow.planner.search import ROWS_OF_SEARCH, Found, Plan, search, simulated, simulated_config, simulated_costs
@@ -180,14 +180,14 @@ def settings(plan: Plan) -> dict[str, Any]:
 
 def described(plan: Plan) -> str:
     """The plan in a line."""
-    config, layout, (tp, instances) = plan.config, plan.config.layout, cut_of_rollout(plan.config)
-    cut = f" x {instances} of tp {tp}" if tp * instances > 1 else ""
+    config, layout, (tp, instances) = plan.config, plan.config.layout, devices_of_rollout(plan.config)
+    shards = f" x {instances} of tp {tp}" if tp * instances > 1 else ""
     again = ", checkpointing" if config.train.activation_checkpointing else ""
     pools = ", ".join(f"{count} {name}" for name, count in pools_of_tasks(config).items() if count)
     pools += "".join(f", {task} on devices of {other}" for task, other in config.plan.shares.items())
     return (
         f"{config.schedule.name}; train dp {layout.dp} x tp {layout.tp} x pp {layout.pp}, {config.train.responses_per_micro_batch} "
-        f"responses a micro-batch{again}; generate on {config.rollout.num_workers}{cut}, {config.rollout.num_slots} slots; "
+        f"responses a micro-batch{again}; generate on {config.rollout.num_workers}{shards}, {config.rollout.num_slots} slots; "
         f"{pools}; {config.weight_sync.name}"
     )
 
@@ -224,7 +224,7 @@ def why(found: Found) -> str:
 
 def split(plan: Plan) -> tuple[int, int]:
     """Devices that train, and devices that generate."""
-    tp, instances = cut_of_rollout(plan.config)
+    tp, instances = devices_of_rollout(plan.config)
     return plan.config.layout.size, plan.config.rollout.num_workers * tp * instances
 
 

@@ -23,7 +23,7 @@ from asyncflow.devices import CPU, devices_of, kind_of
 from asyncflow.engines.costs import Costs
 from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound, bound
-from asyncflow.planner.cost import Figure, Model, cut_of_rollout
+from asyncflow.planner.cost import Figure, Model, devices_of_rollout
 from asyncflow.planner.graph import (
     Drawn,
     Graph,
@@ -56,7 +56,7 @@ MOST_PROCESSES: Final = 16
 MOST_UNITS: Final = 64
 """Storage units, at most."""
 WAYS_OUT: Final[Mapping[str, str]] = {
-    "reference": "take train.reference=fused, which is cut as training is, or train.offload=true",
+    "reference": "take train.reference=fused, which is sharded as training is, or train.offload=true",
     "critic": "take train.offload_optimizer=true, a smaller one (train.critic.path), or shorter responses",
     "values": "take a smaller critic (train.critic.path), or shorter responses",
     "reward": "take reward.model.dtype=bfloat16, or a smaller one",
@@ -111,7 +111,7 @@ class Halves:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Numbers of halves that train, one for each way of computing what is not cut."""
+        """Numbers of halves that train, one for each way of computing what is not sharded."""
         first: dict[tuple[Any, ...], int] = {}
         for i, half in enumerate(self.training):
             trained = half.config.train
@@ -150,10 +150,10 @@ class Halves:
             )
         others = [group for group in groups if group[0] != "train"]
         nearest = min(halves, key=lambda half: half.memory_gib if self._fit(half, others) else math.inf)
-        layout, (tp, _) = nearest.config.layout, cut_of_rollout(nearest.config)
-        cut = f"tensor_parallel {tp}" if "generates" in of_what else f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}"
+        layout, (tp, _) = nearest.config.layout, devices_of_rollout(nearest.config)
+        needed = f"tensor_parallel {tp}" if "generates" in of_what else f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}"
         raise UserError(
-            f"the model fits nowhere: {of_what} needs at least {nearest.memory_gib:.1f} GiB ({cut}), and {usable:.1f} GiB are "
+            f"the model fits nowhere: {of_what} needs at least {nearest.memory_gib:.1f} GiB ({needed}), and {usable:.1f} GiB are "
             f"usable: take more devices, hardware with more memory, or shorter responses"
         )
 
@@ -344,8 +344,8 @@ def pools_of(config: Config, num: int) -> list[Config]:
     every = []
     for sizes in itertools.product(*chosen.values()):
         pools = {name: {"num_workers": size} for name, size in zip(chosen, sizes, strict=True)}
-        not_cut = [name for name, size in zip(chosen, sizes, strict=True) if size] + ["critic"] * ("values" in tasks)
-        every += [config.changed(plan={**pools, "shares": shares}) for shares in _shares(config, not_cut)]
+        unsharded = [name for name, size in zip(chosen, sizes, strict=True) if size] + ["critic"] * ("values" in tasks)
+        every += [config.changed(plan={**pools, "shares": shares}) for shares in _shares(config, unsharded)]
     return every
 
 

@@ -27,6 +27,7 @@ from asyncflow.run.services.scaling import Scaling
 from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.watch import Watch
 from asyncflow.run_dir import KEY_FILE, control_socket
+from asyncflow.telemetry.situation import IN_ORDER
 from asyncflow.transport import Server
 from asyncflow.types import UserError, first_error
 
@@ -97,9 +98,7 @@ class Attempt:
         in order: it has failed, or somebody has interrupted it while nothing moved."""
         failure = self.running.failure
         error = first_error(failure) if isinstance(failure, BaseExceptionGroup) else failure
-        why = (
-            str(error) or repr(error) if error is not None else "it was interrupted" if self._interrupted.is_set() else "it is done"
-        )
+        why = str(error) or repr(error) if error is not None else "it was interrupted" if self._interrupted.is_set() else IN_ORDER
         words = await self.watch.ended(why)
         is_stuck = self._interrupted.is_set() and self.watch.has_stood
         if words and words not in why and (is_stuck or (error is not None and not isinstance(error, UserError))):

@@ -70,14 +70,19 @@ MAY_BE_LEFT_OUT = (
 """Members that an algorithm of the user's own may lack."""
 
 
+def group_bits_of(config: Config) -> int:
+    """Bits of a row's number in its group, for which no part of the run is imported."""
+    return group_bits_for(max(config.rollout.group_size, config.eval.samples_per_prompt))
+
+
 def shape_of(config: Config) -> Shape:
     """The run's fixed numbers."""
-    largest, prompts = max(config.rollout.group_size, config.eval.samples_per_prompt), config.train.prompts_per_step
+    prompts = config.train.prompts_per_step
     most = (config.train.max_candidates or CANDIDATES * prompts) if make_algorithm(config).wants_varied_groups else None
     return Shape(
         prompts_per_step=prompts,
         group_size=config.rollout.group_size,
-        group_bits=group_bits_for(largest),
+        group_bits=group_bits_of(config),
         seed=config.sampling_seed,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -149,7 +154,7 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     `config.json`.
 
     By itself is each where `train.responses_per_micro_batch` has made them small, in a pipeline (whose stages are to be busy with
-    many), by an engine of the user's own or outside, and with exact sums where tensor parallelism cuts matrices (a row is a sum
+    many), by an engine of the user's own or outside, and with exact sums where tensor parallelism shards matrices (a row is a sum
     over ranks then) or on an accelerator (whose library may compute a row otherwise in a longer pass); unless a number says
     otherwise.
     """

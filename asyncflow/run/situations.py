@@ -183,17 +183,25 @@ class Situations:
 def state_of_driver(situation: Situation) -> str:
     """State of a run's driver since the situation, in words, from the operating system: no question is asked of the run."""
     age, moved = max(0.0, time.time() - situation.time), f"nothing has moved for {situation.idle:.0f} s"
+    since = _rounded(age)
     if situation.ended:
-        return f"it ended {age:.0f} s ago: {situation.ended}. When it ended, {moved}:"
+        return f"it ended {since} ago: {situation.ended}. When it ended, {moved}"
     if situation.host != socket.gethostname():
-        return f"as of {age:.0f} s ago, on {situation.host}, {moved}:"
+        return f"as of {since} ago, on {situation.host}, {moved}"
     process = _process(situation.pid)
     if process in GONE or _began_after(situation):
         why = "it was killed, or its disk was full"
-        return f"its driver (process {situation.pid}) is gone without a word: {why}, {age:.0f} s ago or later. At last {moved}:"
+        return f"its driver (process {situation.pid}) is gone without a word: {why}, {since} ago or later. At last {moved}"
     if age > DRIVER_SECONDS:
-        return f"its driver (process {situation.pid}, {process}) has written nothing for {age:.0f} s. Before that {moved}:"
-    return f"{moved}:"
+        return f"its driver (process {situation.pid}, {process}) has written nothing for {since}. Before that {moved}"
+    return moved
+
+
+def _rounded(seconds: float) -> str:
+    """An age in words. That of a run that ended long ago changes seldom: the live page sends again what changes."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def _began_after(situation: Situation) -> bool:

@@ -1,6 +1,6 @@
 """The web application of a service: every route but `/health` is behind a gate.
 
-    request --> key? --> rate, room --> body, whole --> repeated? --> route --> audit line --> answer
+    request --> key? --> rate, bytes --> body, whole --> repeated? --> route --> audit line --> answer
                 401      429            408 411 413     the old answer
 
 consumes: requests
@@ -27,7 +27,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import ValidationError
 
 from asyncflow.service.keys import Key, KeyRing, Scope
-from asyncflow.service.limits import Callers, Denied, Limits, Room
+from asyncflow.service.limits import ByteBudget, Callers, Denied, Limits
 from asyncflow.service.reference import HEADERS, reference_page
 from asyncflow.service.repeats import HEADER, MAX_ID, Repeats, WholeAnswer
 from asyncflow.service.tickets import PREFIX as TICKETS
@@ -98,7 +98,7 @@ class Gate:
     ) -> None:
         self._app, self._keys, self._limits, self._audit, self._tickets = app, keys, limits, audit, tickets
         self._streamed, self._looks, self._public = paths.streamed, frozenset(paths.looks), frozenset((HEALTH, *paths.public))
-        self._room, self._callers = Room(limits.buffered_bytes), Callers(limits, time.monotonic)
+        self._budget, self._callers = ByteBudget(limits.buffered_bytes), Callers(limits, time.monotonic)
         self._repeats = Repeats(REPEATS_BYTES)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -220,7 +220,7 @@ class Gate:
             return
         if length > self._limits.body_bytes:
             raise Denied(413, f"{length} bytes are more than the {self._limits.body_bytes} that a request may have here")
-        self._room.take(length)
+        self._budget.take(length)
         try:
             body = await self._read(headers, receive)
             if body is None:
@@ -236,7 +236,7 @@ class Gate:
 
             await self._app(scope, whole, send)
         finally:
-            self._room.give_back(length)
+            self._budget.give_back(length)
 
     async def _as_it_comes(self, scope: Any, receive: Receive, send: Send) -> None:
         """Have a request answered that reads its body itself. Where it is answered before all of that is there, the connection

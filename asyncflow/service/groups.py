@@ -16,13 +16,13 @@ from asyncflow.control import SCHEDULES
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.samples import PROMPT_COLUMNS, REFERENCE_COLUMN, VALUES_COLUMN
 from asyncflow.loops.training_batches import scored_group
-from asyncflow.run.factories import make_algorithm, shape_of
+from asyncflow.run.factories import group_bits_of, make_algorithm
 from asyncflow.run.in_worker.connection import model_begun_with
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.telemetry.batches import kept_steps, read_batch
 from asyncflow.telemetry.run_reader import RunReader
 from asyncflow.telemetry.sample_search import groups_by_step
-from asyncflow.telemetry.tokens import read_tokens, token_versions
+from asyncflow.telemetry.tokens import TrainedTokens, read_tokens, token_versions
 from asyncflow.types import Advantages, Array, Batch, Ragged, UserError, Values
 
 
@@ -47,15 +47,16 @@ def group_figures(run: RunReader, step: int, group: int) -> dict[str, Any]:
     """A group of a step: its prompt, and of each row the reward, the advantage, and each token with what is known of it; where its
     batch was not kept, the `sample`, and whether `token_figures` knows its tokens.
 
-    Text of tokens is there where the model's tokenizer is; otherwise they are shown by number. Advantages of a kept batch are there
-    for AsyncFlow's own algorithms: no code of a run's folder is run. Raises `RunError`, `UserError`.
+    Text of tokens is there where the model's tokenizer is; otherwise they are shown by number. Advantages of a kept batch are
+    computed for AsyncFlow's own algorithms, since no code of a run's folder is run; of another one they are those of
+    `tokens.jsonl`, which has the sampled rows. Raises `RunError`, `UserError`.
     """
     if step in kept_steps(run.path):
         return _kept_group(run.path, step, group)
     samples = groups_by_step(run.samples).get(step, {}).get(group)
     if samples is None:
         raise UserError(f"step {step} has no group {group} that was kept or sampled")
-    trained = {each.row: each for each in read_tokens(run.path, [sample["row"] for sample in samples])}
+    trained = _trained(run.path, [sample["row"] for sample in samples])
     rows = [
         {
             "row": sample["row"],
@@ -89,7 +90,14 @@ def _kept_group(run_dir: Path, step: int, group: int) -> dict[str, Any]:
     alone = _part(batch, int(position[0]), places)
     advantages = _advantages(config, batch, alone, run_dir)
     rows = [_row_figures(alone, number, advantages, texts) for number in range(len(alone))]
+    if advantages is None:
+        trained = _trained(run_dir, alone.indices.tolist())
+        rows = [row | {"advantage": trained[row["row"]].advantage} if row["row"] in trained else row for row in rows]
     return {"prompt": texts.whole(alone.ragged("prompt_ids")[0]), "rows": rows}
+
+
+def _trained(run_dir: Path, rows: Sequence[int]) -> dict[int, TrainedTokens]:
+    return {each.row: each for each in read_tokens(run_dir, rows)}
 
 
 def token_figures(run_dir: Path, row: int) -> list[dict[str, Any]]:
@@ -191,4 +199,4 @@ def _config(run_dir: Path) -> Config:
 
 
 def _group_bits(run_dir: Path) -> int:
-    return shape_of(_config(run_dir)).group_bits
+    return group_bits_of(_config(run_dir))

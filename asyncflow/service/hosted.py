@@ -56,7 +56,7 @@ class HostedRun:
         self._ending: asyncio.Task[None] | None = None
         self._last_requests: dict[str, float] = {}  # of clients that generated, when the run was over
         self._know_end: set[str] = set()  # of these, those who know it
-        self._turn = asyncio.Lock()  # of what changes the run as a whole
+        self._lock = asyncio.Lock()  # of what changes the run as a whole
         self.uploading = asyncio.Lock()  # weights, by one client at a time
 
     # -- the run as a whole -------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class HostedRun:
 
         Raises `UserError` for what cannot be, and for an engine that is named anew when the run has begun.
         """
-        async with self._turn:
+        async with self._lock:
             named: dict[str, EnginePlace] = {
                 name: place for name, place in (("rollout", rollout), ("train", train)) if place is not None
             }
@@ -109,7 +109,7 @@ class HostedRun:
 
     async def step(self) -> Mapping[str, float] | None:
         """Train one step; see `Trainer.step`."""
-        async with self._turn:
+        async with self._lock:
             return await self.run.step()
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float) -> str:
@@ -141,7 +141,7 @@ class HostedRun:
             self._watching.cancel()
         if self._run is not None:
             self._run.job.interrupt()  # a request that waits for a step is told
-        async with self._turn:
+        async with self._lock:
             try:
                 if self._workers is not None:
                     self._last_requests = self._workers.last_requests

@@ -95,14 +95,14 @@ class Bucket:
         return (1 - self._left) / self._rate
 
 
-class Room:
+class ByteBudget:
     """Budget of bytes that all requests share."""
 
     def __init__(self, num_bytes: int) -> None:
         self.left = self._all = num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Reserve room. Raises `Busy` where there is none at the moment; what is larger than all of it waits until it is alone."""
+        """Reserve bytes. Raises `Busy` where too few are left at the moment; what is larger than all of them waits to be alone."""
         if num_bytes > self.left and self.left < self._all:
             raise Busy(f"{num_bytes} bytes have no room beside the requests under way", 1.0)
         self.left -= num_bytes

@@ -27,6 +27,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from plotly.offline import get_plotlyjs
 
+from asyncflow.run.situations import state_of_driver
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.service.app import Receive, Send
 from asyncflow.service.groups import group_figures, groups_of, steps_with_groups, token_figures
@@ -141,10 +142,11 @@ class WatchedRun:
         line = run.certificate.line if run.certificate is not None else ""
         config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
         parts: Any = self._parts
+        driver = state_of_driver(run.situation) if run.situation is not None else ""
         return {
             "facts": facts,
             "header": str(parts.header(run.name, sections.facts(run), line, sections.figures(run))),
-            "now": str(parts.now(run, sections.workers_now(run), sections.queue_now(run), sections.waits_now(run))),
+            "now": str(parts.now(run, driver, sections.workers_now(run), sections.queue_now(run), sections.waits_now(run))),
             "unscored": str(parts.unscored_responses(sections.unscored(run.unscored))),
             "config": str(parts.configuration(config)),
             **self._sums(run),

@@ -83,9 +83,9 @@ class Audit:
                 self.counts["failed fetches"] += 1
 
     def _leased(self, worker: str, want: Want, handed: Handed) -> None:
-        for meta, attempts in zip(handed.lease.groups, handed.lease.attempts, strict=True):
+        for meta, deliveries in zip(handed.lease.groups, handed.lease.deliveries, strict=True):
             self._metas[meta.group] = meta
-            self.counts["groups delivered again"] += max(attempts) > 0
+            self.counts["groups delivered again"] += max(deliveries) > 0
             if want.installed is None or want.installed not in meta.interval:
                 self.violated(f"{worker} serves version {want.installed} and was given group {meta.group} for {meta.interval}")
 

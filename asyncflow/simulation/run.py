@@ -230,7 +230,7 @@ class SimulatedJob(Job):
     """Whether each storage unit has a process of its own, and so a time of its own."""
 
     def look_at_the_end(self) -> None:
-        """After the run: what must be true now."""
+        """Check what must be true after the run."""
         audit, cluster = self.audit, self._simulated
         audit.finished(self.config.run.steps, sum(int(row["rows/dead"]) for row in self.rows.values()))
         for name in cluster.late:

@@ -96,7 +96,7 @@ class Fingerprinted(Protocol):
 
 
 class StepLog(Protocol):
-    """Told of what a step is trained on, and of its end."""
+    """Listener that is told of what a step is trained on, and of its end."""
 
     def group(self, batch: Batch, results: Sequence[TrainedMicroBatch], advantages: Advantages) -> None:
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""

@@ -312,23 +312,32 @@ function openRun(name) {
 
 const ganttPlace = byId("gantt-place").cloneNode(true);
 
-async function start() {
-  try {
-    runs = await answer("runs");
-  } catch (error) {
-    say(key ? error.message : "this page needs the key that `asyncflow watch` printed: open its whole address", "lost");
-    return;
-  }
-  for (const list of ["runs", "others"]) byId(list).replaceChildren(...runs.map((name) => new Option(name, name)));
+/* Runs that the lists do not have yet come first in them; what is chosen stays. */
+async function listRuns() {
+  const begun = (await answer("runs")).filter((name) => !runs.includes(name));
+  runs = [...begun, ...runs];
+  for (const list of ["runs", "others"]) byId(list).prepend(...begun.map((name) => new Option(name, name)));
   byId("others").parentElement.hidden = runs.length < 2;
-  byId("others").size = Math.min(4, runs.length);
-  if (!runs.length) { say("there is no run here yet: reload when one has begun"); return; }
-  const compared = address.getAll("compare").filter((name) => runs.includes(name));
-  openRun(runs.includes(address.get("run")) ? address.get("run") : runs[0]);
-  for (const option of byId("others").options) option.selected = compared.includes(option.value);
-  if (compared.length) compare(compared);
+  byId("others").size = Math.max(1, Math.min(4, runs.length));
+  if (!runs.length) say("there is no run here yet: look into the list when one has begun");
+  else if (run === null) openRun(runs.includes(address.get("run")) ? address.get("run") : runs[0]);
 }
 
+let isListing = false;
+
+async function lookForRuns() {
+  if (isListing) return;
+  isListing = true;
+  try {
+    await listRuns();
+  } catch (error) {
+    say(key ? error.message : "this page needs the key that `asyncflow watch` printed: open its whole address", "lost");
+  } finally {
+    isListing = false;
+  }
+}
+
+for (const list of ["runs", "others"]) for (const kind of ["focus", "pointerdown"]) byId(list).addEventListener(kind, lookForRuns);
 byId("runs").addEventListener("change", (event) => openRun(event.target.value));
 byId("others").addEventListener("change", (event) => compare([...new Set([run, ...[...event.target.selectedOptions].map((option) => option.value)])]));
 byId("search").addEventListener("submit", (event) => { event.preventDefault(); search(); });
@@ -342,4 +351,4 @@ document.addEventListener("keydown", (event) => {
     "-": () => gantt?.buttons.out(), a: () => gantt?.buttons.all(), f: () => byId("follow").click(), "/": () => byId("search").elements.words.focus() }[event.key];
   if (act) { event.preventDefault(); act(); }
 });
-start();
+lookForRuns();

@@ -130,7 +130,7 @@ class RunReader:
     """Reader of one run's files. `refresh` reads what is new; everything else only looks at what was read.
 
     `rows`: of metrics; `evaluations`, `samples`: of their files; `unscored`: responses that could not be scored; `spans`: their
-    index; `situation`: what the run has last said of itself; `certificate`: of a run that has ended in order.
+    index; `situation`: what the run has last said of itself; `certificate`: of a run that has ended, in order or not.
     """
 
     def __init__(self, path: Path) -> None:

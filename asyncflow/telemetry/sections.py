@@ -16,7 +16,7 @@ from asyncflow.telemetry.gantt import BarKind, colours_of
 from asyncflow.telemetry.hub import UnscoredResponse
 from asyncflow.telemetry.idle import WAIT, Activity
 from asyncflow.telemetry.run_reader import RunReader
-from asyncflow.telemetry.situation import SeenWorker
+from asyncflow.telemetry.situation import IN_ORDER, SeenWorker
 from asyncflow.telemetry.span_index import SpanIndex
 from asyncflow.telemetry.trace import worker_order
 from asyncflow.telemetry.why import Waiting, causes
@@ -204,8 +204,8 @@ def _worker_now(worker: SeenWorker) -> dict[str, Any]:
 
 
 def waits_now(run: RunReader) -> list[Waiting]:
-    """The graph of waits, of a run that goes on or was killed; empty of one that has ended in order."""
-    return [] if run.situation is None or run.certificate is not None else causes(run.situation)
+    """The graph of waits, now or when the run ended; empty of one that has ended in order."""
+    return [] if run.situation is None or run.situation.ended == IN_ORDER else causes(run.situation)
 
 
 def queue_now(run: RunReader) -> dict[str, Any]:

@@ -24,6 +24,9 @@ LEASED: Final = "leased"
 DONE: Final = "done"
 UNKNOWN: Final = "unknown"
 
+IN_ORDER: Final = "it is done"
+"""Why a run has ended that ended in order."""
+
 
 class SeenWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker of the run. `task`, `cause` and `seconds`: the state of its lane. `silence`: since its last report; None: it has

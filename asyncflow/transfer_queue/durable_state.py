@@ -13,8 +13,8 @@ from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
 from asyncflow.types import Array, RunError
 
 REMEMBERED = 65536
-GONE_KEPT = 2048  # of these, in the facts: as many as may go while a lost answer is asked for again
-FACTS = "facts"
+GONE_KEPT = 2048  # of these, in the durable state: as many as may go while a lost answer is asked for again
+DURABLE_STATE_KEY = "facts"
 
 
 class DurableState(msgspec.Struct):
@@ -39,7 +39,7 @@ class DurableState(msgspec.Struct):
 
 
 class SavedDurableState:
-    """The facts, and the storage that keeps them: `keep` after every change. `gone`: groups that went, the latest ones."""
+    """The durable state, and the storage that keeps it: `keep` after every change. `gone`: groups that went, the latest ones."""
 
     def __init__(self, storage: Storage) -> None:
         self.now = DurableState()
@@ -51,8 +51,8 @@ class SavedDurableState:
         """Read the state that an earlier process of the owner's has left. Raises `RunError` where the storage has another one's:
         what has gone there would not come again."""
         attempt = self.now.attempt = owner.attempt if owner is not None else ""
-        if (facts := await self._storage.kept(FACTS)) is not None:
-            self.now, self._kept = msgspec.msgpack.decode(facts, type=DurableState), facts
+        if (kept := await self._storage.kept(DURABLE_STATE_KEY)) is not None:
+            self.now, self._kept = msgspec.msgpack.decode(kept, type=DurableState), kept
             if self.now.attempt != attempt:
                 raise RunError(
                     f"queue.storage has kept the state of another attempt of this run: {type(self._storage).__name__}.open is to "
@@ -61,9 +61,9 @@ class SavedDurableState:
             self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
 
     async def keep(self) -> None:
-        """Keep the facts, if they have changed and something outlives this process."""
+        """Keep the state, if it has changed and something outlives this process."""
         if self._storage.is_durable and (encoded := self.encoded()) != self._kept:
-            await self._storage.keep(FACTS, encoded)
+            await self._storage.keep(DURABLE_STATE_KEY, encoded)
             self._kept = encoded
 
     def encoded(self) -> bytes:

@@ -72,9 +72,9 @@ class Writes:
 class Freeing:
     """Rows that are dropped and still in the storage. While `held_off` is locked nothing is freed: a snapshot may still read it."""
 
-    def __init__(self, storage: Storage, facts: SavedDurableState, writes: Writes, group_bits: int) -> None:
+    def __init__(self, storage: Storage, durable_state: SavedDurableState, writes: Writes, group_bits: int) -> None:
         self.held_off = asyncio.Lock()
-        self._storage, self._facts, self._writes, self._group_bits = storage, facts, writes, group_bits
+        self._storage, self._durable_state, self._writes, self._group_bits = storage, durable_state, writes, group_bits
         self._left: list[tuple[Array, Array]] = []  # rows, and whole groups
         self._one_at_a_time = asyncio.Lock()
 
@@ -85,12 +85,12 @@ class Freeing:
     async def free(self) -> None:
         """Free what has been dropped; while it is held off, leave that to the one that holds it off."""
         async with self._one_at_a_time:
-            await self._facts.keep()  # first: should this process die in between, they are not to come back
+            await self._durable_state.keep()  # first: should this process die in between, they are not to come back
             while self._left and not self.held_off.locked():
                 rows, groups = self._left[0]
                 while self._writes.concern(rows >> self._group_bits):
                     await self._writes.settled.wait()  # what came to the storage after its group has gone would stay there
                 await self._storage.drop(rows, groups)
                 del self._left[0]
-                self._facts.freed(groups.tolist())
-            await self._facts.keep()
+                self._durable_state.freed(groups.tolist())
+            await self._durable_state.keep()

@@ -50,7 +50,7 @@ class Lease(msgspec.Struct, frozen=True):
     token: Token
     groups: list[GroupMeta]
     rows: list[list[int]]
-    attempts: list[list[int]]
+    deliveries: list[list[int]]
     units: list[int]
 
     @property
@@ -59,9 +59,9 @@ class Lease(msgspec.Struct, frozen=True):
         return [row for rows in self.rows for row in rows]
 
     @property
-    def attempt(self) -> int:
+    def most_deliveries(self) -> int:
         """Number of earlier deliveries of its most delivered row."""
-        return max((attempt for attempts in self.attempts for attempt in attempts), default=0)
+        return max((number for numbers in self.deliveries for number in numbers), default=0)
 
     def by_unit(self) -> dict[int, list[int]]:
         """Rows of the lease, by the unit they live on."""
@@ -80,7 +80,7 @@ class Lease(msgspec.Struct, frozen=True):
             self.token,
             [self.groups[g] for g in groups],
             [[self.rows[g][i] for i in kept[g]] for g in groups],
-            [[self.attempts[g][i] for i in kept[g]] for g in groups],
+            [[self.deliveries[g][i] for i in kept[g]] for g in groups],
             [self.units[g] for g in groups],
         )
 

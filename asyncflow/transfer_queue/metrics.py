@@ -46,7 +46,7 @@ def run_metrics(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]
         row[f"queue/oldest_ready_seconds/{name}"] = task.oldest_ready_seconds
     row["queue/stored_bytes"] = float(sum(unit.stored_bytes for unit in units.values()))
     row["queue/rows"] = float(sum(unit.rows for unit in units.values()))
-    row["queue/admission_wait_seconds"] = sum(unit.room.waited_seconds for unit in units.values())
+    row["queue/admission_wait_seconds"] = sum(unit.capacity.waited_seconds for unit in units.values())
     return row
 
 
@@ -78,10 +78,10 @@ class _Collector(Collector):
         gauges: dict[str, tuple[str, Callable[[UnitStatus], float]]] = {
             "rows_held": ("Rows on a storage unit", lambda unit: unit.rows),
             "stored_bytes": ("Bytes of values on a storage unit", lambda unit: unit.stored_bytes),
-            "reserved_bytes": ("Bytes reserved at admission", lambda unit: unit.room.reserved_bytes),
-            "reserved_rows": ("Rows reserved at admission", lambda unit: unit.room.reserved_rows),
-            "admissions_waiting": ("Admissions that wait for room", lambda unit: unit.room.waiting),
-            "longest_admission_wait_seconds": ("Longest wait for room", lambda unit: unit.room.longest_wait_seconds),
+            "reserved_bytes": ("Bytes reserved at admission", lambda unit: unit.capacity.reserved_bytes),
+            "reserved_rows": ("Rows reserved at admission", lambda unit: unit.capacity.reserved_rows),
+            "admissions_waiting": ("Admissions that wait for room", lambda unit: unit.capacity.waiting),
+            "longest_admission_wait_seconds": ("Longest wait for room", lambda unit: unit.capacity.longest_wait_seconds),
         }
         for key, (text, value) in gauges.items():
             family = GaugeMetricFamily(f"asyncflow_queue_unit_{key}", text, labels=["unit"])
@@ -90,5 +90,5 @@ class _Collector(Collector):
             yield family
         waited = CounterMetricFamily("asyncflow_queue_unit_admission_wait_seconds", "Seconds admissions waited", labels=["unit"])
         for number, unit in self._units.items():
-            waited.add_metric([str(number)], unit.room.waited_seconds)
+            waited.add_metric([str(number)], unit.capacity.waited_seconds)
         yield waited

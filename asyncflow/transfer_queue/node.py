@@ -18,7 +18,7 @@ from asyncflow.transport import Arena, Credentials, Peer, Server
 
 
 async def serve_unit(
-    hub: str | Path,
+    directory_address: str | Path,
     number: int,
     storage: Storage,
     address: str | Path,
@@ -28,8 +28,9 @@ async def serve_unit(
     arena: Arena | None = None,
     on_listening: Callable[[str], None] = lambda at: None,
 ) -> None:
-    """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone. `on_listening` is told where."""
-    peer, directory = await _join(hub, f"unit/{number}", credentials)
+    """Be unit `number` of the queue whose directory is served at `directory_address`, until its server has gone. `on_listening` is
+    told where."""
+    peer, directory = await _join(directory_address, f"unit/{number}", credentials)
     term = await directory.term()
     queue = await directory.describe(-1)
     unit = StorageUnit(storage, queue.schema, options)
@@ -46,19 +47,19 @@ async def serve_unit(
 
 
 async def serve_controller(
-    hub: str,
+    directory_address: str,
     task: str,
     address: str | Path,
     *,
     credentials: Credentials | None = None,
     on_listening: Callable[[str], None] = lambda at: None,
 ) -> None:
-    """Be the controller of a task of the queue whose directory is served at `hub`, until the hub has gone.
+    """Be the controller of a task of the queue whose directory is served at `directory_address`, until its server has gone.
 
     Raises `Superseded` when another one has taken the task over.
     """
     name = f"controller/{task}"
-    peer, directory = await _join(hub, name, credentials)
+    peer, directory = await _join(directory_address, name, credentials)
     places = Places(directory, name, peer=peer, credentials=credentials)
     schema, term = (await places.learn()).schema, await directory.term()
     controller = Controller(task, schema, term=term)
@@ -86,6 +87,6 @@ async def serve_controller(
         await places.close()
 
 
-async def _join(hub: str | Path, name: str, credentials: Credentials | None) -> tuple[Peer, Directory]:
-    peer = await Peer.connect(hub, name, credentials=credentials)
+async def _join(directory_address: str | Path, name: str, credentials: Credentials | None) -> tuple[Peer, Directory]:
+    peer = await Peer.connect(directory_address, name, credentials=credentials)
     return peer, remote_directory(peer)

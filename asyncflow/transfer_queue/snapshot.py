@@ -39,18 +39,18 @@ class _SnapshotHeader(msgspec.Struct):
 
     columns: list[Column]
     group_bits: int
-    facts: bytes
+    durable_state: bytes = msgspec.field(name="facts")
     frames: int
 
 
-async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Storage, facts: bytes) -> SnapshotFile:
+async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Storage, durable_state: bytes) -> SnapshotFile:
     """Write what a unit has at this moment. Until this returns, nothing may be freed; new rows may come and are not in it."""
     groups = [(m[i : i + ENTRIES_A_FRAME], mask) for m, mask in index.group_records() for i in range(0, len(m), ENTRIES_A_FRAME)]
     rows = [(r[i : i + ENTRIES_A_FRAME], mask) for r, mask, _ in index.records() for i in range(0, len(r), ENTRIES_A_FRAME)]
     count, a_row_of = index.num_rows, _a_row_of_each_group([r for r, _ in rows], schema.group_bits)
     columns_of_rows = [(r, names) for r, mask in rows if (names := _names(schema, mask, "row"))]
     num_frames = len(groups) + len(columns_of_rows)
-    header = msgspec.msgpack.encode(_SnapshotHeader(list(schema.columns), schema.group_bits, facts, num_frames))
+    header = msgspec.msgpack.encode(_SnapshotHeader(list(schema.columns), schema.group_bits, durable_state, num_frames))
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("wb") as file:
@@ -81,7 +81,7 @@ def snapshot_path(directory: Path | None, name: str) -> Path:
 
 
 def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[list[GroupMeta], Batch]]]:
-    """(facts, frames). Raises `ValueError` when the file is none, is damaged, or is of a queue with other columns."""
+    """(durable state, frames). Raises `ValueError` when the file is none, is damaged, or is of a queue with other columns."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -117,7 +117,7 @@ def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[lis
         if count != header.frames:
             raise ValueError(f"{path} is damaged: it has {count} of its {header.frames} frames")
 
-    return header.facts, frames()
+    return header.durable_state, frames()
 
 
 def _names(schema: Schema, mask: int, per: str) -> list[str]:

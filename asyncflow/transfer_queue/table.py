@@ -109,21 +109,21 @@ class Table:
             if page is None:
                 continue
             first, state, of_lease, deliveries, token = page.first, page.state, page.lease, page.delivery, page.token
-            kept, attempts = [], []
+            kept, before = [], []
             for row in rows:
                 slot = row - first
                 if state[slot] != LEASED or of_lease[slot]:
                     continue
                 of_lease[slot] = number
                 kept.append(row)
-                attempts.append(deliveries[slot])
+                before.append(deliveries[slot])
                 deliveries[slot] += 1
                 held.num_tokens += token[slot]
             if kept:
                 held.rows.extend(kept)
                 lease.groups.append(self._pages.meta(page, group))
                 lease.rows.append(kept)
-                lease.attempts.append(attempts)
+                lease.deliveries.append(before)
                 lease.units.append(page.unit[group - page.first_group])
         held.num_rows = len(held.rows)
         if held.num_rows:
@@ -185,7 +185,7 @@ class Table:
     # -- looking ------------------------------------------------------------------------------------------------------------
 
     def state_of(self, row: int) -> RowState | None:
-        """None for a row that is not known. A row that is picked and not handed out yet counts as leased."""
+        """State of a row; None if it is not known. A row that is picked and not handed out yet counts as leased."""
         page = self._pages.page_of(row)
         state = page.state[row - page.first] if page is not None else ABSENT
         return RowState(state) if state else None

@@ -40,7 +40,7 @@ class UnitStatus(msgspec.Struct):
     rows: int
     stored_bytes: int
     away: list[str]
-    room: CapacityState
+    capacity: CapacityState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class StorageUnit:
 
     def __init__(self, storage: Storage, schema: Schema, options: UnitOptions = AS_USUAL) -> None:
         self.schema = schema
-        room = Capacity(options.capacity_rows, options.capacity_bytes)
-        self.unit_store = UnitStore(storage, schema, room, lambda notice: self._log.post(notice))
+        capacity = Capacity(options.capacity_rows, options.capacity_bytes)
+        self.unit_store = UnitStore(storage, schema, capacity, lambda notice: self._log.post(notice))
         self._log = NoticeLog(uuid.uuid4().hex[:12], options.notify_timeout_seconds, NOTICES_KEPT, self.unit_store.everything)
         self._ended_leases: dict[str, dict[int, None]] = {}  # task -> leases that are over, oldest first
         self._snapshot_dir = options.snapshot_dir
@@ -182,7 +182,7 @@ class StorageUnit:
     async def status(self) -> UnitStatus:
         """State of the unit, for `asyncflow status` and for metrics."""
         unit_store, now = self.unit_store, asyncio.get_running_loop().time()
-        return UnitStatus(unit_store.index.num_rows, unit_store.storage.nbytes, self._log.away(), unit_store.room.state(now))
+        return UnitStatus(unit_store.index.num_rows, unit_store.storage.nbytes, self._log.away(), unit_store.capacity.state(now))
 
     # -- what controllers ask -----------------------------------------------------------------------------------------------
 

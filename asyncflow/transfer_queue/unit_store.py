@@ -32,17 +32,20 @@ T = TypeVar("T")
 
 
 class UnitStore:
-    """Rows in a storage, with their index, their room and the facts. `post` numbers a notice and tells it to the controllers."""
+    """Rows in a storage, with their index, their capacity and the durable state. `post` numbers a notice and tells it to the
+    controllers."""
 
-    def __init__(self, storage: Storage, schema: Schema, room: Capacity, post: Callable[[Notice], asyncio.Future[None]]) -> None:
-        self.storage, self.schema, self.room = storage, schema, room
+    def __init__(
+        self, storage: Storage, schema: Schema, capacity: Capacity, post: Callable[[Notice], asyncio.Future[None]]
+    ) -> None:
+        self.storage, self.schema, self.capacity = storage, schema, capacity
         self.index = Index(schema.group_bits)
         self._post = post
-        self.facts = SavedDurableState(storage)
+        self.durable_state = SavedDurableState(storage)
         self._writers: dict[tuple[str, int], Token] = {}  # (task, row) -> the lease that completed it, the latest ones
         self._num_drops = 0
         self._writes = Writes()
-        self.freeing = Freeing(storage, self.facts, self._writes, schema.group_bits)
+        self.freeing = Freeing(storage, self.durable_state, self._writes, schema.group_bits)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._token_columns = {c.name: c.per for c in schema.columns if c.counts_tokens}
 
@@ -53,16 +56,16 @@ class UnitStore:
             self._take_up(stored.metas, stored.rows, stored.columns)
             await self._weigh(stored.rows, stored.columns)
         self._count_found(list(self.index.metas), self.storage.nbytes)
-        await self.facts.open(owner)
-        unfreed = self.index.rows_of(self.facts.gone)
-        await self._drop(np.union1d(unfreed, self.facts.now.dropped_rows()))
+        await self.durable_state.open(owner)
+        unfreed = self.index.rows_of(self.durable_state.gone)
+        await self._drop(np.union1d(unfreed, self.durable_state.now.dropped_rows()))
 
     def _count_found(self, groups: Sequence[int], num_bytes: int) -> None:
         """Count recovered or restored rows. Their reservation is not known any more: they take what they hold."""
         num_rows = len(self.index.rows_of(groups))
         each = -(-num_bytes // max(1, num_rows))
-        self.room.note([group for group in groups if group in self.index.metas], each)
-        self.room.take(0, each * num_rows)
+        self.capacity.note([group for group in groups if group in self.index.metas], each)
+        self.capacity.take(0, each * num_rows)
 
     async def remove(self) -> None:
         """Remove all that the owner has stored, when all changes have ended."""
@@ -89,13 +92,13 @@ class UnitStore:
             if not new:
                 return []
             reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
-            await self.room.reserve(reserved, reserved * each)
+            await self.capacity.reserve(reserved, reserved * each)
             if not any(self._is_known(meta) for meta in new):
                 break
-            self.room.release(reserved, reserved * each)  # admitted by another request meanwhile
+            self.capacity.release(reserved, reserved * each)  # admitted by another request meanwhile
         new = self._admit(new, each)
         if surplus := reserved - _num_rows(new):  # of a group that is in the request twice
-            self.room.release(surplus, surplus * each)
+            self.capacity.release(surplus, surplus * each)
         self._writes.arrive(new)
         return new
 
@@ -186,19 +189,19 @@ class UnitStore:
 
     def _is_known(self, meta: GroupMeta) -> bool:
         """Whether the group is here, or has been."""
-        return meta.group in self.index.metas or meta.group in self.facts.gone
+        return meta.group in self.index.metas or meta.group in self.durable_state.gone
 
     def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
         """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
         new = self.index.admit(metas)
-        self.room.note([meta.group for meta in new], each)
+        self.capacity.note([meta.group for meta in new], each)
         return new
 
     def _take_back(self, new: Iterable[GroupMeta]) -> None:
         """Groups that could not be written have not been admitted."""
         for meta in new:
             rows, _ = self.index.drop(self.index.rows_of([meta.group]))
-            self.room.leave({meta.group: len(rows)}, [meta.group])
+            self.capacity.leave({meta.group: len(rows)}, [meta.group])
             self._post(Notice(rows=rows.tobytes(), is_drop=True))  # a controller that was told everything meanwhile knows it
 
     # -- out ----------------------------------------------------------------------------------------------------------------
@@ -213,20 +216,20 @@ class UnitStore:
         if len(dropped):
             self._num_drops += 1
             of_rows, groups = (dropped >> self.schema.group_bits).tolist(), [meta.group for meta in gone]
-            self.facts.drop(zip(of_rows, dropped.tolist(), strict=True), groups)
+            self.durable_state.drop(zip(of_rows, dropped.tolist(), strict=True), groups)
             self.freeing.add(dropped, groups)
-            self.room.leave(Counter(of_rows), groups)
+            self.capacity.leave(Counter(of_rows), groups)
             posted = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
         await self.freeing.free()
         if posted is not None:
             await posted
 
-    # -- facts --------------------------------------------------------------------------------------------------------------
+    # -- durable state ------------------------------------------------------------------------------------------------------
 
     async def end(self, notice: Notice) -> None:
         """End what a notice says has ended, a partition of a task or all of it: no more rows of it will come."""
-        self.facts.end(notice)
-        await self.facts.keep()
+        self.durable_state.end(notice)
+        await self.durable_state.keep()
         await self._post(notice)
 
     # -- all of it ----------------------------------------------------------------------------------------------------------
@@ -234,17 +237,17 @@ class UnitStore:
     def everything(self) -> list[Notice]:
         """The notices that tell a controller all there is."""
         notices = [Notice(metas=list(self.index.metas.values()))]
-        dropped = self.facts.now.dropped_rows()
-        notices.append(Notice(rows=dropped.tobytes(), is_drop=True, gone=self.facts.now.gone))
+        dropped = self.durable_state.now.dropped_rows()
+        notices.append(Notice(rows=dropped.tobytes(), is_drop=True, gone=self.durable_state.now.gone))
         for rows, mask, tokens in self.index.records():
             notices.append(Notice(rows=rows.tobytes(), mask=mask, tokens=tokens.tobytes() if self._token_columns else b""))
-        return notices + self.facts.now.ends()
+        return notices + self.durable_state.now.ends()
 
     async def snapshot(self, path: Path) -> SnapshotFile:
         """An exact cut in a file. Other requests are served meanwhile; what they drop is freed at the end."""
         try:
             async with self.freeing.held_off:
-                return await write_snapshot(path, self.schema, self.index, self.storage, self.facts.encoded())
+                return await write_snapshot(path, self.schema, self.index, self.storage, self.durable_state.encoded())
         finally:
             await self._to_its_end(self.freeing.free())
 
@@ -255,22 +258,22 @@ class UnitStore:
         """
         for _ in read_snapshot(path, self.schema)[1]:  # to its end: it is whole
             pass
-        facts, frames = read_snapshot(path, self.schema)
+        durable_state, frames = read_snapshot(path, self.schema)
         count, groups, before = 0, list[int](), self.storage.nbytes
         for metas, batch in frames:
             new = self._admit(metas, 0)
-            self.room.take(_num_rows(new), 0)
+            self.capacity.take(_num_rows(new), 0)
             await self.store(batch, new)
             count += _num_rows(new)
             groups += [meta.group for meta in new]
         self._count_found(groups, self.storage.nbytes - before)
-        found = msgspec.msgpack.decode(facts, type=DurableState)
+        found = msgspec.msgpack.decode(durable_state, type=DurableState)
         for notice in found.ends():
-            self.facts.end(notice)
+            self.durable_state.end(notice)
         dropped = self.index.present(found.dropped_rows())
         await self.drop(dropped)
-        await self.facts.keep()
-        for notice in self.facts.now.ends():
+        await self.durable_state.keep()
+        for notice in self.durable_state.now.ends():
             await self._post(notice)
         return count - len(dropped)
 
@@ -302,7 +305,7 @@ class UnitStore:
 
     def _take_up(self, metas: Sequence[GroupMeta], rows: Array, columns: Sequence[str]) -> None:
         """Recovered rows: in the index as if they had just been written."""
-        self.room.take(_num_rows(self._admit(metas, 0)), 0)
+        self.capacity.take(_num_rows(self._admit(metas, 0)), 0)
         mask = self.schema.mask(columns)
         groups = np.unique(rows >> self.schema.group_bits).tolist()
         self.index.settle_groups(groups, mask & self.schema.group_mask, is_written=True)

@@ -162,7 +162,7 @@ class UnitSubscription:
         return task
 
     async def _remind(self, unit: StorageUnit) -> None:
-        """A unit that lost its memory has lost these facts, too, and the next controller is to find them there."""
+        """A unit that lost its memory has lost this durable state, too, and the next controller is to find it there."""
         with contextlib.suppress(ConnectionLost):  # then it is started once more
             for partition in sorted(self._table.ended_partitions):
                 await unit.end_partition(self._table.spec.name, partition)

@@ -300,7 +300,7 @@ class NetworkReceiver:
     async def _become_receiver(self, lock_fd: int) -> NodeReceiver:
         os.truncate(lock_fd, 0)
         os.write(lock_fd, self._name.encode())
-        for left in self._directory.glob(f"{FILES_PREFIX}*"):  # by the one before; whoever still reads there has the files mapped
+        for left in self._directory.glob(f"{FILES_PREFIX}*"):  # by the one before; readers of it have the files mapped
             shutil.rmtree(left)
         node = NodeReceiver(self._directory / f"{FILES_PREFIX}{uuid.uuid4().hex}", self._options, self._name)
         server = Server({"node": node})

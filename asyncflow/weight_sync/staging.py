@@ -14,8 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from asyncflow.attestation import MODULUS
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.attestation import modulus_of
+from asyncflow.bit_sums import sum_of
 from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.layout import FileLayout
@@ -121,9 +121,9 @@ class Filling:
         for chunk in chunks:
             if self._attested is not None:
                 sent = torch.from_numpy(chunk).view(dtype)
-                total += sum_of_bits(sent.to(self._attested) if dtype.is_floating_point else sent)
+                total += sum_of(name, sent.to(self._attested) if dtype.is_floating_point else sent)
         if self._attested is not None:
-            self.sums[name] = total % MODULUS
+            self.sums[name] = total % modulus_of(name)
 
     def _bytes_of(self, name: str) -> Array:
         begin, end = self.layout.spans[name]

@@ -136,8 +136,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert [p.tolist() for p in leased.batch.ragged("prompt")] == [[m.group] * m.group for m in found.groups]
         if task == "train":
             assert leased.batch.dense("value").tolist() == [self.model.rows[row].value for row in found.indices]
-        attempts = [attempt for of_group in found.attempts for attempt in of_group]
-        assert attempts == self.model.lease(task, token.lease, found.indices)
+        deliveries = [number for of_group in found.deliveries for number in of_group]
+        assert deliveries == self.model.lease(task, token.lease, found.indices)
         key = (task, token.incarnation, token.lease)
         self.leases[key], self.deadlines[key] = found, self.loop.now + LEASE_SECONDS
 
@@ -256,7 +256,7 @@ class QueueMachine(RuleBasedStateMachine):
                 )
         assert (
             sum(unit.rows for unit in units.values())
-            == sum(unit.room.reserved_rows for unit in units.values())
+            == sum(unit.capacity.reserved_rows for unit in units.values())
             == len(self.model.rows)
         )
         values = [row for row, it in self.model.rows.items() if it.value is not None]

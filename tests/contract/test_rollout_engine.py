@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from asyncflow.attestation import fault_of
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.bit_sums import sum_of
 from asyncflow.engines.base import Response, RolloutEngine, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.rollout.vllm.client import ServerLost
@@ -292,8 +292,8 @@ async def test_what_it_attests_is_what_was_installed(opened: Opened) -> None:
             await engine.install(version, installed)
             attested = await engine.attest()
             assert attested is not None
-            assert fault_of(attested, version, {name: sum_of_bits(tensor) for name, tensor in installed.items()}) == ""
-            found = fault_of(attested, version, {name: sum_of_bits(tensor) for name, tensor in other.items()})
+            assert fault_of(attested, version, {name: sum_of(name, tensor) for name, tensor in installed.items()}) == ""
+            found = fault_of(attested, version, {name: sum_of(name, tensor) for name, tensor in other.items()})
             assert f"in {len(attested.parts)} of {len(attested.parts)} parts" in found
 
 

@@ -288,7 +288,7 @@ async def test_overlapping_calls_do_not_disturb_each_other(storage: Storage) -> 
     assert found.dense("reward").tolist() == list(range(8))
 
 
-async def test_facts_are_kept_and_replaced(storage: Storage) -> None:
+async def test_durable_state_is_kept_and_replaced(storage: Storage) -> None:
     assert await storage.kept("epoch") is None
     for value in (b"1", b"", bytes(range(256)) * 4096):
         await storage.keep("epoch", value)

@@ -69,7 +69,7 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["reward.scorer={path: 'missing.py:Score'}"], ["missing.py"]),
         (["rollout.group_size=6", "train.responses_per_micro_batch=4"], ["6 = 1 x 4 + 2", "1, 2, 3, 6"]),
         (["rollout.num_workers=5"], ["rollout.num_workers=5 is more than train.prompts_per_step=4", "1 of them"]),
-        (["plan.train.tp=3"], ["plan.train.tp is 3", "cut by 1, 2 alone"]),
+        (["plan.train.tp=3"], ["plan.train.tp is 3", "sharded by 1, 2 alone"]),
         (["plan.train.pp=9"], ["plan.train.pp is 9", "layers"]),
         (["plan.train.dp=9"], ["plan.train.dp=9", "4 prompts"]),
         (["train.engine=deepspeed", "plan.train.tp=2"], ["deepspeed engine is data parallel only"]),

@@ -41,6 +41,23 @@ def test_a_model_comes_from_the_hub_is_resumed_at_its_commit_and_goes_there_with
         assert json.loads((run_dir / "job.json").read_text())["model"].endswith(Hub({NAME: {"main": MODEL}}).commit(NAME, "main"))
 
 
+def test_an_adapter_goes_to_the_hub_with_its_base_by_name_and_commit(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    hub = Hub({NAME: {"main": MODEL}})
+    with served(hub):
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+        tree = small(model={"path": NAME, "push_to_hub": OURS, "lora": {"rank": 4, "alpha": 8}}, run={"steps": 1})
+        done = run_command("train", write_config(tmp_path, tree), **environment)
+    assert done.returncode == 0, done.stderr
+    files, commit = hub.pushed[OURS], Hub({NAME: {"main": MODEL}}).commit(NAME, "main")
+    settings = json.loads(files["adapter_config.json"])
+    assert (settings["base_model_name_or_path"], settings["revision"]) == (NAME, commit)
+    header, text = files["README.md"].decode().removeprefix("---\n").split("\n---\n", 1)
+    assert yaml.safe_load(header)["library_name"] == "peft" and yaml.safe_load(header)["base_model"] == NAME
+    assert "An adapter of [" in text and "| adapter | rank 4, alpha 8, of all linear layers |" in text
+    model = Path(tree["run"]["dir"]) / tree["run"]["name"] / "model"
+    assert Path(json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]).is_dir()
+
+
 def test_pushing_without_a_token_is_refused_before_anything_starts(
     small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

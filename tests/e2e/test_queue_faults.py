@@ -220,4 +220,4 @@ async def test_what_a_killed_consumer_held_goes_to_another_at_once() -> None:
         leased = await asyncio.wait_for(waiting, patience(20))
         assert time.monotonic() - began < patience(20)  # and not after the 60 s of its lease
         assert leased is not None and leased.lease.indices == held
-        assert leased.lease.attempts == [[1] * GROUP_SIZE] * 3
+        assert leased.lease.deliveries == [[1] * GROUP_SIZE] * 3

@@ -1,4 +1,4 @@
-"""Runs that end in any way, and are gone on with: what they train in the end is what they would have trained."""
+"""Runs that end in any way, and are resumed: what they train in the end is what they would have trained."""
 
 from __future__ import annotations
 

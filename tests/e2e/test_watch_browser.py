@@ -177,6 +177,33 @@ def test_waits_are_a_graph_from_each_to_the_cause_with_their_deadlines(tmp_path,
         assert complaints == []
 
 
+def test_a_run_that_begins_later_is_in_the_list_when_somebody_looks_into_it(tmp_path, background):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with opened(background, runs) as (page, complaints):
+        page.wait_for_function("() => document.getElementById('status').textContent.includes('there is no run here yet')")
+        synthetic_run.write_run(runs / "one")
+        page.locator("#runs").click()
+        page.wait_for_function("() => document.querySelector('#header .value')?.textContent === '10'")  # steps
+        page.locator("#search [name=words]").focus()
+        synthetic_run.write_run(runs / "two", num_steps=4)
+        page.locator("#runs").focus()  # as the keyboard does
+        page.locator("#runs option[value=two]").wait_for(state="attached")
+        assert page.input_value("#runs") == "one" and page.locator("#others").is_visible()
+        page.select_option("#others", ["two"])
+        page.wait_for_function("() => document.getElementById('compared').innerText.includes('2 runs compared')")
+        synthetic_run.write_run(runs / "three", num_steps=3)
+        page.locator("#runs").click()  # it has the focus, perhaps
+        page.locator("#runs option[value=three]").wait_for(state="attached")
+        for name, chosen in (("runs", ["one"]), ("others", ["two"])):
+            listed = page.locator(f"#{name} option")
+            assert sorted(listed.all_inner_texts()) == ["one", "three", "two"]
+            assert listed.evaluate_all("each => each.filter((one) => one.selected).map((one) => one.value)") == chosen
+        page.select_option("#runs", "three")
+        page.wait_for_function("() => document.querySelector('#header .value')?.textContent === '3'")
+        assert complaints == []
+
+
 def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
     synthetic_run.write_run(tmp_path / "runs" / "one")
     synthetic_run.write_run(tmp_path / "runs" / "two", num_steps=4)

@@ -215,7 +215,7 @@ def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> 
     again = simulate(parse(tree), ends=[killed])
     assert not again.violations and again.counts["attempts"] == 1
     steps = [row["step"] for row in again.evaluations]
-    assert steps[0] == 2 and steps[-1] == 8  # 0 was evaluated in the life before
+    assert steps[0] == 2 and steps[-1] == 8  # 0 was evaluated in the attempt before
     figures = {row["step"]: {**row, "left_out": 0} for row in whole.evaluations}
     assert {**again.evaluations[0], "left_out": 0} == figures[2]
     assert min(span.start for span in again.spans if span.task == "forward_backward") < generation(again, 2, evaluation=True)[1]
@@ -223,7 +223,7 @@ def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> 
 
 @pytest.mark.parametrize("mode", in_gate("periodic", of=["periodic", "delayed"]))
 def test_what_was_left_out_is_told_by_the_run_that_goes_on(mode: str) -> None:
-    """The first evaluation lasts longer than the first life."""
+    """The first evaluation lasts longer than the first attempt."""
     tree = tree_of(mode, path="generated:arithmetic", num_workers=1, every_steps=1)
     tree["run"]["steps"] = 6
     whole = simulate(parse(tree))

@@ -133,7 +133,7 @@ BUGS = {
         mock.patch.object(Admissions, "put_back", lambda self, surplus: None),
         "the data's order is",
     ),
-    "rows that are given up stay members of their step": (
+    "rows that have failed stay members of their step": (
         "synchronous",
         mock.patch.object(LedgerService, "fail", lambda self, dead: None),
         "nothing has moved",
@@ -145,7 +145,7 @@ FOUND_BY = {
     "nobody goes back for rows that only old weights may make": 17,
     "whoever is fast is a member": 11,
     "prompts that were not needed do not come again": 3,
-    "rows that are given up stay members of their step": 12,
+    "rows that have failed stay members of their step": 12,
 }
 """Seeds that find a bug, where the first does not: tried before all others, since a search takes seconds."""
 

@@ -106,7 +106,7 @@ def has_critic(config: Config) -> bool:
 
 @pytest.mark.parametrize("mode", in_gate("periodic", of=["periodic", "bounded"]))
 def test_a_prompt_that_is_left_out_is_found(mode: str) -> None:
-    """A life takes another prompt for one that an earlier life had taken from the data and not trained."""
+    """An attempt takes another prompt for one that an earlier attempt had taken from the data and not trained."""
     original, forgotten = Admissions.step, list[int]()
 
     def forgetful(self: Admissions, step: int, num_newest: int = 0) -> tuple[list[GroupMeta], Batch]:

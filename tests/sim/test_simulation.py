@@ -53,7 +53,7 @@ AT_LEAST = {
     "away": 100,
     "back": 50,
     "resync: new session": 1000,
-    "resync: new life of a unit": 200,
+    "resync: restart of a unit": 200,
     "resync: the log is too short": 80,
     "news": 10000,
     "raised StaleToken": 500,

@@ -26,8 +26,8 @@ class Loop:
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.facts, self.plan, self.name = world, world.facts, world.plan, name
-        self.rng = random.Random(f"{world.plan.seed}/{name}/{world.lives[name]}")
-        self.life = world.next_life()
+        self.rng = random.Random(f"{world.plan.seed}/{name}/{world.starts[name]}")
+        self.start_number = world.next_start()
 
     async def main(self) -> None:
         self.queue = await TransferQueueClient.connect("hub", self.name)
@@ -158,14 +158,14 @@ class Roller(Loop):
                 await self._complete(leased, sorted(part))
 
     async def _fail(self, leased: Leased, rows: list[int]) -> None:
-        error = f"{self.name} could not, in its life {self.life}"
+        error = f"{self.name} could not, in its start {self.start_number}"
         for row in rows:
             self.facts.failures[row] += 1
             self.facts.errors[row].add(error)
         await self.insist(lambda: self.queue.fail(leased.lease, rows, error))
 
     async def _complete(self, leased: Leased, rows: list[int]) -> None:
-        value = (self.life, self.lease_number)
+        value = (self.start_number, self.lease_number)
         ids = Ragged.from_arrays([np.array([*value, row]) for row in rows], "int64")
         indices = np.array(rows, np.int64)
         outputs = Batch(indices, np.unique(indices >> self.plan.group_bits), {"ids": ids, "reward": indices.astype(np.float32)})
@@ -201,15 +201,15 @@ class Trainer(Loop):
 class StepTrainer(Trainer):
     """As `workflows.loop.train`: the leases of a step are held until its update is committed, then acknowledged and dropped.
 
-    In a later life it does not ask by step: the step may have ended in the queue, and its rows were given back since.
+    When started again it does not ask by step: the step may have ended in the queue, and its rows were given back since.
     """
 
     async def run(self) -> None:
-        self.is_first = self.world.lives[self.name] == 1
+        self.is_first = self.world.starts[self.name] == 1
         self.held: dict[int, Leased] = {}
         while (step := self.world.version) < self.plan.steps:
             self.world.consumed = set()
-            for past in range(step):  # what an earlier life had committed and not dropped
+            for past in range(step):  # what it had committed at an earlier start and not dropped
                 await self._drop(past)
             for leased in [leased for leased in self.held.values() if leased.lease.groups[0].partition == step]:
                 self.world.consumed.update(leased.lease.indices)
@@ -302,7 +302,7 @@ class StreamTrainer(Trainer):
             self.facts.train(indices[stored].tolist())
 
     async def _give_back(self, leased: Leased) -> None:
-        error = f"{self.name} ran out of memory in its life {self.life}"
+        error = f"{self.name} ran out of memory in its start {self.start_number}"
         for row in leased.lease.indices:
             self.facts.failures[row] += 1
             self.facts.errors[row].add(error)

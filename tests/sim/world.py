@@ -168,7 +168,7 @@ class World:
         self.data: dict[str, bytes] = {}  # of all durable storages
         self.processes: dict[str, Process] = {}
         self.mains: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
-        self.lives: Counter[str] = Counter()
+        self.starts: Counter[str] = Counter()
         self.controllers: list[tuple[Process, SimController]] = []
         self.units: dict[int, SimUnit] = {}
         self.knew: list[tuple[Process, SimController, set[int]]] = []  # rows that controllers knew when their memory was lost
@@ -180,7 +180,7 @@ class World:
         self.closed_steps: set[int] = set()
         self.swept: set[int] = set()
         self.has_fed = self.is_closed = self.may_close = False
-        self._lives = 0
+        self._num_starts = 0
         self._uuids = random.Random(f"{seed}/uuid")
 
     # -- running ------------------------------------------------------------------------------------------------------------
@@ -287,7 +287,9 @@ class World:
         lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
         for number, at in sorted(self.units.items()):
             masks = {row: f"{mask:b}" for rows, mask, _ in at.unit_store.index.records() for row in rows.tolist() if row in left}
-            lines.append(f"unit {number} has {masks}, room {at.unit_store.room.state(self.loop.time())}, away {at._log.away()}")
+            lines.append(
+                f"unit {number} has {masks}, capacity {at.unit_store.capacity.state(self.loop.time())}, away {at._log.away()}"
+            )
         for process, controller in self.controllers:
             if process.is_alive:
                 states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
@@ -306,9 +308,9 @@ class World:
 
     def _spawn(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.mains[name] = main
-        self.lives[name] += 1
+        self.starts[name] += 1
         process = self.processes[name] = Process(self.loop, name)
-        self.network.note(f"{name} starts, life {self.lives[name]}")
+        self.network.note(f"{name} starts, number {self.starts[name]}")
 
         async def guarded() -> None:
             try:
@@ -348,9 +350,9 @@ class World:
         self.counts[f"restart of a {kind}"] += 1
         self.loop.call_later(0.2 + self.rng.random(), self._spawn, name, self.mains[name], context=contextvars.Context())
 
-    def next_life(self) -> int:
-        self._lives += 1
-        return self._lives
+    def next_start(self) -> int:
+        self._num_starts += 1
+        return self._num_starts
 
     async def _hub(self) -> None:
         plan = self.plan
@@ -374,13 +376,13 @@ class World:
             "hub",
             number,
             self._storage(number),
-            f"unit/{number}@{self.lives[f'unit/{number}']}",
+            f"unit/{number}@{self.starts[f'unit/{number}']}",
             options=self.plan.unit_options(),
         )
 
     async def _controller(self, task: str) -> None:
         name = f"controller/{task}"
-        await node.serve_controller("hub", task, f"{name}@{self.lives[name]}")
+        await node.serve_controller("hub", task, f"{name}@{self.starts[name]}")
 
     async def _loop(self, name: str, kind: type[Loop]) -> None:
         await kind(self, name).main()
@@ -515,7 +517,7 @@ class World:
     def is_known_to_have_ended(self, step: int) -> bool:
         """Whether anybody who is alive can still tell of it: then everybody is to hear of it."""
         tables = [c.table for process, c in self.controllers if process.is_alive and c.spec.name == "train"]
-        facts = [unit.unit_store.facts.now for unit in self.units.values() if unit.process.is_alive]
+        facts = [unit.unit_store.durable_state.now for unit in self.units.values() if unit.process.is_alive]
         ended = [*(table.ended_partitions for table in tables), *(fact.ended_partitions.get("train", ()) for fact in facts)]
         return any(step in each for each in ended)
 
@@ -539,7 +541,7 @@ class World:
         """What was handed out may be handed out so."""
         lease, facts = leased.lease, self.facts
         self.counts[f"lease {task}"] += 1
-        if lease.attempt:
+        if lease.most_deliveries:
             self.counts["redelivery"] += 1
         for meta, rows in zip(lease.groups, lease.rows, strict=True):
             if meta != facts.metas.get(meta.group):
@@ -628,7 +630,7 @@ class World:
             counts["expired"] += controller.table.leases.num_expired
             counts["redelivered"] += controller.table.num_redelivered
         for at in self.units.values():
-            counts["admission wait"] += at.unit_store.room.state(self.loop.time()).longest_wait_seconds > 0
+            counts["admission wait"] += at.unit_store.capacity.state(self.loop.time()).longest_wait_seconds > 0
 
 
 def _masks(at: StorageUnit) -> dict[int, int]:
@@ -664,7 +666,7 @@ class SimController(Controller):
         if not news.is_full:
             counts["news"] += 1
         elif is_new_epoch:
-            counts["resync: new life of a unit"] += 1
+            counts["resync: restart of a unit"] += 1
         elif self.epochs.get(unit) == news.epoch:
             counts["resync: the log is too short"] += 1
         else:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncflow.attestation import Attestation, fault_of
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.bit_sums import sum_of, sum_of_bits
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.types import HeldWeights, LoraSpec
@@ -165,6 +165,16 @@ def test_a_sum_does_not_know_the_order_and_knows_every_bit() -> None:
         assert sum_of_bits(tensor) == sum_of_bits(tensor.flatten()[torch.randperm(150)]) == sum_of_bits(tensor.t())
         assert 0 <= sum_of_bits(tensor) < 1 << 32 and sum_of_bits(torch.zeros(5, dtype=dtype)) == 0
         assert sum_of_bits(tensor) != sum_of_bits(tensor * 2)
+
+
+def test_a_sum_over_an_adapter_sees_its_scaling_left_out() -> None:
+    """vLLM keeps B times the scaling, which is a power of two as a rule: in 32 bits such a change adds up to nothing."""
+    b = torch.randn(576, 16)
+    assert sum_of_bits(b) == sum_of_bits(2 * b) and sum_of("q_proj.lora_B.weight", b) != sum_of("q_proj.lora_B.weight", 2 * b)
+    sums = {"q_proj.lora_B.weight": sum_of("q_proj.lora_B.weight", 2 * b)}
+    for scaling, is_right in ((2, True), (1, False), (4, False), (-2, False)):
+        told = Attestation([([*sums], sum_of("q_proj.lora_B.weight", scaling * b))])
+        assert (fault_of(told, 1, sums) == "") == is_right, scaling
 
 
 @pytest.mark.parametrize("count", [1, 65_536, 65_537, 200_000])

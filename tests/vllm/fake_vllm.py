@@ -58,9 +58,9 @@ def tensors_of(file: Path) -> dict[str, bytes]:
     return {name: data[start + place[0] : start + place[1]] for name, place in ((n, h["data_offsets"]) for n, h in header.items())}
 
 
-def sum_of_bits(data: bytes, size: int = 4) -> int:
+def sum_of_bits(data: bytes, size: int = 4, modulus: int = 1 << 32) -> int:
     """Sum of the bits of numbers of so many bytes each, as `asyncflow/bit_sums.py` has it."""
-    return sum(array({4: "i", 2: "h"}[size], data)) % (1 << 32)
+    return sum(array({4: "i", 2: "h"}[size], data)) % modulus
 
 
 def scaled(data: bytes, scaling: float) -> bytes:
@@ -235,7 +235,7 @@ class FakeVllm:
             fields = json.loads((folder / "adapter_config.json").read_text())
             told["lora_rank"], scaling = fields["r"], fields["lora_alpha"] / fields["r"]
             for name, data in tensors_of(folder / "adapter_model.safetensors").items():
-                found = sum_of_bits(scaled(data, scaling) if ".lora_B." in name else data)
+                found = sum_of_bits(scaled(data, scaling) if ".lora_B." in name else data, modulus=1 << 64)
                 told["lora"].append([name.removeprefix("base_model.model."), len(data) // 4, found, 0, []])
         return told
 

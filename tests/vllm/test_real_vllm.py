@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncflow.attestation import fault_of
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.bit_sums import sum_of
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.engine import SlotEngine
@@ -116,7 +116,7 @@ async def fault(
     """What is wrong with what the engine generates with; "": nothing."""
     attested = await engine.attest()
     assert attested is not None, "vLLM is another one: it cannot tell"
-    sums = {name: sum_of_bits(tensor.to(getattr(torch, dtype))) for name, tensor in tensors.items()}
+    sums = {name: sum_of(name, tensor.to(getattr(torch, dtype))) for name, tensor in tensors.items()}
     return fault_of(attested, version, sums, base)
 
 

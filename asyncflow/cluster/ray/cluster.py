@@ -38,8 +38,8 @@ from asyncflow.cluster.base import OWN_DEVICES, Settle, WorkerSpec
 from asyncflow.cluster.ray.connection import HOST_SECONDS, RayConnection, first_sentence, import_ray
 from asyncflow.cluster.ray.host import Letter
 from asyncflow.cluster.ray.places import RayPlaces, WorkerPlace
-from asyncflow.cluster.ray.plan import options_of, pool_of
 from asyncflow.cluster.ray.process import NeverBegan, RayProcess
+from asyncflow.cluster.ray.requirements import options_of, pool_of
 from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
 from asyncflow.config import load
 from asyncflow.devices import COUNTED_AS

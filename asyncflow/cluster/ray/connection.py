@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from asyncflow.cluster.ray.guard import PATIENCE
 from asyncflow.cluster.ray.host import write_private
-from asyncflow.cluster.ray.plan import RayOptions
+from asyncflow.cluster.ray.requirements import RayOptions
 from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.ray.connection import ASK_SECONDS, HOST_SECONDS, RayConnection, first_sentence, import_ray
 from asyncflow.cluster.ray.host import RayHost
-from asyncflow.cluster.ray.plan import RayOptions, Wish
+from asyncflow.cluster.ray.requirements import RayOptions, Wish
 from asyncflow.config import Config
 from asyncflow.types import RunError, UserError
 from asyncflow.waits import RAY_ROOM, waiting

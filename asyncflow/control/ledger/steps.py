@@ -27,8 +27,8 @@ from itertools import chain
 
 from asyncflow.control.ledger.candidates import Candidates, Decided
 from asyncflow.control.ledger.messages import StepTotals
-from asyncflow.control.ledger.plan import ONE_MODEL, ONE_UPDATE, TaskPlan, UpdatePlan
 from asyncflow.control.ledger.step_state import StepState
+from asyncflow.control.ledger.step_tasks import ONE_MODEL, ONE_UPDATE, TaskPlan, UpdatePlan
 from asyncflow.control.ledger.update_progress import UpdateProgress
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta

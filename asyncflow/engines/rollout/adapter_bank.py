@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncflow.attestation import ADAPTER_MODULUS
 from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.lora import check_lora
 from asyncflow.engines.lora_files import A, B, is_lora
@@ -91,7 +92,8 @@ class Adapter:
         for linear, made in self._layers:
             if linear.lora.get(number) is made:
                 for suffix, buffer in ((A, made.a), (B, made.b)):
-                    sums.append((tuple(name for name in made.slices if name.endswith(suffix)), sum_of_bits(buffer)))
+                    names = tuple(name for name in made.slices if name.endswith(suffix))
+                    sums.append((names, sum_of_bits(buffer, ADAPTER_MODULUS)))
         return sums
 
 

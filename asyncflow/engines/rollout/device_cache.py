@@ -23,7 +23,7 @@ from asyncflow.engines.rollout.slot_cache import capped
 from asyncflow.types import Array
 
 COPIED_BYTES: Final = 2**30
-"""Of keys and values that one call attends to, at most: rows of long contexts attend some after others."""
+"""Bytes of keys and values that one call attends to, at most: rows of long contexts attend some after others."""
 
 
 @dataclass(frozen=True, slots=True)

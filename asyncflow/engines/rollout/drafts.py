@@ -127,7 +127,7 @@ class PassSeconds:
 
 
 class Drafting:
-    """How many drafts the slots of a step get. It knows what has become of those before, and no text."""
+    """Decides the number of drafts that the slots of a step get. It knows what has become of earlier ones, and no text."""
 
     def __init__(self, speculation: Speculation, num_slots: int) -> None:
         """`num_slots`: rows that a pass has at most, drafts included: as many as the engine has rows that generate."""

@@ -133,8 +133,8 @@ class MissingKeys:
         return True
 
     def begin_again(self, *, with_turns: bool) -> None:
-        """Other weights: a prompt that is not whole is computed from its beginning, and, `with_turns`, so is one with turns behind
-        it that are not."""
+        """Begin again under other weights: a prompt that is not whole is computed from its beginning, and, `with_turns`, so is one
+        with turns behind it that are not."""
         for prompt in self._prompts:
             prompt.num_done = 0
         turns = list(self._turns)

@@ -6,7 +6,7 @@ Truncated sampling (min-p, top-k, top-p) gives the tokens that are left out the 
 log-prob is that of the distribution of the rest.
 
 Counter-based: there is no generator state to carry, so a lost response is made again from its key alone, in any worker, in any
-batch and at any attempt.
+batch and at any delivery.
 
 N = rows, V = vocabulary.
 """

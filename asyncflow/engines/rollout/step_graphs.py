@@ -27,7 +27,7 @@ MOST_RECORDED: Final = 64
 
 GraphShape = tuple[tuple[int, ...], int]  # of the inputs; the number of adapters, 0 or 1
 INSTALLED_EVERYWHERE: Final = AdapterRows(INSTALLED)
-"""What rows may have in a recorded step: others' adapters come and go."""
+"""Adapter that rows may have in a recorded step: others come and go."""
 
 Compute = Callable[[Tensor, tuple[AdapterRows, ...]], Tensor]
 

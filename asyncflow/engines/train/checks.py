@@ -30,7 +30,7 @@ def check_outside(options: TrainEngineOptions, fields: Mapping[str, Any]) -> Non
     check_family(fields)
     if options.layout.size > 1:
         raise UserError(
-            f"train.engine=outside has no devices of its own to cut a model over: leave out plan.train, which asks for "
+            f"train.engine=outside has no devices of its own to shard a model over: leave out plan.train, which asks for "
             f"{options.layout.size}; trainers outside share the groups of a step as they like"
         )
     if options.has_reference or options.old not in ("current", "rollout"):
@@ -45,7 +45,7 @@ def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     if options.layout.size > 1:
         if options.layout.tp > 1 and options.accumulate == "exact" and options.tokens_per_pass is not None:
             raise UserError(
-                "train.tokens_per_micro_batch is for train.accumulate=fp32 where plan.train.tp cuts matrices: sums over "
+                "train.tokens_per_micro_batch is for train.accumulate=fp32 where plan.train.tp shards matrices: sums over "
                 "tensor-parallel ranks may have other bits at another place of a pass, so exact sums are taken of one micro-batch "
                 "at a time. Leave it out"
             )

@@ -34,15 +34,15 @@ class HostCopies:
         """`specs`: of all weights, which are float32."""
         self._num_bytes = max(4 * math.prod(spec.shape) for spec in specs.values())
         self._memory = memory
-        self._turns: Iterator[Tensor] | None = None
+        self._buffers: Iterator[Tensor] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """A tensor on the CPU as it is, contiguous; of one on a device a copy, which lasts until the one after the next."""
         if tensor.device.type == CPU:
             return tensor.contiguous()
-        if self._turns is None:
-            self._turns = cycle([self._memory(self._num_bytes), self._memory(self._num_bytes)])
-        return next(self._turns)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        if self._buffers is None:
+            self._buffers = cycle([self._memory(self._num_bytes), self._memory(self._num_bytes)])
+        return next(self._buffers)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class CopyStream:

@@ -18,8 +18,8 @@ same.
 That products keep rows apart is a matter of the machine's library: `probe` computes a micro-batch alone and among others, and
 compares the bits.
 
-Left out: modules with weights that are none of linear layer, embedding and RMS norm; weights that are cut by tensor parallelism.
-There a row is a sum over ranks, in an order that may depend on its place in the sequence.
+Left out: modules with weights that are none of linear layer, embedding and RMS norm; weights that are sharded by tensor
+parallelism. There a row is a sum over ranks, in an order that may depend on its place in the sequence.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PassGradients:
         # What depends on it has a gradient, though no weight has.
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         names = {id(parameter): name for name, parameter in model.parameters.items()}
-        self._turns = {name: threading.Lock() for name in model.parameters}
+        self._locks = {name: threading.Lock() for name in model.parameters}
         head = getattr(model.module.get_output_embeddings(), "weight", None)  # a stage of a pipeline may have none
         self._head_name = names.get(id(head))
         self._holds = (
@@ -185,7 +185,7 @@ class PassGradients:
             block_BH[rows] = 0.0
 
     def product(self, rows_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by whoever has nothing else to compute. A row's
+        """Rows times W^T, plus the bias: [P, O]. Some of the rows are computed by threads with nothing else to do. A row's
         bits do not depend on the others if there are `LEAST_ROWS`."""
         parts = self.pieces.parts(len(rows_PI), rows_PI.numel() * len(weight_OI))
         if len(parts) == 1:
@@ -263,7 +263,7 @@ class PassGradients:
 
     def _add_products(self, name: str, *arguments: Any) -> None:
         def add() -> None:
-            with self._turns[name]:  # layers may have a matrix in common
+            with self._locks[name]:  # layers may have a matrix in common
                 self._sums.add_products(name, *arguments)
 
         self.pieces.add(add)

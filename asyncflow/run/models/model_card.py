@@ -5,15 +5,21 @@ configuration, metrics, evaluations --> README.md in the model's folder --> hub_
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from asyncflow.config import Config, dump
+from asyncflow.engines.lora_files import CONFIG_FILE as ADAPTER_CONFIG
 from asyncflow.loops.evaluation import EvaluationRow
+from asyncflow.model_folder import read_json
 from asyncflow.run.models.model_source import HubName, Log, run_module
 from asyncflow.run_dir import RunDir
 from asyncflow.types import RunError, UserError
@@ -36,23 +42,38 @@ async def push_model(
     folder, name = RunDir(config.run_dir).model, config.model.push_to_hub
     assert name is not None
     (folder / CARD_FILE).write_text(model_card(config, rows, evaluations), encoding="utf-8")
+    options = ["--private"] if config.model.private else []
     try:
-        url = (
-            await run_module(
-                "asyncflow.run.models.hub_push", log, str(folder), name, *(["--private"] if config.model.private else [])
-            )
-        )[-1]
+        with _pushed(folder, HubName.of(config.model.path)) as pushed:
+            url = (await run_module("asyncflow.run.models.hub_push", log, str(pushed), name, *options))[-1]
     except (UserError, RunError) as error:
         log(f"the model could not be pushed to the Hugging Face Hub: {error}; it is in {folder}: hf upload {name} {folder}")
     else:
         log(f"the model is at {url}")
 
 
+@contextlib.contextmanager
+def _pushed(folder: Path, base: HubName | None) -> Iterator[Path]:
+    """Context with the folder as others get it: an adapter's base is where it was found on the Hub, not on this machine."""
+    settings = read_json(folder / ADAPTER_CONFIG)
+    if not settings or base is None:
+        yield folder
+        return
+    found = Path(str(settings["base_model_name_or_path"]))  # a snapshot of huggingface_hub's is named by its commit
+    revision = found.name if found.parent.name == "snapshots" else base.revision
+    settings |= {"base_model_name_or_path": base.repo, "revision": revision}
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+        pushed = Path(shutil.copytree(folder, Path(scratch) / "adapter"))
+        (pushed / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        yield pushed
+
+
 def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[EvaluationRow]) -> str:
     """Markdown with the Hub's header: what was trained, on what, how, and what came of it. `rows`: metrics by step."""
     path, data = config.model.path, config.data.path or "prompts that came over the wire"
     base, title = HubName.of(path), config.model.push_to_hub or config.run.name
-    header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    lora = config.model.lora
+    header: dict[str, Any] = {"library_name": "transformers" if lora is None else "peft", "pipeline_tag": "text-generation"}
     if base is not None:
         header["base_model"] = base.repo
     if config.data.path is not None and "/" in data and not Path(data).exists():
@@ -61,16 +82,21 @@ def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluati
     train, rollout = config.train, config.rollout
     scorers = ", ".join(part.scorer.name for part in config.reward.parts.values())
     models = [f"the reward model {config.reward.model.path}"] if config.reward.model is not None else []
+    of_what, adapter = "", list[str]()
+    if lora is not None:
+        targets = ", ".join(lora.targets) or "all linear layers"
+        of_what, adapter = "An adapter of ", [f"| adapter | rank {lora.rank}, alpha {lora.alpha:g}, of {targets} |"]
     lines = [
         f"# {title.rpartition('/')[2]}",
         "",
-        f"{_linked(path, base)}, trained with {config.algorithm.name.upper()} by AsyncFlow for {config.run.steps} steps of "
-        f"{train.prompts_per_step} prompts with {rollout.group_size} responses each, schedule {config.schedule.name}.",
+        f"{of_what}{_linked(path, base)}, trained with {config.algorithm.name.upper()} by AsyncFlow for {config.run.steps} steps "
+        f"of {train.prompts_per_step} prompts with {rollout.group_size} responses each, schedule {config.schedule.name}.",
         "",
         "| | |",
         "|---|---|",
         f"| data | {data}{f', {config.data.subset}' if config.data.subset else ''} |",
         f"| reward | {' and '.join([*([scorers] if scorers else []), *models])} |",
+        *adapter,
         f"| learning rate | {train.learning_rate:g}, {train.learning_rate_schedule}, {train.warmup_steps} updates of warm-up |",
         f"| sampling | temperature {rollout.temperature:g}, at most {rollout.max_new_tokens} tokens |",
         f"| seed | {config.run.seed} |",

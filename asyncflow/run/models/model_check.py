@@ -45,7 +45,7 @@ async def checked(path: str, overrides: Sequence[str], scratch: Path, log: Log =
         raise UserError(f"{path} is no folder with a model in Hugging Face format: it has no config.json")
     module = _module(path, folder)
     context = _context(config, module)
-    lines = [*_model(path, folder, module), *_training(config, fields), *_rollout(fields, context)]
+    lines = [*_model(path, folder, module), *_training(config, fields), *_rollout(config, fields, context)]
     return [*lines, *_memory(config, fields, module, context)]
 
 
@@ -92,7 +92,7 @@ def _context(config: Config, module: Any) -> int:
     return config.model.max_context_tokens or min(assumed, getattr(module.config, "max_position_embeddings", None) or assumed)
 
 
-def _rollout(fields: Mapping[str, Any], context: int) -> Iterator[str]:
+def _rollout(config: Config, fields: Mapping[str, Any], context: int) -> Iterator[str]:
     """Verdicts of the rollout engines on a model, a line each."""
     try:
         window = DecoderConfig.from_fields(fields).max_window
@@ -107,7 +107,7 @@ def _rollout(fields: Mapping[str, Any], context: int) -> Iterator[str]:
         else:
             limit = "" if window is None else f", up to a context of {window:,} tokens, which its windows are"
             yield f"rollout.engine  slots: yes{limit}"
-    yield "rollout.engine  transformers: yes"
+    yield f"rollout.engine  transformers: {'yes' if config.model.lora is None else 'no: it applies no low-rank adapters'}"
     yield "rollout.engine  vllm: as vLLM's list of models says (docs/vllm.md)"
 
 

@@ -30,8 +30,10 @@ from asyncflow.model_folder import read_json
 from asyncflow.run.preparation.prompts import DataRows
 from asyncflow.types import RunError, UserError
 
+CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes that transformers makes for a causal language model."""
 SHAPES: Final = "shapes:"
-"""Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
+"""Prefix of the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
 RANDOM: Final = "random:"
 GGUF: Final = ".gguf"
 _HUB_NAME: Final = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*?)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
@@ -109,7 +111,7 @@ def check_folder(option: str, folder: Path, path: str) -> Path:
         hint = "it has no config.json" if folder.exists() else "there is none, and it has not the form owner/name of the Hub's"
         raise UserError(f"{option} {path!r} is no folder with a model in Hugging Face format: {hint}")
     architectures = settings.get("architectures") or []  # none: the architecture follows from model_type
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+    if architectures and not any(str(name).endswith(CAUSAL) for name in architectures):
         raise UserError(f"{option} {path!r} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
     if not [*folder.glob("*.safetensors")]:
         raise UserError(f"{option} {path!r} has no weights in safetensors format; write them with transformers' save_pretrained")

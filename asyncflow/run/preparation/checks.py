@@ -334,6 +334,7 @@ def check_needs_no_outsider(config: Config) -> None:
 
 
 def check_enough(config: Config, count: int, what: str) -> None:
+    """Check that the data have enough prompts (`count`, named by `what`) for a step. Raises `UserError`."""
     if count < config.train.prompts_per_step:
         raise UserError(
             f"{config.data.path} has {count} {what}, and a step takes train.prompts_per_step = {config.train.prompts_per_step} "

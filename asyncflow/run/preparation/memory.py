@@ -226,15 +226,15 @@ def _activations(config: Config, shapes: Shapes, tokens: int) -> MemoryUse:
 def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUse]:
     """Per device that generates, all slots being at the end of their context."""
     rollout, chosen = config.rollout, config.rollout.engine
-    is_cut = chosen.name == "vllm"
-    tp = int(chosen.options.get("tensor_parallel", 1)) if is_cut else 1
-    instances = int(chosen.options.get("instances", 1)) if is_cut else 1
+    is_sharded = chosen.name == "vllm"
+    tp = int(chosen.options.get("tensor_parallel", 1)) if is_sharded else 1
+    instances = int(chosen.options.get("instances", 1)) if is_sharded else 1
     b, slots = _BYTES[rollout.dtype], -(-(rollout.num_slots + config.num_parked) // instances)
     kv = shapes.kv_bytes_per_token(b) / min(tp, shapes.kv_heads)
     how = f"{kv:,.0f} B a token x {slots:,} slots x {context:,} tokens"
     parts = [
         MemoryUse("weights", b * shapes.parameters / tp, f"{b} B x {shapes.parameters:,} / tensor_parallel {tp}"),
-        MemoryUse("keys and values", kv * slots * context, how + (": at most; vLLM takes what there is" if is_cut else "")),
+        MemoryUse("keys and values", kv * slots * context, how + (": at most; vLLM takes what there is" if is_sharded else "")),
     ]
     if chosen.name == "slots" and kind_of(rollout.device) != CPU:
         of_row = kv / shapes.layers * context
@@ -245,7 +245,7 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
 
 
 def reference_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
-    """Per device of a reference that is a task of its own, which is not cut. `prompt_tokens`: of the longest prompt."""
+    """Per device of a reference that is a task of its own, which is not sharded. `prompt_tokens`: of the longest prompt."""
     train = config.train
     b, tokens = _BYTES[train.frozen_dtype or train.dtype], micro_batch_tokens(config, prompt_tokens)
     width, chunk = _width(shapes), min(tokens, train.log_prob_chunk_tokens)
@@ -324,13 +324,13 @@ def parts_by_task(config: Config, shapes: Shapes, prompt_tokens: int, context: i
     found = {"train": training_parts(config, shapes, prompt_tokens), "rollout": rollout_parts(config, shapes, context)}
     if num_on_devices(config):
         found["helpers"] = helper_parts(config, shapes, prompt_tokens)
-    found |= uncut_parts(config, shapes, of_critic, of_reward, prompt_tokens, context)
+    found |= unsharded_parts(config, shapes, of_critic, of_reward, prompt_tokens, context)
     if not config.plan.values.num_workers:
         found.pop("values", None)
     return found
 
 
-def uncut_parts(
+def unsharded_parts(
     config: Config, shapes: Shapes, of_critic: Shapes, of_reward: Shapes | None, prompt_tokens: int, context: int
 ) -> dict[str, list[MemoryUse]]:
     """Parts of the memory of each device, by its task, where that is not sharded. `of_reward`: None: the reward model is

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.bit_sums import sum_of
 from asyncflow.config import MOST_CHARACTERS, Config, parse
 from asyncflow.devices import devices_of
 from asyncflow.engines.base import TrainEngine
@@ -141,7 +141,7 @@ def read_weights(folder: Path, dtype: str = "float32") -> ReadWeights:
 
 def sums_of(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, int]:
     """Sum of each tensor's bits, as engines of this dtype have it."""
-    return {name: sum_of_bits(tensor.to(getattr(torch, dtype))) for name, tensor in tensors.items()}
+    return {name: sum_of(name, tensor.to(getattr(torch, dtype))) for name, tensor in tensors.items()}
 
 
 @asynccontextmanager

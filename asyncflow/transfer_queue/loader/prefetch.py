@@ -69,7 +69,7 @@ class StreamSource:
             raise TimeoutError(f"{self.address} has not said within {CONNECT_SECONDS:g} s what queue it is") from error
 
     async def fetch(self, client: TransferQueueClient, lease: Lease) -> Fetched | None:
-        """None when all rows of the lease have been dropped."""
+        """Data of a lease; None when all of its rows have been dropped."""
         columns = client.schema.task(lease.token.task).reads if self.columns is None else self.columns
         leased = await client.fetch(lease, columns)
         if leased is None:

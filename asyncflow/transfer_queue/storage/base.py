@@ -56,10 +56,10 @@ class Storage(Protocol):
         """Rows that have outlived an earlier process."""
 
     async def keep(self, name: str, value: bytes) -> None:
-        """Keep a small fact of the unit's own, in place of the one of this name before."""
+        """Keep a part of the unit's durable state, in place of the one of this name before."""
 
     async def kept(self, name: str) -> bytes | None:
-        """The fact of this name."""
+        """The part of this name."""
 
     @property
     def nbytes(self) -> int:

@@ -32,7 +32,7 @@ class MemoryStorage:
         """`unit`, which every storage is told, makes no difference to this one."""
         self._group_bits = 0
         self._columns: dict[str, ColumnSegments] = {}
-        self._facts: dict[str, bytes] = {}
+        self._kept: dict[str, bytes] = {}
 
     async def open(self, schema: Schema, owner: QueueOwner | None = None) -> None:
         """See `Storage.open`."""
@@ -78,11 +78,11 @@ class MemoryStorage:
 
     async def keep(self, name: str, value: bytes) -> None:
         """See `Storage.keep`."""
-        self._facts[name] = value
+        self._kept[name] = value
 
     async def kept(self, name: str) -> bytes | None:
         """See `Storage.kept`."""
-        return self._facts.get(name)
+        return self._kept.get(name)
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +100,7 @@ class MemoryStorage:
     async def close(self) -> None:
         """See `Storage.close`."""
         self._columns.clear()
-        self._facts.clear()
+        self._kept.clear()
 
     def _remove(self, rows: Array, groups: Array, names: Iterable[str]) -> None:
         keys = {"row": Keys(rows), "group": Keys(groups)}

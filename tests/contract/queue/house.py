@@ -257,4 +257,4 @@ def everything(groups: Sequence[int]) -> Batch:
 
 
 async def room(client: TransferQueueClient) -> Any:
-    return (await within(client.status()))[1][0].room
+    return (await within(client.status()))[1][0].capacity

@@ -45,7 +45,7 @@ async def test_dropping_frees_everything(client: TransferQueueClient) -> None:
     await client.drop([])
     await client.drop([0, 1, 4, 5, 8, 9, 77])
     tasks, units = await client.status()
-    assert await stored_bytes(client) == 0 and sum(unit.rows + unit.room.reserved_rows for unit in units.values()) == 0
+    assert await stored_bytes(client) == 0 and sum(unit.rows + unit.capacity.reserved_rows for unit in units.values()) == 0
     assert await counts(client, "rollout") == {} == await counts(client, "train")
     assert tasks["rollout"].counts["done_total"] == 6
 

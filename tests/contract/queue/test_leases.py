@@ -103,10 +103,10 @@ async def test_a_row_is_marked_for_one_lease(client: TransferQueueClient) -> Non
 async def test_a_failed_row_comes_again_and_is_dead_for_everybody_in_the_end(client: TransferQueueClient) -> None:
     await put(client, 0)
     first = (await leased(client)).lease
-    assert first.attempts == [[0, 0]]
+    assert first.deliveries == [[0, 0]]
     await client.fail(first, [1], "the reward broke")
     again = (await leased(client)).lease
-    assert (again.rows, again.attempts, again.attempt) == ([[1]], [[1]], 1)
+    assert (again.rows, again.deliveries, again.most_deliveries) == ([[1]], [[1]], 1)
     assert (await status(client, "rollout")).dead == {}
     await client.complete(first, outputs(0))
     waiting = await parked(client.lease("train"))
@@ -147,7 +147,7 @@ async def test_a_late_failure_is_nothing(open_house: Open) -> None:
     await put(client, 0)
     old = (await leased(client)).lease
     new = (await leased(client)).lease  # when it has expired
-    assert new.rows == [[0, 1]] and new.attempts == [[1, 1]]
+    assert new.rows == [[0, 1]] and new.deliveries == [[1, 1]]
     for _ in range(3):
         await client.fail(old, [0, 1], "too late")
     assert (await status(client, "rollout")).dead == {}
@@ -227,6 +227,6 @@ async def test_what_a_leaving_worker_held_goes_to_another_at_once(house: House) 
     waiting = await parked(stayer.lease("rollout"))
     await house.leave("leaver")
     found = await within(waiting, 1.0)
-    assert found is not None and found.lease.rows == [[0, 1]] and found.lease.attempts == [[1, 1]]
+    assert found is not None and found.lease.rows == [[0, 1]] and found.lease.deliveries == [[1, 1]]
     assert (await within(stayer.complete(found.lease, outputs(0)))).tolist() == [True]
     assert (await within(stayer.complete(held, outputs(0, 1)))).tolist() == [False, False]  # the unit has been told meanwhile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import stat
 import webbrowser
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from asyncflow.cli.merge import merge
-from asyncflow.cli.watch import _open
+from asyncflow.cli.watch import _open, predicted
 from asyncflow.engines.lora_files import write_lora
 from asyncflow.types import LoraSpec, UserError
 from tests.conftest import MODEL
@@ -50,9 +52,42 @@ def test_an_adapter_is_merged_into_the_base_that_is_named(
 def test_the_key_of_a_page_is_in_no_argument_of_the_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    _open("http://127.0.0.1:1/watch#key=secret&compare=a", tmp_path)
+    _open("http://127.0.0.1:1/watch/#key=secret", tmp_path)
     (uri,) = opened
     assert "secret" not in uri
     file = Path(unquote(urlparse(uri).path))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert "url=http://127.0.0.1:1/watch#key=secret&amp;compare=a" in file.read_text()
+    assert 'url=http://127.0.0.1:1/watch/#key=secret"' in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("section", "is_told"),
+    [
+        ({}, True),
+        ({"reward": {"scorer": "OWN"}}, True),  # a simulation sleeps instead
+        ({"algorithm": "OWN"}, False),
+        ({"schedule": {"path": "OWN"}}, False),
+        ({"weight_sync": {"name": "OWN"}}, False),
+        ({"queue": {"samplers": {"rollout": "OWN"}}}, False),
+    ],
+)
+async def test_nothing_is_predicted_where_code_that_a_run_names_would_be_imported(
+    section: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_told: bool
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    async def ask(*command: str, **_: object) -> object:
+        asked.append(command)
+        raise InterruptedError
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", ask)
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"scorer": "exact_match"}, **section}
+    own = tmp_path / "own.py"
+    own.write_text("raise AssertionError")
+    (tmp_path / "config.yaml").write_text(json.dumps(tree).replace("OWN", f"{own}:Own"))
+    if is_told:
+        with pytest.raises(InterruptedError):
+            await predicted(tmp_path, "schedule=bounded")
+    else:
+        assert await predicted(tmp_path, "schedule=bounded") == ""
+    assert bool(asked) == is_told

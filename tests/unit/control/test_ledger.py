@@ -25,7 +25,7 @@ from asyncflow.control.ledger import (
     Update,
     UpdatePlan,
 )
-from asyncflow.control.ledger.plan import ONE_MODEL
+from asyncflow.control.ledger.step_tasks import ONE_MODEL
 from asyncflow.control.modes import Periodic, Synchronous
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal

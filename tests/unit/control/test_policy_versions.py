@@ -586,7 +586,7 @@ def test_the_interval_of_every_mode_lies_in_what_the_board_keeps() -> None:
             assert interval.low >= step - schedule.max_staleness or interval.low == 0, mode
 
 
-# -- a run that is gone on with -------------------------------------------------------------------------------------------------
+# -- a run that is resumed ------------------------------------------------------------------------------------------------------
 
 
 async def test_nobody_joins_before_the_version_that_the_run_goes_on_from_is_published() -> None:

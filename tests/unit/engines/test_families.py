@@ -33,6 +33,7 @@ def test_a_family_is_computed_as_transformers_does(name: str, ranks: Processes |
     assert [*found.cuts] == ([*CUTS] if kind in FAMILIES else [])
     of_page, made = next(row for row in rows() if row[:2] == made_row(name, found)[:2]), made_row(name, found)
     assert [of_page[column] for column in (2, 3, 5, 6)] == [made[column] for column in (2, 3, 5, 6)], "the page is of other results"
+    assert [of_page[column] == "-" for column in (7, 8)] == [made[column] == "-" for column in (7, 8)], "other engines generate"
 
 
 def made_row(name: str, found: Findings) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncflow.engines.lora_files import lora_shapes
 from asyncflow.run.models.model_source import HubName, check_folder, folder_of, gguf_file, is_made
-from asyncflow.types import UserError
+from asyncflow.types import LoraSpec, UserError
 from tests.conftest import MODEL
 from tests.hub import TOKEN, Hub, served
 from tests.patience import patience
@@ -161,3 +163,21 @@ def test_gguf_files(tmp_path: Path) -> None:
     assert gguf_file(tmp_path) == tmp_path / "a-Q4.gguf"
     (tmp_path / "config.json").write_text("{}")  # a folder in Hugging Face format, whatever else it holds
     assert gguf_file(tmp_path) is None and gguf_file(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"), [("GPT2LMHeadModel", True), ("T5ForConditionalGeneration", False), ("BertModel", False)]
+)
+def test_a_class_that_transformers_makes_for_causal_language_models_is_taken(tmp_path: Path, name: str, is_taken: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    (tmp_path / "model.safetensors").touch()
+    if is_taken:
+        assert check_folder("model.path", tmp_path, NAME) == tmp_path
+    else:
+        with pytest.raises(UserError, match=f"is a {name}; it takes a causal language model"):
+            check_folder("model.path", tmp_path, NAME)
+
+
+def test_a_model_without_linear_layers_gets_no_adapter() -> None:
+    with pytest.raises(UserError, match="no linear layers of the kind that gets an adapter"):
+        lora_shapes({}, LoraSpec(rank=4, alpha=8.0))

@@ -1,4 +1,4 @@
-"""What a run's folder holds when it is gone on with, and what may be other then."""
+"""What a run's folder holds when it is resumed, and what may be other then."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_the_drivers_part_comes_back_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "is_whole", "expected"),
-    [(5, None, [1, 2]), (5, False, [1, 2]), (5, True, [1]), (2, None, [1]), (2, False, [1, 2])],  # the last was gone on with before
+    [(5, None, [1, 2]), (5, False, [1, 2]), (5, True, [1]), (2, None, [1]), (2, False, [1, 2])],  # the last was resumed before
 )
-def test_rows_are_made_again_unless_a_life_has_lost_none_or_had_no_step_left(
+def test_rows_are_made_again_unless_an_attempt_has_lost_none_or_had_no_step_left(
     steps: int, is_whole: bool | None, expected: list[int], tmp_path: Path
 ) -> None:
     config = dump(parse({**TREE, "run": {"steps": steps}}))

@@ -1,4 +1,4 @@
-"""The driver's end of a checkpoint: it becomes one when all parts are there, and none of them is left of one that is given up."""
+"""The driver's end of a checkpoint: it becomes one when all parts are there, and none of them is left of one that failed."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncflow.service.limits import WRITTEN_AT_ONCE, Bucket, Busy, Callers, Limits, Room, WholeAnswers
+from asyncflow.service.limits import WRITTEN_AT_ONCE, Bucket, Busy, ByteBudget, Callers, Limits, WholeAnswers
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
@@ -18,19 +18,19 @@ def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
     assert [bucket.take(100.0) for _ in range(4)][:3] == [0.0] * 3  # never more than the burst
 
 
-def test_room_is_shared_and_what_is_larger_than_all_of_it_comes_alone() -> None:
-    room = Room(100)
-    room.take(60)
+def test_the_budget_is_shared_and_what_is_larger_than_all_of_it_comes_alone() -> None:
+    budget = ByteBudget(100)
+    budget.take(60)
     with pytest.raises(Busy):
-        room.take(41)
-    room.take(40)
-    room.give_back(60)
-    room.give_back(40)
-    room.take(1000)
+        budget.take(41)
+    budget.take(40)
+    budget.give_back(60)
+    budget.give_back(40)
+    budget.take(1000)
     with pytest.raises(Busy):
-        room.take(1)
-    room.give_back(1000)
-    room.take(1)
+        budget.take(1)
+    budget.give_back(1000)
+    budget.take(1)
 
 
 def test_each_key_has_its_own_rate_and_its_own_requests_under_way() -> None:

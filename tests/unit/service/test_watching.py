@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import importlib.util
 import json
+import os
+import re
+import socket
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import msgspec
@@ -16,6 +22,8 @@ import numpy as np
 import pytest
 import yaml
 
+from asyncflow.loops.transcript import EpisodeEnd
+from asyncflow.run import situations
 from asyncflow.service import watching
 from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.keys import KeyRing
@@ -23,6 +31,10 @@ from asyncflow.service.limits import Limits
 from asyncflow.service.watching import PUBLIC, LocalOnly, Watched, WatchedRun, watch_routes
 from asyncflow.telemetry.advice import Advice
 from asyncflow.telemetry.batches import BatchLog
+from asyncflow.telemetry.certificate import Observed
+from asyncflow.telemetry.hub import UnscoredResponse
+from asyncflow.telemetry.sample_search import FAILED
+from asyncflow.telemetry.situation import IN_ORDER, SeenWorker, Situation, write_situation
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.types import Batch, Ragged
 from tests.patience import patience
@@ -46,7 +58,8 @@ class Page:
         paths, audit = GatePaths(public=PUBLIC), AuditLog(None)
         self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(), audit=audit, paths=paths)
         self.app.add_middleware(LocalOnly)
-        self.app.include_router(watch_routes(Watched(self.folder)))
+        self.watched = Watched(self.folder)
+        self.app.include_router(watch_routes(self.watched))
 
     def client(self, *, has_key: bool = True, host: str = "127.0.0.1:8000", **headers: str) -> httpx2.AsyncClient:
         sent = {"Authorization": f"Bearer {self.secret}"} if has_key else {}
@@ -121,7 +134,22 @@ async def test_what_is_asked_for_is_told(page: Page) -> None:
     async with page.client() as client:
         assert (await client.get("/watch/api/gantt?run=../one&start=0&end=1")).status_code == 404
         assert (await client.get("/watch/api/samples?run=one&least_reward=much")).status_code == 422
-    assert (await page.get("samples", run="one", ended="failed"))["total"] == 0
+
+
+async def test_samples_are_chosen_by_each_way_in_which_they_end(page: Page) -> None:
+    ends = [*get_args(EpisodeEnd), FAILED]
+    unscored = UnscoredResponse("raised", "ValueError", "", "2 + 2?", "4", {})
+    (page.folder / "one" / "unscored.jsonl").write_bytes(msgspec.json.encode(unscored) + b"\n")
+    with (page.folder / "one" / "samples.jsonl").open("a") as file:
+        for end in get_args(EpisodeEnd):
+            file.write(json.dumps({"step": 0, "purpose": "train", "row": 99, "response": end, "finish_reason": end}) + "\n")
+    async with page.client() as client:
+        (offered,) = re.findall(r'<select name="ended">(.*?)</select>', (await client.get("/watch/")).text)
+    assert re.findall(r"<option>(\w+)</option>", offered) == ends
+    await anext(page.watched.run("one").changes())
+    for end in ends:
+        found = (await page.get("samples", run="one", ended=end))["samples"]
+        assert found and {sample["finish_reason"] for sample in found} == {end}
 
 
 async def test_advice_about_a_run_that_has_ended_says_what_the_planner_predicts(page: Page) -> None:
@@ -154,6 +182,52 @@ async def test_events_tell_what_is_new_of_a_run_that_goes_on(page: Page) -> None
     assert second["facts"]["steps"].startswith("5 ")
     assert "config" not in second  # it has not changed
     await changes.aclose()
+
+
+def situation(**known: Any) -> Situation:
+    """One in which the trainer waits."""
+    worker = SeenWorker(name="trainer/0", task="wait", cause="rows", seconds=41.0, silence=0.1)
+    told = {"run": "one", "time": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "committed": 3, "steps": 9}
+    return Situation(**{**told, "idle": 41.0, "workers": [worker], **known})
+
+
+async def now(page: Page, situation: Situation) -> str:
+    """What the page says of a run with this situation."""
+    write_situation(page.folder / "one", situation)
+    return html.unescape((await anext(WatchedRun(page.folder / "one").changes()))["now"])
+
+
+@pytest.mark.parametrize(
+    ("ended", "has_waits"), [(IN_ORDER, False), ("it was interrupted", True), ("the scorer <b> raised ValueError", True)]
+)
+async def test_the_page_says_why_a_run_has_ended(page: Page, ended: str, *, has_waits: bool) -> None:
+    facts = {"schedule": "periodic", "promised_staleness": 0, "steps": 3, "planned_steps": 9, "rows_redelivered": 0}
+    certificate = Observed().certificate(**facts, reward_failures={}, why_not_deterministic="")
+    certificate.write(page.folder / "one")  # at every end there is one
+    shown = await now(page, situation(ended=ended))
+    assert f"3 of 9 steps are committed; it ended 0 s ago: {ended}. When it ended, nothing has moved for 41 s." in shown
+    assert ("What waits for what" in shown) == has_waits
+    assert "What its workers did last" in shown
+    shown = await now(page, situation())
+    assert "The run has ended, and has not said why." in shown and "What waits for what" in shown
+
+
+async def test_the_page_says_of_the_driver_what_asyncflow_why_says(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    hour_ago = time.time() - 3600
+    seen = {
+        "3 of 9 steps are committed; nothing has moved for 41 s.": situation(),
+        f"its driver (process {gone.pid}) is gone without a word: it was killed, or its disk was full, 60 min ago or later. "
+        "At last nothing has moved for 41 s.": situation(pid=gone.pid, time=hour_ago),
+        "as of 60 min ago, on elsewhere, nothing has moved for 41 s.": situation(host="elsewhere", time=hour_ago),
+    }
+    for words, each in seen.items():
+        shown = await now(page, each)
+        assert words in shown and "What waits for what" in shown
+    monkeypatch.setattr(situations, "DRIVER_SECONDS", -1.0)
+    silent = rf"its driver \(process {os.getpid()}, \w+\) has written nothing for \d+ s\. Before that nothing has moved for 41 s\."
+    assert re.search(silent, await now(page, situation()))
 
 
 async def test_a_large_file_is_read_between_two_looks_and_requests_get_in_between(
@@ -240,3 +314,11 @@ async def test_a_group_is_told_token_by_token_with_its_advantages(page: Page) ->
     async with page.client() as client:
         assert (await client.get("/watch/api/groups?run=one&step=9")).json() == []
         assert (await client.get("/watch/api/group?run=one&step=2&group=9")).status_code == 400
+    trained = [TrainedTokens(6, 2, 0, 2, advantage=0.25), TrainedTokens(5, 2, 0, 2, advantage=9.0)]
+    (folder / "tokens.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in trained))
+    assert await page.get("group", run="one", step=2, group=3) == told  # as the algorithm computes them
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"algorithm": f"{folder / 'mine.py'}:Mine"}))
+    (folder / "mine.py").write_text("raise AssertionError('code of a run is never executed')")
+    mine = await page.get("group", run="one", step=2, group=3)
+    assert [row["advantage"] for row in mine["rows"]] == [0.25, None]  # of the rows that were sampled
+    assert mine["rows"][0] | {"advantage": one["advantage"]} == one

@@ -226,7 +226,7 @@ async def test_a_failure_serves_who_waits_until_the_row_is_dead_and_marked_so(fo
     waiting = await parked(ask(f.controller, ONE))
     assert await f.controller.fail(lease.token, [0], "broken") == []
     again = await answer(waiting)
-    assert again is not None and again.rows == [[0]] and again.attempts == [[1]] and dead == f.unit.ended == []
+    assert again is not None and again.rows == [[0]] and again.deliveries == [[1]] and dead == f.unit.ended == []
     assert await f.controller.fail(again.token, [0], "broken for good") == [0]
     assert dead == [DeadRow(0, 0, "broken for good")] and f.unit.ended == [([0], DEAD, ["broken for good"])]
     assert (await f.controller.status()).dead == {0: "broken for good"}
@@ -253,7 +253,7 @@ async def test_a_lease_that_is_not_renewed_expires_by_itself_and_one_that_is_doe
         assert await f.controller.renew([held.token]) == []
     assert not waiting.done()
     again = await answer(waiting)
-    assert again is not None and again.rows == [rows(0)] and again.attempts == [[1, 1]]
+    assert again is not None and again.rows == [rows(0)] and again.deliveries == [[1, 1]]
     assert await f.controller.renew([held.token]) == [held.token]
     assert f.table.num_redelivered == f.table.leases.num_expired == 2
     for group in (1, 2):

@@ -38,8 +38,8 @@ class Storage(MemoryStorage):
 class House:
     def __init__(self) -> None:
         self.storage, self.writes = Storage(), Writes()
-        self.facts = SavedDurableState(self.storage)
-        self.freeing = Freeing(self.storage, self.facts, self.writes, BITS)
+        self.durable_state = SavedDurableState(self.storage)
+        self.freeing = Freeing(self.storage, self.durable_state, self.writes, BITS)
 
 
 async def test_rows_wait_for_a_write_of_their_group_and_for_no_other() -> None:
@@ -68,15 +68,15 @@ async def test_while_it_is_held_off_nothing_is_freed_and_later_all_of_it_is() ->
 
 async def test_what_the_storage_would_not_free_is_freed_the_next_time() -> None:
     house = House()
-    house.facts.drop([(1, 4)], [])
+    house.durable_state.drop([(1, 4)], [])
     house.freeing.add(ids(4), [])
     house.freeing.add(ids(5, 6, 7), [1])
     house.storage.failures = 1
     with pytest.raises(RunError, match="no answer"):
         await house.freeing.free()
-    assert house.facts.now.dropped_rows().tolist() == [4]  # should it be found again by another process
+    assert house.durable_state.now.dropped_rows().tolist() == [4]  # should it be found again by another process
     await house.freeing.free()
-    assert house.storage.dropped == [([4], []), ([5, 6, 7], [1])] and not len(house.facts.now.dropped_rows())
+    assert house.storage.dropped == [([4], []), ([5, 6, 7], [1])] and not len(house.durable_state.now.dropped_rows())
     await house.freeing.free()
     assert len(house.storage.dropped) == 2
 

@@ -53,11 +53,11 @@ def test_prometheus_finds_every_number_where_it_belongs() -> None:
         of_unit = {
             "rows_held": status.rows,
             "stored_bytes": status.stored_bytes,
-            "reserved_rows": status.room.reserved_rows,
-            "reserved_bytes": status.room.reserved_bytes,
-            "admissions_waiting": status.room.waiting,
-            "longest_admission_wait_seconds": status.room.longest_wait_seconds,
-            "admission_wait_seconds_total": status.room.waited_seconds,
+            "reserved_rows": status.capacity.reserved_rows,
+            "reserved_bytes": status.capacity.reserved_bytes,
+            "admissions_waiting": status.capacity.waiting,
+            "longest_admission_wait_seconds": status.capacity.longest_wait_seconds,
+            "admission_wait_seconds_total": status.capacity.waited_seconds,
         }
         for name, value in of_unit.items():
             assert found.pop((f"unit_{name}", str(number))) == value

@@ -37,7 +37,7 @@ async def write(path: Path, groups: list[int]) -> SnapshotFile:
     for part in parts:
         await storage.write([], part)
     index.drop(np.array(groups, np.int64) * 4 + 3)
-    return await write_snapshot(path, SCHEMA, index, storage, b"facts")
+    return await write_snapshot(path, SCHEMA, index, storage, b"durable state")
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, ENTRIES_A_FRAME + 3, (1 << PAGE_BITS) // 4 + 9])
@@ -46,7 +46,7 @@ async def test_what_is_written_is_read(tmp_path: Path, count: int) -> None:
     groups = [3 * i + (1 << 40) * (i % 2) for i in range(count)]
     written = await write(path, groups)
     assert written == SnapshotFile("s", 3 * count, path.stat().st_size) and [p.name for p in path.parent.iterdir()] == ["s"]
-    facts, frames = read_snapshot(path, SCHEMA)
+    durable_state, frames = read_snapshot(path, SCHEMA)
     metas: list[int] = []
     prompts: dict[int, list[int]] = {}
     ids: dict[int, list[int]] = {}
@@ -60,7 +60,7 @@ async def test_what_is_written_is_read(tmp_path: Path, count: int) -> None:
             ids |= dict(zip(batch.indices.tolist(), (p.tolist() for p in batch.ragged("ids")), strict=True))
         if "r" in batch.columns:
             rewards |= dict(zip(batch.indices.tolist(), batch.dense("r").tolist(), strict=True))
-    assert facts == b"facts" and sorted(metas) == sorted(groups)
+    assert durable_state == b"durable state" and sorted(metas) == sorted(groups)
     assert prompts == {group: [group] * (group % 5) for group in groups if group % 2 == 0}
     wanted = {row: np.full(row % 3, row).astype(np.int32).tolist() for group in groups for row in (4 * group, 4 * group + 1)}
     assert ids == wanted

@@ -385,7 +385,7 @@ def test_a_row_is_delivered_again_until_its_kth_failure_and_then_dead_with_that_
     table = table_of(PARTIAL, meta(0))
     for attempt in range(2):
         taken = lease(table)
-        assert taken.attempt == attempt and 0 in taken.rows[0]
+        assert taken.most_deliveries == attempt and 0 in taken.rows[0]
         assert table.fail(taken.token, [0], f"error {attempt}", 0) == []
     taken = lease(table)
     assert table.fail(taken.token, [0], "the last one", 0) == [DeadRow(0, 0, "the last one")]
@@ -403,11 +403,11 @@ def test_a_lease_says_how_often_each_of_its_rows_had_been_delivered() -> None:
     table.fail(taken.token, [1], "x", 0)
     table.expire(10)
     again = lease(table)
-    assert again.rows == [[0, 1]] and again.attempts == [[1, 1]]
+    assert again.rows == [[0, 1]] and again.deliveries == [[1, 1]]
     table.fail(again.token, [1], "x", 10)
     notify(table, [0], ["out"], 10)
     third = lease(table, now=10)
-    assert (third.rows, third.attempts, third.attempt) == ([[1]], [[2]], 2)
+    assert (third.rows, third.deliveries, third.most_deliveries) == ([[1]], [[2]], 2)
 
 
 def test_failing_rows_that_are_not_held_changes_nothing() -> None:
@@ -423,7 +423,7 @@ def test_expiry_delivers_again_without_limit_and_counts_no_failure() -> None:
     for attempt in range(20):
         now = attempt * 10.0
         taken = lease(table, now=now)
-        assert taken.attempt == attempt
+        assert taken.most_deliveries == attempt
         assert table.leases.next_deadline == now + 10
         assert table.expire(now + 9.9) == []
         assert table.expire(now + 10.0) == [taken.token.lease]
@@ -549,7 +549,7 @@ def test_a_group_that_was_dropped_and_is_admitted_again_begins_anew(size: int) -
     table.notify(of_0, schema.mask(WHOLE.reads), None, 0)
     for failure in range(3):
         again = lease(table)
-        assert again.attempt == failure and table.leases.outstanding("w") == (size, 0)
+        assert again.most_deliveries == failure and table.leases.outstanding("w") == (size, 0)
         assert len(table.fail(again.token, of_0.tolist(), "x", 0)) == (size if failure == 2 else 0)
 
 
@@ -800,7 +800,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         assert len(taken.groups) <= (want.groups or EVERYTHING) and (fits or taken.indices == unit)
         if "groups" in limits and len(limits) == 1:
             assert len(taken.groups) == min(limits["groups"], len(ready))
-        assert taken.attempts == [[self.deliveries.get(row, 0) for row in found] for found in taken.rows]
+        assert taken.deliveries == [[self.deliveries.get(row, 0) for row in found] for found in taken.rows]
         for row in taken.indices:
             self.deliveries[row] = self.deliveries.get(row, 0) + 1
         self.leases[taken.token] = set(taken.indices), self.now + 10, worker

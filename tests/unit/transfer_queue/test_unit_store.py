@@ -154,7 +154,7 @@ async def test_a_row_that_a_drop_names_twice_counts_once() -> None:
     await put(unit)
     await unit.drop(np.array([6, 5, 6, 6, 6]))
     assert await there(unit, 4, 5, 6, 7) == [4, 7]
-    assert (await unit.status()).room.reserved_rows == 2
+    assert (await unit.status()).capacity.reserved_rows == 2
     assert await rewarded(unit, 4, 7) == [True, True]
 
 

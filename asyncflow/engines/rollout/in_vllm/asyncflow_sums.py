@@ -144,7 +144,7 @@ def _lora(model: nn.Module, lora_id: int) -> tuple[list[SumEntry], int]:
         for matrix, stack in stacks.items():
             for name, buffer in zip(names, stack, strict=True):
                 piece = buffer[index]
-                found.append([f"{parent}.{name}.{matrix}.weight".lstrip("."), piece.numel(), sum_of_bits(piece), 0, []])
+                found.append([f"{parent}.{name}.{matrix}.weight".lstrip("."), piece.numel(), sum_of_bits(piece, np.int64), 0, []])
     return found, manager.lora_config.max_lora_rank
 
 
@@ -153,9 +153,10 @@ def normal(tensor: Tensor) -> Tensor:
     return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)
 
 
-def sum_of_bits(tensor: Tensor) -> int:
-    """Sum of the bits of a tensor's elements as integers, of 64 bits as two of 32, modulo 2^32 (as `asyncflow/bit_sums.py`)."""
+def sum_of_bits(tensor: Tensor, dtype: Any = np.int32) -> int:
+    """Sum of the bits of a tensor's elements as integers, of 64 bits as two of 32, modulo 2^32, or with int64 2^64
+    (`asyncflow/bit_sums.py`)."""
     words = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
     if words.device.type == "cpu":  # numpy adds up eight times as many a second
-        return int(np.add.reduce(words.numpy(), dtype=np.int32)) % (1 << 32)
-    return int(words.sum(dtype=torch.int64)) % (1 << 32)
+        return int(np.add.reduce(words.numpy(), dtype=dtype)) % (1 << 8 * np.dtype(dtype).itemsize)
+    return int(words.sum(dtype=torch.int64)) % (1 << 8 * np.dtype(dtype).itemsize)

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from asyncflow.attestation import MODULUS, Attestation, fault_of, sum_of_all
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.attestation import Attestation, fault_of, modulus_of, sum_of_all
+from asyncflow.bit_sums import sum_of
 from asyncflow.engines.lora_files import A, B
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
@@ -67,7 +67,7 @@ class PromisedTensors:
     def sum_of(self, name: str) -> int:
         """Sum over a tensor's bits."""
         if name not in self._sums:
-            self._sums[name] = sum_of_bits(self._tensor(name))
+            self._sums[name] = sum_of(name, self._tensor(name))
         return self._sums[name]
 
     def found(self, name: str, workers: Sequence[FoundSum], filled: int = 0) -> list[int]:
@@ -91,19 +91,19 @@ class PromisedTensors:
         return [self._found_in(name, parts) for parts in copies]
 
     def _found_in(self, name: str, parts: Sequence[FoundSum]) -> int:
-        found = sum_of_all(each.found for each in parts)
+        found = sum(each.found for each in parts) % modulus_of(name)
         columns = sorted({column for each in parts for column in each.columns})
         if columns:
             matrix = self._tensor(name)
             if sum(each.numel // each.inputs * len(each.columns) for each in parts) != len(matrix) * len(columns):
                 raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
-            own = sum_of_bits(_normal(matrix[:, columns]))
+            own = sum_of(name, _normal(matrix[:, columns]))
             if found != own and not bool(matrix.isfinite().all()):
                 raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
             found += self.sum_of(name) - own
         elif name.endswith(B) and self._scaling != 1:
-            found += self.sum_of(name) - sum_of_bits(self._tensor(name) * self._scaling)
-        return found % MODULUS
+            found += self.sum_of(name) - sum_of(name, self._tensor(name) * self._scaling)
+        return found % modulus_of(name)
 
     def _tensor(self, name: str) -> Tensor:
         return self._tensors[name].to(self._dtype)

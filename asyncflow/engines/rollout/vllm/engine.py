@@ -80,7 +80,7 @@ class VllmEngine(RolloutEngine):
         connect = partial(VllmClient, generation_seconds=options.generation_seconds, deadline_seconds=options.deadline_seconds)
         limits = ServerLimits(options.slots_each, options.max_restarts, options.start_seconds)
         self._servers = ServerPool(hosts, connect, self._bring_up, limits)
-        self.instances = self._servers.instances
+        self.instances = self._servers.handles
         self._generation = Generation(
             self._servers,
             self._weights,
@@ -137,7 +137,7 @@ class VllmEngine(RolloutEngine):
             written = await asyncio.to_thread(lora.write, version, tensors)
             with self._servers.gates_closed(opens=not self._is_paused):
                 lora.use(written)  # from here on a server that comes back is given this version
-                await self._servers.everywhere(lambda instance, client: _load(client, written), opens=not self._is_paused)
+                await self._servers.everywhere(lambda handle, client: _load(client, written), opens=not self._is_paused)
         self._unload_in_background()
 
     def _unload_in_background(self) -> None:
@@ -200,13 +200,13 @@ class VllmEngine(RolloutEngine):
             self._check_open()
             self._is_paused = True
             with self._servers.gates_closed(opens=False):
-                await self._servers.everywhere(lambda instance, client: client.pause(self._pause_mode, clear_cache=False))
+                await self._servers.everywhere(lambda handle, client: client.pause(self._pause_mode, clear_cache=False))
 
     async def resume(self) -> None:
         async with self._one_by_one:
             self._check_open()
             if self._is_paused:
-                await self._servers.everywhere(lambda instance, client: client.resume(), opens=True)
+                await self._servers.everywhere(lambda handle, client: client.resume(), opens=True)
                 self._is_paused = False
 
     async def reset(self) -> None:
@@ -219,7 +219,7 @@ class VllmEngine(RolloutEngine):
         async with self._one_by_one:
             self._weights.prepared, self._is_paused = None, False
             with self._servers.gates_closed(opens=True):
-                await self._servers.everywhere(lambda instance, client: _clear(client), opens=True)
+                await self._servers.everywhere(lambda handle, client: _clear(client), opens=True)
 
     async def close(self) -> None:
         """See `RolloutEngine`. Ends the servers that it has started; others go on with the weights they have."""
@@ -265,10 +265,10 @@ class VllmEngine(RolloutEngine):
             await _load(client, current)
             await self._attestations.check(client, await asyncio.to_thread(self._attestations.adapter, self._lora, current))
 
-    async def _update(self, instance: ServerHandle, client: VllmClient) -> None:
+    async def _update(self, handle: ServerHandle, client: VllmClient) -> None:
         """Bring a server that generates to the current version."""
         mode: PauseMode = "keep" if self._is_paused else self._pause_mode
-        clear = self._recomputes or self._pause_mode != "keep" or not instance.num_outstanding
+        clear = self._recomputes or self._pause_mode != "keep" or not handle.num_outstanding
         await client.pause(mode, clear_cache=clear)
         assert self._weights.file is not None, "a version has been taken"
         await self._transfer.send(client, self._weights.file)

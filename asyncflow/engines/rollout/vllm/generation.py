@@ -44,17 +44,17 @@ class _ServerRequest:
     prompt_ids: list[int]
     sampling: dict[str, Any]
     tokens: int
-    instance: ServerHandle
+    handle: ServerHandle
 
-    def move(self, instance: ServerHandle) -> None:
+    def move(self, handle: ServerHandle) -> None:
         """Move a sample to another instance."""
-        self.instance.outstanding_tokens -= self.tokens
-        self.instance = instance
-        instance.outstanding_tokens += self.tokens
+        self.handle.outstanding_tokens -= self.tokens
+        self.handle = handle
+        handle.outstanding_tokens += self.tokens
 
     def ended(self, _: object) -> None:
         """Take its tokens off the account: it has its response, or is not waited for any more."""
-        self.instance.outstanding_tokens -= self.tokens
+        self.handle.outstanding_tokens -= self.tokens
 
 
 class Generation:
@@ -106,18 +106,18 @@ class Generation:
         if sampling.stop:
             asked |= {"stop": sampling.stop, "include_stop_str_in_output": True}
         ids = [*prompt_ids.tolist(), *after.tolist()]
-        tokens, instance = len(ids) + sampling.max_new_tokens, self._homes.get(key)
-        if instance is None or not instance.is_up:
-            instance = await self._servers.least_loaded()
+        tokens, handle = len(ids) + sampling.max_new_tokens, self._homes.get(key)
+        if handle is None or not handle.is_up:
+            handle = await self._servers.least_loaded()
         if sampling.keeps:
-            self._homes[key] = instance
+            self._homes[key] = handle
             while len(self._homes) > MAX_HOMES:
                 del self._homes[next(iter(self._homes))]
         seeds = later_keys(stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)), len(after)) >> np.uint64(1)
         tasks = []
         for number, seed in zip(samples, seeds.tolist(), strict=True):
-            sample = _ServerRequest(number, ids, {**asked, "seed": seed} if self._seeded else asked, tokens, instance)
-            instance.outstanding_tokens += tokens
+            sample = _ServerRequest(number, ids, {**asked, "seed": seed} if self._seeded else asked, tokens, handle)
+            handle.outstanding_tokens += tokens
             tasks.append(asyncio.create_task(self._respond(sample, arrived)))
             tasks[-1].add_done_callback(sample.ended)  # also of one that is cancelled before it has begun
         self._open.add(arrived)
@@ -139,7 +139,7 @@ class Generation:
         """Response of one sample, or the error that ended it."""
         try:
             while (response := await self._ask(sample)) is None:
-                if not sample.instance.is_up:
+                if not sample.handle.is_up:
                     sample.move(await self._servers.least_loaded())
             arrived.put_nowait(response)
         except Exception as error:  # whatever it is, the caller waits for it
@@ -147,27 +147,27 @@ class Generation:
 
     async def _ask(self, sample: _ServerRequest) -> Response | None:
         """Send the request to its server and wait for the response. None: there is none, and it has to be sent again."""
-        instance = sample.instance
-        async with instance.slot():
-            await instance.gate.wait()
-            if not instance.is_up:
+        handle = sample.handle
+        async with handle.slot():
+            await handle.gate.wait()
+            if not handle.is_up:
                 return None
-            start, lora = instance.num_starts, self._lora
+            start, lora = handle.num_starts, self._lora
             try:
                 made = await (self._made_by_weights(sample) if lora is None else self._made_by_adapter(sample, lora))
             except Aborted:
                 return None
             except ServerLost as error:
-                instance.lost(start, error)
+                handle.lost(start, error)
                 return None
             except RequestRefused as error:
                 raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
-            instance.num_served += made is not None
+            handle.num_served += made is not None
             return made
 
     async def _made_by_weights(self, sample: _ServerRequest) -> Response | None:
         version = self._weights.version
-        async with sample.instance.until_lost() as client:
+        async with sample.handle.until_lost() as client:
             made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
         first = made.version_spans[0, 1] if len(made.version_spans) else version
         if first != version and self._weights.version == version:
@@ -180,7 +180,7 @@ class Generation:
         """A response that one adapter makes from its first token to its last."""
         with lora.request() as version:
             salt = version.name or f"version {version.version}"
-            async with sample.instance.until_lost() as client:
+            async with sample.handle.until_lost() as client:
                 made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, salt, version.name)
         return replace(made, version_spans=np.array([[0, version.version]], np.int64))
 

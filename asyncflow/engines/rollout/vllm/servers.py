@@ -253,56 +253,56 @@ class ServerPool:
         """See `ServerHandle`."""
         self._changed = asyncio.Event()
         self._is_closed = False
-        self.instances = [ServerHandle(host, connect, bring_up, limits, self._wake) for host in hosts]
+        self.handles = [ServerHandle(host, connect, bring_up, limits, self._wake) for host in hosts]
 
     def start(self) -> None:
         """Start what is the run's to start, all at once, and wait for it; end all if one does not come."""
         try:
-            for instance in self.instances:
-                instance.host.start()
-            for instance in self.instances:
-                instance.host.wait_until_ready()
+            for handle in self.handles:
+                handle.host.start()
+            for handle in self.handles:
+                handle.host.wait_until_ready()
         except BaseException:
-            for instance in self.instances:
-                instance.host.stop()
+            for handle in self.handles:
+                handle.host.stop()
             raise
 
     async def come_up(self) -> None:
         """Connect to each, and bring it to the current version. Raises what doing so raises."""
-        await asyncio.gather(*(instance.come_up() for instance in self.instances))
+        await asyncio.gather(*(handle.come_up() for handle in self.handles))
 
     async def everywhere(self, call: Callable[[ServerHandle, VllmClient], Awaitable[None]], *, opens: bool = False) -> None:
-        """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on.
+        """`call(handle, client)` on each that is up, all at once. One on which it fails is lost, and the others go on.
 
         `opens`: each has its gate opened as soon as it is done, whatever the others do.
         """
 
-        async def one(instance: ServerHandle) -> None:
-            await instance.change(partial(call, instance))
+        async def one(handle: ServerHandle) -> None:
+            await handle.change(partial(call, handle))
             if opens:
-                instance.gate.set()
+                handle.gate.set()
 
-        await asyncio.gather(*(one(instance) for instance in self.instances))
+        await asyncio.gather(*(one(handle) for handle in self.handles))
 
     @contextlib.asynccontextmanager
     async def unchanged(self) -> AsyncIterator[None]:
         """Context in which no server's state is changed, and none is brought up."""
         async with contextlib.AsyncExitStack() as stack:
-            for instance in self.instances:
-                await stack.enter_async_context(instance.unchanged())
+            for handle in self.handles:
+                await stack.enter_async_context(handle.unchanged())
             yield
 
     @contextlib.contextmanager
     def gates_closed(self, *, opens: bool) -> Iterator[None]:
         """Context in which no sample begins, until its server's gate is opened. `opens`: all gates at the end."""
-        for instance in self.instances:
-            instance.gate.clear()
+        for handle in self.handles:
+            handle.gate.clear()
         try:
             yield
         finally:
             if opens:
-                for instance in self.instances:
-                    instance.gate.set()
+                for handle in self.handles:
+                    handle.gate.set()
 
     async def least_loaded(self) -> ServerHandle:
         """The instance with the fewest outstanding tokens, as soon as there is one.
@@ -312,20 +312,20 @@ class ServerPool:
         while True:
             if self._is_closed:
                 raise RuntimeError("the rollout engine is closed")
-            up = [instance for instance in self.instances if instance.is_up]
+            up = [handle for handle in self.handles if handle.is_up]
             if up:
-                return min(up, key=lambda instance: instance.outstanding_tokens)
-            errors = [instance.error for instance in self.instances if instance.error is not None]
-            if len(errors) == len(self.instances):
+                return min(up, key=lambda handle: handle.outstanding_tokens)
+            errors = [handle.error for handle in self.handles if handle.error is not None]
+            if len(errors) == len(self.handles):
                 raise errors[-1]
-            with waiting(SERVER_START, servers="; ".join(instance.why_down for instance in self.instances)):
+            with waiting(SERVER_START, servers="; ".join(handle.why_down for handle in self.handles)):
                 await self._changed.wait()
 
     async def close(self) -> None:
         """End those that the run has started, and hang up on the others."""
         self._is_closed = True
         self._wake()
-        await asyncio.gather(*(instance.close() for instance in self.instances))
+        await asyncio.gather(*(handle.close() for handle in self.handles))
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -2,7 +2,7 @@
 
     float32 weight --as it is now--> copy that stays --> passes of all threads over this weight, and layers that compute twice
           ^                                                    |
-          +----- gradient, cast back, to whoever computes -----+
+          +----- gradient, cast back, to the pass's thread ----+
 
 A tensor counts its changes, so it is known of each copy whether it is behind: after an update, a restored state, an installed
 version.
@@ -24,13 +24,13 @@ class CastWeights:
     def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self._weights, self._dtype = weights, dtype
         self._copies: dict[str, tuple[int, Tensor]] = {}
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def of(self, name: str, parameter: Tensor) -> Tensor:
         """A weight in the dtype of passes; a gradient of it goes to `parameter`, which has that weight's memory."""
         if parameter.dtype == self._dtype:
             return parameter
-        with self._turn:
+        with self._lock:
             copy = self._copy(name)
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return copy

@@ -51,7 +51,7 @@ def shapes_for(module: Any, spec: LoraSpec) -> dict[str, tuple[int, int]]:
 def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Callable[[Any], Combine] | None = None) -> LoraSwitch:
     """Add an adapter to transformers' causal language model, or to a stage of it, in place, without values; freeze all else.
 
-    `shapes`: of the whole adapter. `place` cuts the matrices of a layer that is cut itself, and says how they are computed.
+    `shapes`: of the whole adapter. `place` shards the matrices of a layer that is sharded itself, and says how they are computed.
     """
     module.requires_grad_(False)
     switch, targets = LoraSwitch(), {linear_of(name) for name in shapes}

@@ -1,1 +1,1 @@
-"""One model over several ranks: `many_ranks.py` over what cuts it, and what the ranks exchange."""
+"""One model over several ranks: `many_ranks.py` over what shards it, and what the ranks exchange."""

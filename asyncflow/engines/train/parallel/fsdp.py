@@ -78,7 +78,7 @@ def shard_over_data(
     reduce_dtype: torch.dtype,
     is_offloaded: bool = False,
 ) -> None:
-    """Cut the parameters of the units, the last of which is the root's own, over a mesh of one axis, in place.
+    """Shard the parameters of the units, the last of which is the root's own, over a mesh of one axis, in place.
 
     `dtype`: what they are gathered and computed in, None for their own. `reduce_dtype`: of gradients on their way. `is_offloaded`:
     they are kept in host memory. The root's own stay gathered from its forward to the end of its backward, or until `reshard`.

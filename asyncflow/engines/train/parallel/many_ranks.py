@@ -192,11 +192,11 @@ class ManyRanks(PolicyTraining):
         self._is_to_check, self._tokens_per_pass = options.check_shared_prompt, options.tokens_per_pass
         is_exact = options.accumulate == "exact"
         reduce_dtype = torch.float64 if is_exact and options.layout.dp > 1 else torch.float32
-        cut = partial(ShardedModel, model_path, self.ranks, replace(options, device=str(self.ranks.device)))
+        sharded_model = partial(ShardedModel, model_path, self.ranks, replace(options, device=str(self.ranks.device)))
         self._lora = options.lora
-        self._policy = policy = cut(reduce_dtype=reduce_dtype)
+        self._policy = policy = sharded_model(reduce_dtype=reduce_dtype)
         if self._lora is None:
-            self.models = TriModel(policy, options, cut)
+            self.models = TriModel(policy, options, sharded_model)
         else:
             shared = partial(SharedBaseShards, policy)
             self.models = TriModel(policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))

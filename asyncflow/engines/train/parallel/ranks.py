@@ -1,4 +1,4 @@
-"""The processes of one train engine: which is where in the layout, and what they tell each other besides tensors.
+"""The processes of one train engine: which is where in the layout, and what they send each other besides tensors.
 
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank          a mesh (dp, pp, tp)
     leader -- calls (calls.py) --> the other ranks of its data-parallel group
@@ -138,7 +138,7 @@ class Ranks:
                 dist.destroy_process_group()
 
     def _calls_group(self) -> tuple[int, dist.ProcessGroup | None]:
-        """The leader of this rank's data-parallel group, and the group in which it tells its calls; None if it is alone."""
+        """The leader of this rank's data-parallel group, and the group in which it sends its calls; None if it is alone."""
         own: tuple[int, dist.ProcessGroup | None] = (self.rank, None)
         each = self.layout.pp * self.layout.tp
         if each > 1:

@@ -107,26 +107,26 @@ class ShardedModel:
         return made_PH
 
     def predicting(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
-        """On the last stage: the hidden states [T, H] that predict the response tokens, temperature applied."""
+        """Hidden states [T, H] that predict the response tokens, temperature applied; on the last stage."""
         return packed.predicting(hidden_PH, self._temperature)
 
     def head(self) -> Head:
-        """On the last stage, after its forward: the output layer."""
+        """Output layer; on the last stage, after its forward."""
         head_VH, shard = head_shard(self.module.get_output_embeddings().weight)
         return Head(head_VH, self._chunk_tokens, shard)
 
     def log_probs(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
-        """On the last stage: log-probs (float32 [T]) of the response tokens, from its hidden states."""
+        """Log-probs (float32 [T]) of the response tokens, from the last stage's hidden states; on that stage."""
         if not len(packed.targets_T):
             return hidden_PH.new_empty(0, dtype=torch.float32)
         return log_probs_and_entropy(self.predicting(packed, hidden_PH), self.head(), packed.targets_T)[0]
 
     def nothing(self, hidden_PH: Tensor) -> Tensor:
-        """On the last stage: 0, for which every parameter is used."""
+        """Zero for which every parameter is used; on the last stage."""
         return (hidden_PH.sum() + self.head().weight_VH.sum()) * 0.0
 
     def let_go(self) -> None:
-        """After passes without a backward: what is still gathered is not needed any more, and will soon be out of date."""
+        """Free what is still gathered after passes without a backward: it will soon be out of date."""
         self._root.reshard()
 
     @torch.no_grad()
@@ -176,7 +176,7 @@ class _PassRoot(nn.Module):
         self.module = module
 
     def forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
-        """From the token ids, or the hidden states [P, H] of the stage before, to the stage's hidden states [1, P, H]."""
+        """Compute the stage's hidden states [1, P, H] from the token ids, or from the hidden states [P, H] of the stage before."""
         inputs = {"input_ids": packed.tokens_P[None]} if hidden_PH is None else {"inputs_embeds": hidden_PH[None]}
         outputs = self.module.base_model(
             **inputs, position_ids=packed.positions_P[None], layout=packed.layout, attention_mask=None, use_cache=False

@@ -63,7 +63,7 @@ class Elsewhere(nn.Module):
 def cut_stage(module: Any, index: int, num_stages: int) -> PipelineStage:
     """Leave of transformers' causal language model what stage `index` of `num_stages` computes, in place.
 
-    Which layers those are follows from the shapes alone, so that policy and frozen models of one configuration are cut alike.
+    Which layers those are follows from the shapes alone, so that policy and frozen models of one configuration are sharded alike.
 
     Raises `UserError` if there are fewer layers than stages.
     """

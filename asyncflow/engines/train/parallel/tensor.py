@@ -5,13 +5,13 @@
                      norm -> q, k, v (heads) -> attention -> o     |
                      norm -> gate, up (columns) --------> down ----+ a sum over ranks
 
-Between a matrix that is cut by its outputs and the next, which is cut by its inputs, everything is a plain tensor of this rank's
-heads or columns: attention knows nothing of it. The residual stream is a DTensor, sharded over tokens (sequence parallelism), in
-pieces of any size, so that norms and residuals are computed and kept once. What enters a pair of matrices is gathered then, and its
-gradient is summed once.
+Between a matrix that is sharded by its outputs and the next, which is sharded by its inputs, everything is a plain tensor of this
+rank's heads or columns: attention knows nothing of it. The residual stream is a DTensor, sharded over tokens (sequence
+parallelism), in pieces of any size, so that norms and residuals are computed and kept once. What enters a pair of matrices is
+gathered then, and its gradient is summed once.
 
-Parameters are DTensors afterwards, those too that are not cut. Each one's gradient has the parameter's own placement: nothing is
-left to be summed over the mesh. The output layer is sharded over the vocabulary: `head_shard` is what log_probs.py asks for.
+Parameters are DTensors afterwards, those too that are not sharded. Each one's gradient has the parameter's own placement: nothing
+is left to be summed over the mesh. The output layer is sharded over the vocabulary: `head_shard` is what log_probs.py asks for.
 
 Left out: key and value heads that several ranks share, and `module(...)` itself, as its output layer is never called.
 """
@@ -40,14 +40,14 @@ RESIDUAL: Final = Shard(1)
 
 
 def shard_model(module: Any, mesh: DeviceMesh) -> None:
-    """Cut the parameters of transformers' causal language model, or of a stage of it, over a mesh of one axis, in place.
+    """Shard the parameters of transformers' causal language model, or of a stage of it, over a mesh of one axis, in place.
 
     Each rank has the whole parameters before, the same ones or none yet (on the meta device), and nothing is sent.
     `module.base_model(...)` is called as it was, by all ranks alike, with the same packed tokens; its hidden states are plain
     tensors, the same on all ranks, also those that a stage begins with or ends with. FSDP2 and whatever else keeps parameters come
-    after it; a copy of the module does not work, so another model is loaded and cut for itself.
+    after it; a copy of the module does not work, so another model is loaded and sharded for itself.
 
-    Raises `UserError` if transformers has no plan for the model, or it cannot be cut into so many parts.
+    Raises `UserError` if transformers has no plan for the model, or it cannot be sharded into so many parts.
     """
     check_tensor_parallel(module.config.to_dict(), mesh.size())
     base, head = module.base_model, module.get_output_embeddings()
@@ -62,11 +62,11 @@ def shard_model(module: Any, mesh: DeviceMesh) -> None:
 
 
 def place_lora(linear: Any) -> Combine:
-    """Cut the low-rank adapter of a linear layer that `shard_model` has cut, and say how its product is computed.
+    """Shard the low-rank adapter of a linear layer that `shard_model` has sharded, and say how its product is computed.
 
-    A layer that is cut by its outputs has all of A on each rank, and its own rows of B; one that is cut by its inputs has its own
-    columns of A, and all of B, and its product is a part of the sum that the layer's own is. Nothing more is exchanged in a forward
-    pass; the gradient of the matrix that all ranks have is a sum over them.
+    A layer that is sharded by its outputs has all of A on each rank, and its own rows of B; one that is sharded by its inputs has
+    its own columns of A, and all of B, and its product is a part of the sum that the layer's own is. Nothing more is exchanged in a
+    forward pass; the gradient of the matrix that all ranks have is a sum over them.
     """
     (placement,), mesh = linear.weight.placements, linear.weight.device_mesh
     is_by_outputs = placement == Shard(0)
@@ -88,9 +88,10 @@ def _lora_by_inputs(linear: Any, x: Any, output: Any, scaling: float) -> Any:
 
 
 def head_shard(head_VH: Tensor) -> tuple[Tensor, VocabularyShard | None]:
-    """The rows of the output layer's weight that this rank has, and where they are; all rows and None if it is not cut.
+    """The rows of the output layer's weight that this rank has, and where they are; all rows and None if it is not sharded.
 
-    The weight is that of a module that `shard_model` has cut; under FSDP2, as a forward has it, gathered over data-parallel ranks.
+    The weight is that of a module that `shard_model` has sharded; under FSDP2, as a forward has it, gathered over data-parallel
+    ranks.
     """
     if not isinstance(head_VH, DTensor):
         return head_VH, None
@@ -129,7 +130,7 @@ def whole(parameter: Tensor) -> Tensor | None:
         return parameter.detach()
     whole: Any = parameter.detach()
     placements = list(parameter.placements)
-    # One axis after the other, in the order in which FSDP2 gathers: rows that both axes cut lie in an order of their own.
+    # One axis after the other, in the order in which FSDP2 gathers: rows that both axes shard lie in an order of their own.
     for axis in range(len(placements)):
         placements[axis] = Replicate()
         whole = whole.redistribute(placements=placements)
@@ -255,10 +256,10 @@ def _forward_of_norm(norm: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Te
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Cut or copy a module's own parameters. A copied one's gradient is summed over the ranks as soon as it is there."""
+    """Shard or copy a module's own parameters. A copied one's gradient is summed over the ranks as soon as it is there."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        shared: Any = nn.Parameter(cut, parameter.requires_grad)
+        sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        shared: Any = nn.Parameter(sharded, parameter.requires_grad)
         if placement.is_replicate() and parameter.requires_grad:
             shared.register_hook(_summed)  # FSDP2, whose parameters are others, does the same
         module.register_parameter(name, shared)
@@ -277,5 +278,5 @@ def _leave_whole(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
 
 
 def begin_of(index: int, num_parts: int, size: int) -> int:
-    """First index of part `index` of so many elements or rows: DTensor cuts into parts of equal sizes, but for the last ones."""
+    """First index of part `index` of so many elements or rows: DTensor shards into parts of equal sizes, but for the last ones."""
     return min(-(-size // num_parts) * index, size)

@@ -2,7 +2,7 @@
 
     <prefix>/unit-<u>/group/<group>/<serial>    what one write said of a group: its rows' columns, its own, its meta if it is new
     <prefix>/unit-<u>/dropped/<group>           the rows of a group that have been dropped, while the group is still there
-    <prefix>/unit-<u>/fact/<name>               a fact of the unit's own
+    <prefix>/unit-<u>/fact/<name>               a part of the unit's durable state
 
 Where the queue is a run's, <prefix> is followed by /<run>/<attempt>: so an attempt finds what its own units have stored, if one is
 started again, and nothing else.
@@ -97,7 +97,7 @@ class KeyValueStorage:
         self._schema = Schema((), (), 1)
         self._values: dict[int, list[_Value]] = {}
         self._dropped: dict[int, set[int]] = {}
-        self._facts: set[str] = set()
+        self._kept: set[str] = set()
         self._strays: set[str] = set()  # values of writes that failed: they may be there all the same
         self._dropping = asyncio.Lock()
 
@@ -214,7 +214,7 @@ class KeyValueStorage:
         if not self.is_durable:
             return
         keys = sorted([key async for key in self._store.keys(self._prefix)])
-        self._facts = {key for key in keys if key.startswith(f"{self._prefix}fact/")}
+        self._kept = {key for key in keys if key.startswith(f"{self._prefix}fact/")}
         tombs = [key for key in keys if key.startswith(f"{self._prefix}dropped/")]
         for key, packed in zip(tombs, await self._store.get_many(tombs), strict=True):
             self._dropped[int(key.rpartition("/")[2])] = set(msgspec.msgpack.decode(packed or b"\x90", type=list[int]))
@@ -244,7 +244,7 @@ class KeyValueStorage:
         """See `Storage.keep`."""
         key = f"{self._prefix}fact/{name}"
         await self._store.change({key: msgspec.msgpack.encode(value)}, ())  # encoded: some stores take no empty values
-        self._facts.add(key)
+        self._kept.add(key)
 
     async def kept(self, name: str) -> bytes | None:
         """See `Storage.kept`."""
@@ -265,7 +265,7 @@ class KeyValueStorage:
         try:
             if not self.is_durable:
                 keys = [value.key for values in self._values.values() for value in values]
-                await self._store.change({}, [*keys, *map(self._tomb, self._dropped), *self._facts, *self._strays])
+                await self._store.change({}, [*keys, *map(self._tomb, self._dropped), *self._kept, *self._strays])
         finally:
             await self._store.close()
 

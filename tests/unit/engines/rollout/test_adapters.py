@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.attestation import fault_of
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.bit_sums import sum_of
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling
 from asyncflow.engines.rollout.adapter_bank import AdapterBank
 from asyncflow.engines.rollout.decoder import load_tensors
@@ -300,9 +300,9 @@ async def test_what_does_not_fit_is_one_sentence_and_changes_nothing(path: Path,
 async def test_each_adapter_is_attested_by_its_name(path: Path, adapters: Adapters) -> None:
     async with with_adapters(path, adapters, "bfloat16") as engine:
         for name, tensors in adapters.items():
-            sums = {each: sum_of_bits(tensor.bfloat16()) for each, tensor in tensors.items()}
+            sums = {each: sum_of(each, tensor.bfloat16()) for each, tensor in tensors.items()}
             assert fault_of(await engine.attest(name), 1, sums) == ""
-        whole = {each: sum_of_bits(tensor.bfloat16()) for each, tensor in load_tensors(path).items()}
+        whole = {each: sum_of(each, tensor.bfloat16()) for each, tensor in load_tensors(path).items()}
         assert fault_of(await engine.attest(), 1, whole) == ""
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncflow.attestation import Attestation, fault_of
-from asyncflow.bit_sums import sum_of_bits
+from asyncflow.bit_sums import sum_of, sum_of_bits
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import servers as vllm_servers
 from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, lora_parts, weight_parts
@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Path:
 
 def sums_of(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, int]:
     """What a sender promises of them."""
-    return {name: sum_of_bits(tensor.to(dtype)) for name, tensor in tensors.items()}
+    return {name: sum_of(name, tensor.to(dtype)) for name, tensor in tensors.items()}
 
 
 async def fault(engine: VllmEngine, version: int, tensors: Mapping[str, Tensor], base: int | None = None) -> str:
@@ -578,3 +578,4 @@ def test_sums_are_asyncflows_own(sums: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.randn(7, 11).to(dtype)
         assert sums.sum_of_bits(tensor) == sum_of_bits(tensor)
+        assert sums.sum_of_bits(tensor, np.int64) == sum_of("q_proj.lora_B.weight", tensor)

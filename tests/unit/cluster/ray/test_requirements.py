@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncflow.cluster.base import WorkerSpec
-from asyncflow.cluster.ray.plan import RayOptions, options_of
+from asyncflow.cluster.ray.requirements import RayOptions, options_of
 from asyncflow.config import Config, parse
 from asyncflow.types import UserError
 
