@@ -54,7 +54,7 @@ def write_config(folder: Path, mode: str) -> Path:
 
 
 def start(config: Path) -> subprocess.Popen[str]:
-    """One attempt."""
+    """An attempt of the run, in a process."""
     command = [sys.executable, "-m", "asyncflow", "train", str(config), "--resume"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 

@@ -19,12 +19,13 @@ from typing import Final
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from asyncflow.attestation import ADAPTER_ENDS
 from asyncflow.model_folder import read_json, weight_files
 from asyncflow.types import Array, LoraSpec, UserError
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
-A, B = ".lora_A.weight", ".lora_B.weight"
+A, B = ADAPTER_ENDS
 PREFIX: Final = "base_model.model."
 _READ: Final = {"peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path"}
 # They say where the adapter comes from, or how it was trained or begun, and nothing of what it computes.

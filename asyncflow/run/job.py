@@ -221,8 +221,7 @@ class Job(Listener):
     def _memory(self) -> Path | None:
         """A folder in shared memory for this run's checkpoints, where its workers are on this machine and may be started again."""
         config = self.config
-        has_trainers = config.cluster.name == "local" and not launch_of(os.environ) and not self._evaluate_only
-        has_trainers = has_trainers and not self._is_served
+        has_trainers = config.cluster.name == "local" and not launch_of(os.environ) and not (self._evaluate_only or self._is_served)
         return make_shared_dir() if config.checkpoint.in_memory and config.train.max_restarts and has_trainers else None
 
     async def _stop(self, attempt: Attempt) -> None:

@@ -42,11 +42,10 @@ class StepwiseRun:
 
     async def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.job.stop)
             await self.job.start()
-        except BaseException:
-            await self.job.stop()
-            raise
+            stack.pop_all()
         self.steps_done = self.job.first
 
     async def step(self) -> Mapping[str, float] | None:

@@ -83,11 +83,7 @@ class HostedRun:
 
     async def _start(self, config: Config) -> None:
         run = StepwiseRun(config, self._listener, resume=self._resume, journal=self._journal)
-        try:
-            await run.start()
-        except BaseException:
-            await run.stop()
-            raise
+        await run.start()
         if run.job.driver is None:
             self.over.set()
             raise UserError(f"this run is finished already: raise run.steps to continue, or serve another one ({config.run_dir})")
