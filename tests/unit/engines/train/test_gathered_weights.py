@@ -119,7 +119,7 @@ async def test_what_comes_from_a_device_lies_in_pinned_memory_two_tensors_at_a_t
 @pytest.fixture
 def may_hash(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set no tensor is hashed, or summed."""
-    allowed, real_sum, real_digest = threading.Event(), staging.sum_of_bits, xxhash.xxh3_128
+    allowed, real_sum, real_digest = threading.Event(), staging.sum_of, xxhash.xxh3_128
 
     class Digest:
         def __init__(self) -> None:
@@ -134,12 +134,12 @@ def may_hash(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         def hexdigest(self) -> str:
             return self._digest.hexdigest()
 
-    def sum_of_bits(*arguments: Any) -> int:
+    def sum_of(*arguments: Any) -> int:
         assert allowed.wait(patience(10))
         return real_sum(*arguments)
 
     monkeypatch.setattr(staging.xxhash, "xxh3_128", Digest)
-    monkeypatch.setattr(staging, "sum_of_bits", sum_of_bits)
+    monkeypatch.setattr(staging, "sum_of", sum_of)
     return allowed
 
 
