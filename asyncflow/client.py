@@ -391,7 +391,7 @@ class AsyncGeneratorWorker:
         self._client, self._path = client, f"/v1/generators/{name}"
 
     async def get_prompts_data(self, prompts: int = 1, timeout_seconds: float = 20.0) -> PromptsData:
-        """Lease prompts, so many at most, under the version that this process serves. Waits for some; asking is a sign of life."""
+        """Lease prompts, so many at most, under the version that this process serves. Waits for some; asking is a heartbeat."""
         found = await self._client._post(f"{self._path}/prompts", {"prompts": prompts, "timeout_seconds": timeout_seconds})
         return msgspec.convert(found, PromptsData)
 

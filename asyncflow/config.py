@@ -56,9 +56,9 @@ def _part_name(text: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_device)]
-"""Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
+"""Device of an engine: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
 WorkerDevices = Annotated[str, AfterValidator(_devices)]
-"""Where the engines of several workers compute: as `Device`, or on several devices in turn (`cuda:1-3`)."""
+"""Devices of several workers' engines: as `Device`, or on several devices in turn (`cuda:1-3`)."""
 
 
 Finite = Annotated[float, Field(gt=0, lt=math.inf)]
@@ -72,7 +72,7 @@ PartName = Annotated[str, AfterValidator(_part_name)]
 TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
 """Names that no part of a reward may have: they are those of metrics, `reward/mean` and so on."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""How much of a running mean stays at each step."""
+"""Share of a running mean that stays at each step."""
 
 
 def _regular(pattern: str) -> str:
@@ -101,7 +101,7 @@ class RunConfig(Section):
     stall_timeout_seconds: PositiveFloat = 300.0
     """A run in which nothing moves for so long says which process waits for what, and ends."""
     stop_grace_seconds: PositiveFloat = 3.0
-    """How long workers may take to end by themselves before they are killed."""
+    """Time that workers have to end by themselves before they are killed."""
 
 
 class LowRankConfig(Section):
@@ -143,9 +143,9 @@ class DataConfig(Section):
     (`openai/gsm8k`), `generated:arithmetic`, or `reasoning_gym:TASK`. None: clients of `asyncflow serve` put the prompts, and the
     run waits for them; `model.max_context_tokens` says how long they may be."""
     subset: str | None = None
-    """Which part of a data set on the Hub, where it has several (`main`)."""
+    """Part of a data set on the Hub, where it has several (`main`)."""
     split: str = "train"
-    """Which split of a data set that has splits."""
+    """Split of a data set that has splits."""
     prompt_template: str | None = None
     """The prompt, with columns of the data in braces; empty where an environment brings the whole chat. None: what is in
     `prompt_column`."""
@@ -202,7 +202,7 @@ class RewardModelConfig(Section):
     """Text that it reads, with {prompt} and {response} in it, by its own tokenizer. None: the very token ids, if it has the
     policy's tokenizer, or else `{prompt}{response}`."""
     device: Device = "cpu"
-    """Where it computes: `cpu`, `cuda`, `cuda:1`."""
+    """Its device: `cpu`, `cuda`, `cuda:1`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of its weights and its forward pass."""
     num_threads: PositiveInt | Literal["auto"] = 1
@@ -225,7 +225,7 @@ class RewardConfig(Section):
     model: RewardModelConfig | None = None
     """A reward model, as one more of them, or alone; with `place: task`. Its name in the metrics is `model`."""
     place: Literal["rollout", "task"] = "rollout"
-    """Where responses are scored: beside the rollout worker that made them, as soon as each ends, or by a worker of its own."""
+    """Place where responses are scored: beside the rollout worker that made them, as each ends, or by a worker of its own."""
     num_workers: PositiveInt = 1
     """Reward processes beside each rollout worker, or below the one that scores: so many responses are scored at once."""
     deadline_seconds: PositiveFloat = 10.0
@@ -236,7 +236,7 @@ class RewardConfig(Section):
     output_bytes: PositiveInt = 1 << 20
     """Output that scoring a response may print, and write to a file."""
     max_attempts: PositiveInt = 2
-    """How often a row may fail before it fails for good, or has `value_on_failure`."""
+    """Number of times that a row may fail before it fails for good, or has `value_on_failure`."""
     value_on_failure: Annotated[float, Field(gt=-math.inf, lt=math.inf)] | None = None
     """The reward of a response that cannot be scored. None: its row fails, and leaves its group."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
@@ -317,12 +317,12 @@ class RolloutConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of weights, keys and values while generating."""
     device: WorkerDevices = "cpu"
-    """Where it computes: `cpu`, `cuda`, `cuda:1`. `cuda:1-3`: each worker on one of these, in turn."""
+    """Its device: `cpu`, `cuda`, `cuda:1`. `cuda:1-3`: each worker on one of these, in turn."""
     num_threads: PositiveInt | Literal["auto"] = 1
     """Computing threads of each worker (CPU). `auto`: one, and more while cores of this machine are free; their number shows in the
     bits, so that none are promised."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a worker that died is started again, after a pause that doubles each time. 0: its death ends the run."""
+    """Number of times that a worker that died is started again, after a pause that doubles each time. 0: its death ends the run."""
     kv_on_install: Literal["keep", "recompute"] = "keep"
     """Whether keys and values of a response under way stay as they are when new weights are installed, or are computed again."""
 
@@ -341,7 +341,7 @@ class EpisodesConfig(Section):
     """Episodes, in a run with an environment. Tokens of an episode, sampled and observed, are `rollout.max_new_tokens` at most."""
 
     format: Chosen = Choice(name="text")
-    """How observations become tokens and turns actions."""
+    """Format by which observations become tokens and turns actions."""
     max_turns: PositiveInt = 16
     """Turns of the policy."""
     max_turn_tokens: PositiveInt | None = None
@@ -380,7 +380,7 @@ class CriticConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly; then it goes by `train.learning_rate_schedule`."""
     device: Device = "cpu"
-    """Where it computes: `cpu`, `cuda`, `cuda:1`."""
+    """Its device: `cpu`, `cuda`, `cuda:1`."""
 
 
 class TrainConfig(Section):
@@ -389,11 +389,11 @@ class TrainConfig(Section):
     prompts_per_step: PositiveInt = 32
     """Groups of a step, whose responses are generated under the same weights."""
     oversampling: Annotated[float, Field(ge=1, lt=math.inf)] = 1.0
-    """Where the algorithm wants groups whose rewards vary: how many times as many prompts as are missing are taken at once."""
+    """Prompts that are taken at once, as a multiple of those missing, where the algorithm wants groups whose rewards vary."""
     max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] | None = None
     """There: largest number of prompts that a step may go through before the run stops; by default 10 x `prompts_per_step`."""
     epochs: PositiveInt = 1
-    """How often a step goes through its groups."""
+    """Number of times that a step goes through its groups."""
     mini_batches: PositiveInt = 1
     """Parts that the groups of a step are cut into, each with an update of its own: a step is `epochs` x `mini_batches` updates."""
     responses_per_micro_batch: PositiveInt | None = None
@@ -415,13 +415,13 @@ class TrainConfig(Section):
     engine that sampled."""
     critic: CriticConfig = CriticConfig()
     reference: Literal["fused", "task"] = "fused"
-    """Where a KL term's reference is computed: in the trainer's own micro-step, or by a worker of its own ahead of it."""
+    """Place where a KL term's reference is computed: in the trainer's own micro-step, or by a worker of its own ahead of it."""
     frozen_dtype: Literal["float32", "bfloat16"] | None = None
     """Floating-point type that old policy and reference are kept and computed in; by default `dtype`."""
     offload: bool = False
     """Keep old policy and reference in host memory, and move them to the device for each pass."""
     accumulate: Literal["exact", "fp32"] = "fp32"
-    """How a step's gradients add up: `exact` gives the same bits in whatever order groups arrive."""
+    """Way in which a step's gradients add up: `exact` gives the same bits in whatever order groups arrive."""
     learning_rate: Finite = 1e-6
     """Learning rate of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -429,7 +429,7 @@ class TrainConfig(Section):
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: constant, or falling to `min_learning_rate` until the run's last update."""
     min_learning_rate: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
-    """Where a falling learning rate ends. The critic's ends at the same fraction of its own."""
+    """Learning rate at the end of a falling schedule. The critic's ends at the same fraction of its own."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: Finite = 1e-8
@@ -458,12 +458,12 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Keep the optimiser's state in host memory, and bring it over piece by piece for each update."""
     device: Device = "cpu"
-    """Where it computes: `cpu`, `cuda`, `cuda:1`. With several devices, rank n of a machine takes number n."""
+    """Its device: `cpu`, `cuda`, `cuda:1`. With several devices, rank n of a machine takes number n."""
     num_threads: PositiveInt | Literal["auto"] = 1
     """Computing threads of each rank, and of each worker of a reference and a critic (CPU). `auto`: one, and with
     `accumulate: fp32` the cores of this machine are dealt out after each step by what each pool has computed in it."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often the run is resumed from its newest checkpoint, in the driver's own process, when a trainer has died, or another
+    """Times that the run is resumed from its newest checkpoint, in the driver's own process, when a trainer has died, or another
     worker that is not started again by itself: after a pause that doubles each time. 0: such a death ends the run."""
 
     @property
@@ -474,7 +474,7 @@ class TrainConfig(Section):
 
 class WeightSyncConfig(Section):
     name: str = "shared_memory"
-    """How weights travel from the trainer to the rollout workers: `shared_memory` (files in memory, one machine), `collective` (a
+    """Way of the weights from the trainer to the rollout workers: `shared_memory` (files in memory, one machine), `collective` (a
     broadcast), `network` (TCP to one receiver per machine), or, as `path`, a class of the user's own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a class of one's own. The built-in ones have none."""
@@ -503,16 +503,16 @@ class WeightSyncConfig(Section):
 
 class QueueConfig(Section):
     storage: Chosen = Choice(name="memory")
-    """Where samples are kept."""
+    """Storage of the samples."""
     samplers: dict[str, Chosen] = Field(default_factory=dict)
-    """Which ready rows go to which worker, by task (`rollout`, `train`, ...); by default the oldest to the worker that asked
-    first."""
+    """Choice of the ready rows that go to a worker, by task (`rollout`, `train`, ...); by default the oldest, to the worker that
+    asked first."""
     num_units: PositiveInt = 1
     """Storage units; each group of rows lies on one of them."""
     place: Literal["driver", "workers"] = "driver"
-    """Where they are: in the driver's process, or each in a worker of its own (`storage/0` and on), which a cluster places."""
+    """Place of the units: in the driver's process, or each in a worker of its own (`storage/0` and on), which a cluster places."""
     lease_seconds: PositiveFloat = 120.0
-    """Length of a lease: rows that a worker holds for so long without a sign of life are given to another."""
+    """Length of a lease: rows that a worker holds for so long without a heartbeat are given to another."""
     listen: str | None = None
     """A second door for clients on other machines, `tls:HOST:PORT` (port 0: any). The run's key is then `key.pem` in its folder."""
     capacity_rows: PositiveInt | None = None
@@ -528,7 +528,7 @@ class QueueConfig(Section):
 
 class TelemetryConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
-    """Where metrics go besides `metrics.jsonl`."""
+    """Places where metrics go besides `metrics.jsonl`."""
     samples_per_step: Annotated[int, Field(ge=0)] = 4
     """Prompts a step of which one response is kept in `samples.jsonl`, and in `tokens.jsonl` as it was trained, token by token. Of
     the first of them all responses are kept, each with its advantage."""
@@ -544,9 +544,9 @@ class EvalConfig(Section):
     path: str | None = None
     """Held-out prompts, read as `data` says; null: no evaluation. `generated:arithmetic` takes problems no training run sees."""
     subset: str | None = None
-    """Which part of a data set on the Hub. None: `data.subset`."""
+    """Part of a data set on the Hub. None: `data.subset`."""
     split: str = "test"
-    """Which split of a data set that has splits."""
+    """Split of a data set that has splits."""
     every_steps: PositiveInt | None = None
     """Evaluate after every so many steps, too. None: only before the first step and after the last."""
     num_prompts: PositiveInt | None = 256
@@ -574,18 +574,18 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a run is resumed with `--resume`."""
 
     every_steps: PositiveInt | None = None
-    """How often a checkpoint is written, by the count of steps, besides at the run's end, whatever ends it in order."""
+    """Steps from one checkpoint to the next, besides at the run's end, whatever ends it in order."""
     every_minutes: PositiveFloat | None = 10.0
-    """How often a checkpoint is written by the clock, after the step that is under way then: less often where writing one takes
+    """Minutes from one checkpoint to the next, after the step that is under way then: less often where writing one takes
     more than a hundredth of this time. None: never."""
     keep: Annotated[int, Field(ge=0)] = 2
-    """How many checkpoints stay on the disk, the newest ones. 0: none are written there."""
+    """Number of checkpoints that stay on the disk, the newest ones. 0: none are written there."""
     in_memory: bool | Literal["auto"] = "auto"
     """Checkpoints in shared memory of this machine as well, between those on the disk, for trainers that die: after every step
     (true), after so many that the trainer waits for them a hundredth of its time at most (auto), or never (false). Only where all
     workers are on one machine, and while there is room."""
     stop_grace_seconds: PositiveFloat = 30.0
-    """How long a run that is ended by SIGTERM may take to write one, if that is more than `run.stop_grace_seconds`."""
+    """Time that a run that is ended by SIGTERM has to write one, if that is more than `run.stop_grace_seconds`."""
 
     @model_validator(mode="after")
     def _possible(self) -> CheckpointConfig:
@@ -663,7 +663,7 @@ class PlanConfig(Section):
     hardware: str | None = None
     """Hardware that `asyncflow plan` reckons with: a name that it knows, or a YAML file. A run does not read it."""
     devices: PositiveInt | None = None
-    """How many devices `asyncflow plan` plans for. None: as many as the configuration takes. A run does not read it."""
+    """Number of devices that `asyncflow plan` plans for. None: as many as the configuration takes. A run does not read it."""
     lengths: LengthsConfig | None = None
     """Prompts and responses that `asyncflow plan` expects. None: it assumes some, and says so. A run does not read it."""
     predicted: PredictedConfig | None = None
@@ -702,7 +702,7 @@ class Config(Section):
     algorithm: Chosen = Choice(name="grpo")
     """Algorithm: advantages and a loss, which are what is optimised."""
     schedule: Chosen = Choice(name="periodic")
-    """When things may happen."""
+    """Schedule: when prompts are admitted and weights change."""
     environment: Chosen | None = None
     """Environment that episodes of several turns talk to. None: a response is one turn."""
     episodes: EpisodesConfig = EpisodesConfig()
@@ -711,7 +711,7 @@ class Config(Section):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     queue: QueueConfig = QueueConfig()
     cluster: Chosen = Choice(name="local")
-    """Where workers run. `local`: one process per worker on this machine. `inline`: all in this process, for debugging. `ray`:
+    """Place of the workers. `local`: one process per worker on this machine. `inline`: all in this process, for debugging. `ray`:
     placed by Ray, on this machine or on several."""
     telemetry: TelemetryConfig = TelemetryConfig()
     eval: EvalConfig = EvalConfig()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray
 CheckpointPlace = Literal["disk", "memory"]
-"""Where a checkpoint lies: in the run's folder, or in shared memory of the driver's machine."""
+"""Place of a checkpoint: in the run's folder, or in shared memory of the driver's machine."""
 E = TypeVar("E", bound=Exception)
 CROSSING: dict[str, type[Exception]] = {e.__name__: e for e in (UserError, RunError, ValueError, LookupError, TimeoutError)}
 """The exceptions that reach a caller in another process as themselves. All others arrive as one that names them."""

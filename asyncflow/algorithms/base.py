@@ -66,10 +66,10 @@ class Algorithm(ModelObjective, Objective, Protocol):
     """Whether `advantages` needs them already (a KL term in the reward), so that they are computed by a task ahead of training."""
 
     correction: Correction
-    """How it weighs tokens that another policy sampled than the old one: with `none` it is right only where they are the same."""
+    """Weights of tokens that another policy sampled than the old one: with `none` it is right only where they are the same."""
 
     critic: Critic | None = None
-    """How the critic is trained whose values its advantages need (`ScoredGroup.values`); None: it needs none."""
+    """Training of the critic whose values its advantages need (`ScoredGroup.values`); None: it needs none."""
 
     needs_turns: bool = False
     """Whether its advantages need the rewards of single turns (`ScoredGroup.turn_rewards`), which only an environment gives."""

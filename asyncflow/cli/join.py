@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from asyncflow.engines.base import RolloutEngine
 
 POLL_SECONDS = 2.0
-"""Seconds for which a request waits for prompts, or is a sign of life that is held."""
+"""Seconds for which a request waits for prompts, or is a heartbeat whose answer is held back."""
 
 MOST_PAUSE_SECONDS = 30.0
 """Seconds after which this process joins again, at most, where that has been of no use before."""
@@ -72,7 +72,7 @@ async def _join(connecting: AsyncClient, chosen: dict[str, Any], num_slots: int,
             model = await client.model(Path(folder) / "model")
             place = RunPlace(client, await client.join_generators(num_slots), num_slots)
             facts, name = place.worker.facts, chosen.pop("name")
-            alive = asyncio.create_task(place.give_signs_of_life())  # an engine may take minutes to start
+            alive = asyncio.create_task(place.send_heartbeats())  # an engine may take minutes to start
             given = {"model_path": model, "num_slots": num_slots, "max_context": facts.max_context, **options}
             engine: RolloutEngine = await asyncio.to_thread(build, "rollout engine", name, chosen, ROLLOUT_ENGINES, given)
             generator = JoinedGenerator(place, engine, model, attests=options["dtype"] == facts.dtype)  # sums are of one dtype
@@ -88,8 +88,8 @@ async def _join(connecting: AsyncClient, chosen: dict[str, Any], num_slots: int,
 
 
 Verdict = Literal["over", "forgotten", "wrong"]
-"""Why a request has failed. The run is over. Or its service does not know this process any more: it was started again, or had heard
-nothing for too long. Or anything else, such as that the service is out of reach."""
+"""Reason why a request has failed. The run is over. Or its service does not know this process any more: it was started again, or
+had heard nothing for too long. Or anything else, such as that the service is out of reach."""
 
 
 class RunPlace:
@@ -102,8 +102,8 @@ class RunPlace:
         self.worker = worker
         self._client, self._num_slots, self._pause = client, num_slots, 0.0
 
-    async def give_signs_of_life(self) -> None:
-        """Give signs of life until the run is over. Any other request is told what else is wrong."""
+    async def send_heartbeats(self) -> None:
+        """Send heartbeats until the run is over. Any other request is told what else is wrong."""
         from asyncflow.client import RunOver
 
         while not self.is_over:

@@ -14,7 +14,7 @@ import sys
 from typing import Final, TextIO
 
 PATIENCE_SECONDS: Final = 0.5
-"""How long a write waits for a reader that stands still. After that nothing waits until it reads again."""
+"""Seconds that a write waits for a reader that stands still. After that nothing waits until it reads again."""
 
 
 class OptionalReader(io.FileIO):

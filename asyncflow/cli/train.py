@@ -21,7 +21,7 @@ from asyncflow.run_dir import JOB_FILE, RunDir
 from asyncflow.types import UserError
 
 DRIVER_SECONDS = 120.0
-"""How long a process that torchrun has started waits for the run's driver, which checks the run's inputs first."""
+"""Seconds that a process that torchrun has started waits for the run's driver, which checks the run's inputs first."""
 
 NUM_TRIED = 2
 """Rows of the data on which `--dry-run` tries the scorers."""

@@ -48,7 +48,7 @@ class Faults:
     resizes: tuple[Resize, ...] = ()
     """Rollout workers that join and leave."""
     calls: tuple[float, ...] = ()
-    """When somebody calls for the weights of the last committed step."""
+    """Moment when a caller asks for the weights of the last committed step."""
 
     @classmethod
     def drawn(

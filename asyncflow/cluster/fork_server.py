@@ -34,7 +34,7 @@ import msgspec
 from setproctitle import setproctitle
 
 TITLE: Final = "asyncflow-fork-server"
-"""How lists of processes call it."""
+"""Its name in lists of processes."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
 _MALLOC: Final = {
     "MALLOC_TRIM_THRESHOLD_": -1,

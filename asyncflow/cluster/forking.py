@@ -45,7 +45,8 @@ UNKNOWN_STATUS: Final = 255
 _READ_AT_IMPORT: Final = (
     "OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "CUDA_", "NCCL_", "LD_", "PYTHON"
 )  # fmt: skip
-"""How variables begin that libraries read once, when they are imported: a worker for which one differs has a server of its own."""
+"""Beginnings of the names of variables that libraries read once, when they are imported: a worker for which one differs
+has a server of its own."""
 
 _servers: list[ForkServer] = []
 _choosing = threading.Lock()  # runs of one process have event loops in several threads

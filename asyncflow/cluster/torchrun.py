@@ -40,7 +40,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE"
 
 
 DRIVER_ENDS_SECONDS = 20.0
-"""How long a driver may take to notice that its trainers have gone, and how long to end when it is told to."""
+"""Seconds that a driver has to notice that its trainers have gone, and to end when it is told to."""
 
 
 def is_rank() -> bool:

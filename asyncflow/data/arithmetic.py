@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, get_args
 ProblemSplit = Literal["train", "heldout", "warmstart"]
 
 PROMPT_TEMPLATE: Final = "{question}\n"
-"""How a question becomes a prompt; the response starts on the line after it."""
+"""Template of a prompt; the response starts on the line after it."""
 
 ANSWER_MARK: Final = "#### "
 """Characters before the final number on the last line of a response."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 from asyncflow.types import UserError
 
 HUB_SECONDS: Final = 10.0
-"""How long the Hub may take to say whether it has a data set."""
+"""Seconds that the Hub has to say whether it has a data set."""
 
 
 def read_data_set(path: str, named: str, subset: str | None, limit: int | None) -> Iterator[dict[str, Any]]:

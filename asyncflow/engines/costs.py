@@ -100,7 +100,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     equal_groups: float = 0.0
     """Share of the prompts of which all rewards in a group are equal, whatever the responses: there is nothing to train on."""
     contention: Contention | None = None
-    """How workers on the same cores slow each other down; None: each has cores of its own."""
+    """Slowing of workers on the same cores by each other; None: each has cores of its own."""
 
     def decode_step(self, num_active: int, context_tokens: float = 0.0) -> float:
         """Seconds of one decode step: one token for each of the active slots, which hold `context_tokens` together."""

@@ -69,7 +69,7 @@ class Environment(Protocol):
     """
 
     episodes_per_process: ClassVar[int] = 1
-    """How many episodes a process has at once."""
+    """Number of episodes that a process has at once."""
     is_deterministic: ClassVar[bool] = True
     """Whether an episode depends on its example, seed and actions alone. False: rows that are lost are made again otherwise, and
     the certificate says so."""

@@ -60,7 +60,7 @@ class Hardware(Section):
     """Share of the memory that a plan may take: the rest is the backend's own."""
     efficiency: Efficiency
     sources: list[str] = Field(min_length=1)
-    """Where the peaks are from."""
+    """Sources of the peaks."""
 
     @property
     def usable_bytes(self) -> float:

@@ -42,7 +42,7 @@ def sizes_of(config: Config, part: int) -> dict[str, tuple[int, int]]:
 
 
 def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None = None) -> int:
-    """How many equal parts the machine is divided into, of which one is simulated: a power of two that divides all pools. `tasks`:
+    """Number of equal parts of the machine, of which one is simulated: a power of two that divides all pools. `tasks`:
     of the configuration, before training, where they are known."""
     if SELECT_TASK in (tasks or tasks_before_training(config)):
         return 1  # candidates are chosen among all

@@ -206,7 +206,7 @@ def pools_of_tasks(config: Config) -> dict[str, int]:
 
 
 def why(found: Found) -> str:
-    """Why the best plan is the best, in two sentences."""
+    """Reason why the best plan is the best, in two sentences."""
     best = found.plans[0]
     most = max(best.busy, key=lambda pool: best.busy[pool])
     other = next((plan for plan in found.plans[found.ties :] if split(plan) != split(best)), None)

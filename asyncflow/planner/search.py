@@ -157,8 +157,8 @@ class Frontier:
         return taken
 
     def left(self, best: float) -> tuple[int, int, float]:
-        """How many plans may be under `best` seconds, how many may not, and seconds that all of the first are over. Of very many
-        only the cheap bounds are known."""
+        """Numbers of plans that may be under `best` seconds, and that may not, and seconds that all of the first are over. Of
+        very many only the cheap bounds are known."""
         left: list[float] = []
         num_expanded = 0
         while self._heap and self._heap[0][0] < best:

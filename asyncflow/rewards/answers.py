@@ -84,7 +84,7 @@ def reference_answer(reference: Any) -> str:
 
 
 MarkSpan = tuple[int, int, int]
-"""Where a mark is, and where the answer in it begins and ends."""
+"""Place of a mark, and begin and end of the answer in it."""
 
 
 def _boxes(text: str) -> Iterator[MarkSpan]:

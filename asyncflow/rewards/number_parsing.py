@@ -20,7 +20,7 @@ MAX_DEPTH: Final = 20
 MAX_BITS: Final = 4096
 """Most bits of a value's numerator, and of its denominator."""
 ROUGHLY: Final = Fraction(1, 20)
-"""How far apart two sides of an ≈ may be."""
+"""Largest relative difference of the two sides of an ≈."""
 
 
 class Quantity(NamedTuple):

@@ -70,9 +70,9 @@ from asyncflow.types import RunError, UserError
 from asyncflow.waits import BEGUN, ROWS_REMOVED, waiting
 
 UNITS_SECONDS: Final = 60.0
-"""How long storage units in processes of their own may take to come, once they have been started."""
+"""Seconds that storage units in processes of their own have to come, once they have been started."""
 REMOVE_SECONDS: Final = 5.0
-"""How long the units may take, at the attempt's end, to remove what they have stored."""
+"""Seconds that the units have, at the attempt's end, to remove what they have stored."""
 FAILURES_LOGGED: Final = 8
 """Rows that fail for the same reason and are named one by one; after them each hundredth is."""
 

@@ -81,7 +81,7 @@ def num_helpers(config: Config) -> int:
 
 
 def _why_none(config: Config) -> str:
-    """Why a run can have no helpers at all; "" if it can."""
+    """Reason why a run can have no helpers at all; "" if it can."""
     train = config.train
     if train.engine.name != "torch" or config.layout.size > 1:
         return "only train.engine=torch on one device has them"
@@ -93,7 +93,7 @@ def _why_none(config: Config) -> str:
 
 
 def _why_not_on_devices(config: Config) -> str:
-    """Why helpers cannot be on the devices that generate; "" if they can."""
+    """Reason why helpers cannot be on the devices that generate; "" if they can."""
     train, rollout = config.train, config.rollout
     if "helpers" not in config.plan.shares:
         return f"train.device={train.device}, and no other device is theirs to compute on: plan.shares.helpers=rollout names some"

@@ -18,7 +18,7 @@ from typing import Final
 from asyncflow.types import UserError
 
 PACKAGE_FOLDER: Final = str(Path(__file__).parents[2])
-"""Where this package is found; on another machine too, where both see one file system. Elsewhere it is installed there."""
+"""Folder of this package; on another machine too, where both see one file system. Elsewhere it is installed there."""
 SCHEME: Final = "ssh://"
 _OPTIONS: Final = ("-T", *shlex.split("-o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"))
 """Options of ssh: no terminal and no questions; a machine that says nothing for 15 s is lost."""

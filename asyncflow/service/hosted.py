@@ -26,7 +26,7 @@ from asyncflow.settings import Choice
 from asyncflow.types import Array, Batch, RunError, UserError, first_error
 
 EnginePlace = Literal["own", "outside"]
-"""Where an engine is: started by the run, or provided by clients."""
+"""Place of an engine: started by the run, or provided by clients."""
 FAREWELL_SECONDS: Final = 5.0
 """Seconds in which a client that generates makes another request: `asyncflow join` makes one every 2 s."""
 

@@ -3,7 +3,7 @@
     generator session = a guest of the run's rollout pool: the run's own rollout loop, with a client for its engine
     trainer session   = a name at the desk, for the groups that it has taken
 
-consumes: sessions that are opened; their signs of life
+consumes: sessions that are opened; their heartbeats
 waits for: `queue.lease_seconds` without one, `BROKEN_SECONDS` after the connection of one has broken
 is unblocked by: the clock
 """
@@ -106,7 +106,7 @@ class OutsideWorkers:
         return session
 
     async def hold(self, session: GeneratorSession, seconds: float, broken: Callable[[], Awaitable[object]]) -> None:
-        """Hold a client's sign of life for so long, half of `queue.lease_seconds` at most, or until its session ends.
+        """Hold back the answer to a heartbeat for so long, half of `queue.lease_seconds` at most, or until the session ends.
 
         Raises `RunError` if its connection breaks meanwhile (`broken` returns): it has gone if no other request of it comes then.
         """
@@ -118,11 +118,11 @@ class OutsideWorkers:
             breaking.cancel()
         if breaking in ended:
             asyncio.get_running_loop().call_later(BROKEN_SECONDS, self._end_if_silent, session, session.seen)
-            raise RunError("the connection is broken")  # the same request, if it comes again, is a sign of life
+            raise RunError("the connection is broken")  # the same request, if it comes again, is a heartbeat
 
     @property
     def last_requests(self) -> dict[str, float]:
-        """When each client that generates has made its last request, by the event loop's clock; by id."""
+        """Times of the last request of each client that generates, by the event loop's clock; by id."""
         return {own_id: session.seen for own_id, session in self._generators.items()}
 
     async def leave(self, own_id: str) -> None:

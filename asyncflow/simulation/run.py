@@ -70,7 +70,7 @@ from asyncflow.waits import PROCESS, waiting
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
 
 LATE_REWARD = 50.0
-"""How many times as long a late reward takes."""
+"""Factor by which a late reward takes longer."""
 STOP_SECONDS = 60.0 + max(HANG_SECONDS)
 """Virtual seconds that workers have to end. They cost nothing, so a slow worker may end what it is at, a fetch that hangs included;
 one that has not ended by then never will."""
@@ -132,7 +132,7 @@ def simulate(
 
 
 def _how_often(config: Config) -> Mapping[str, Any]:
-    """How often checkpoints are written, by the configuration; after every step, where it does not say."""
+    """Interval of the checkpoints, by the configuration; after every step, where it does not say."""
     own = config.checkpoint.model_dump(include={"every_steps", "every_minutes"})
     return {"every_steps": 1} if own == CheckpointConfig().model_dump(include=set(own)) else own
 

@@ -139,7 +139,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "weights/attested": "Share of the rollout workers that have been given a version, when the row is written, whose engine has "
     "shown, after its last install, that it generates with what was installed (0 to 1). Only once one has, of a trainer that "
     "promises what engines will have.",
-    "run/num_resumes": "How often the run has been resumed from a checkpoint; only where it has been.",
+    "run/num_resumes": "Number of times that the run has been resumed from a checkpoint; only where it has been.",
     "own/<name>": "Metric of the user's own: mean over what `log_metric` was given, in `advantages` for the step's groups, and "
     "by scorers of the responses that were begun for the step.",
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",

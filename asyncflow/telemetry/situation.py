@@ -25,7 +25,7 @@ DONE: Final = "done"
 UNKNOWN: Final = "unknown"
 
 IN_ORDER: Final = "it is done"
-"""Why a run has ended that ended in order."""
+"""Reason of a run that ended in order."""
 
 
 class SeenWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -66,7 +66,7 @@ class WeightSyncOptions:
     num_receivers: int = 1
     """Rollout workers that the run begins with: so many are gathered for the first broadcast."""
     listen: str | None = None
-    """Where the sender listens, `tls:HOST:PORT` (port 0: any). None: where only this machine can reach it."""
+    """Address where the sender listens, `tls:HOST:PORT` (port 0: any). None: where only this machine can reach it."""
     key: Path | None = None
     """The run's key, for an address by TLS: the file that `Credentials.create` writes."""
     attested_dtype: str | None = None

@@ -339,7 +339,7 @@ class Keeper(Loop):
                 world.is_closed = True
 
     async def _drop_some(self) -> None:
-        """Rows that were given up, out of groups that are still in use."""
+        """Rows that have failed, out of groups that are still in use."""
         facts = self.facts
         out = [row for row in sorted({*facts.dead, *facts.filtered}) if row not in facts.dropped and self.rng.random() < 0.2]
         if out:

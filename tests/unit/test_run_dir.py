@@ -131,7 +131,7 @@ def test_killed_at_each_write_one_of_the_two_models_is_left_whole(tmp_path: Path
 
 def claim_and_be_killed(folder: RunDir, number: int, is_before: bool) -> None:
     killed_at([*WRITES, (Path, "touch"), (Path, "mkdir")], number, is_before)
-    folder.claim("of the next life")
+    folder.claim("of the next run")
 
 
 @pytest.mark.parametrize("is_before", [True, False])
@@ -139,7 +139,7 @@ def test_killed_at_each_write_while_it_is_made_anew_the_folder_stays_known_for_t
     """As long as anything is left, by its configuration as well."""
     for number in range(30):
         folder = RunDir(tmp_path / str(number))
-        folder.claim("of this life")
+        folder.claim("of this run")
         for name in ("checkpoints", "logs", "zones"):
             (folder.path / name).mkdir()
             (folder.path / name / "file").touch()
@@ -149,7 +149,7 @@ def test_killed_at_each_write_while_it_is_made_anew_the_folder_stays_known_for_t
         status = in_a_process(lambda folder=folder, number=number: claim_and_be_killed(folder, number, is_before))
         if os.WIFEXITED(status):
             assert number > 8 and sorted(path.name for path in folder.path.iterdir()) == [".asyncflow-run", "config.yaml"]
-            assert (folder.path / "config.yaml").read_text() == "of the next life" and folder.path.stat().st_mode == before.st_mode
+            assert (folder.path / "config.yaml").read_text() == "of the next run" and folder.path.stat().st_mode == before.st_mode
             return
         assert os.WTERMSIG(status) == signal.SIGKILL and folder.is_run()
         assert (folder.path / "config.yaml").exists() or not {"metrics.jsonl", "eval.jsonl"} & {*os.listdir(folder.path)}

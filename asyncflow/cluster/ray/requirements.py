@@ -49,18 +49,18 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Address of a cluster that is running, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); this machine is one of its nodes.
     None: one is started here, for this run alone."""
     placement: dict[PoolName, Strategy] = {}
-    """How each pool's workers lie on the nodes; PACK unless told."""
+    """Strategy of each pool's workers on the nodes; PACK unless told."""
     resources: dict[PoolName, dict[str, float]] = {}
     """Resources of each worker of a pool, by Ray's names (`CPU`, `GPU`, `NPU`, one of the user's own), over what follows from its
     device and threads."""
     forward: list[str] = []
     """Variables of the driver's environment that workers on other nodes are to have, besides those of the libraries in use."""
     start_seconds: float = 120.0
-    """How long a pool may wait for room in the cluster, and a worker for its process."""
+    """Seconds that a pool may wait for room in the cluster, and a worker for its process."""
     shares_files: bool | None = None
     """Whether the other nodes see the run's folder. None: each is asked."""
     trainers: Literal["driver", "anywhere"] = "driver"
-    """Where trainers but the first may be: on the driver's node, or on any that sees the run's folder. On several nodes they
+    """Nodes of the trainers but the first: on the driver's node, or on any that sees the run's folder. On several nodes they
     exchange gradients by gloo or NCCL, which authenticate nobody."""
 
     def strategy(self, pool: str) -> Strategy:

@@ -7,9 +7,9 @@ ROLLOUT_ENGINES = {
     "vllm": "asyncflow.engines.rollout.vllm.engine:VllmEngine",
 }
 ROLLOUT_ENGINE_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:num_devices"}
-"""How many devices a worker has, where its engine's options say; else it is one."""
+"""Number of devices of a worker, where its engine's options say; else it is one."""
 ROLLOUT_ENGINE_OWN_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:num_own_devices"}
-"""How many of them a cluster has to give it, likewise."""
+"""Number of those that a cluster has to give it, likewise."""
 ROLLOUT_ENGINE_CHECKS = {
     "slots": "asyncflow.engines.rollout.slot_options:check",
     "transformers": "asyncflow.engines.rollout.slot_options:check_transformers",

@@ -181,8 +181,8 @@ class Drafting:
         self._search_seconds *= REMEMBERED  # one that took long once is made again
 
     def _best(self, num_active: int, gains: Array, extra_seconds: float = 0.0) -> int:
-        """How many drafts give the most tokens a second, of drafts that add `gains` tokens each (falling); none at equal rates.
-        With any, a step takes `extra_seconds` more."""
+        """Number of drafts that give the most tokens a second, of drafts that add `gains` tokens each (falling); none at equal
+        rates. With any, a step takes `extra_seconds` more."""
         counts = np.arange(len(gains) + 1)
         tokens = num_active + np.append(0.0, np.cumsum(gains))
         return int(np.argmax(tokens / (self._seconds.of(num_active + counts) + extra_seconds * (counts > 0))))

@@ -61,7 +61,7 @@ class Helpers:
         self._work: Callable[[Passes, int], None] = lambda passes, number: None
         self._error: BaseException | None = None
         self.late_until = 0.0
-        """When rows are cut again (CLOCK_MONOTONIC), after a part of some has come too late."""
+        """Time until which rows are not cut (CLOCK_MONOTONIC), after a part of some has come too late."""
         for number, own in enumerate(passes):
             arguments = (number, own, num_threads)
             thread = threading.Thread(target=self._serve, args=arguments, name=f"train-helper-{number}", daemon=True)

@@ -42,7 +42,7 @@ class SampledTokens(Protocol):
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why sampling ended."""
+        """Reason why sampling ended."""
         ...
 
 
@@ -132,7 +132,7 @@ class CallTranscript:
         return kept
 
     def begin(self, messages: Sequence[Message], joints: Joints) -> CapturedCall:
-        """Where the answer to a conversation goes. `joints`: of its tools. Raises `UserError` if the template refuses it."""
+        """Place of the answer to a conversation. `joints`: of its tools. Raises `UserError` if the template refuses it."""
         digests = _digests(messages)
         for length in range(len(messages) - 1, 0, -1):
             if messages[length - 1]["role"] == "assistant" and (place := self._places.get(digests[length])) is not None:
@@ -141,7 +141,7 @@ class CallTranscript:
         return self._new(joints.prompt_ids(given), given, joints, digests[-1])
 
     def begin_text(self, prompt: str, joints: Joints) -> CapturedCall:
-        """Where the completion of a text goes: behind the longest text that it begins with and that was completed before."""
+        """Place of the completion of a text: behind the longest text that it begins with and that was completed before."""
         found = [(text, place) for text, place in self._texts if prompt.startswith(text)]
         if not found:
             given = [{"role": "user", "content": prompt}]

@@ -61,7 +61,7 @@ def episode_player(
     tokenizer: CheckpointTokenizer,
     endpoint: Served | None = None,
 ) -> EpisodePlayer:
-    """How the worker plays episodes; with an `endpoint` their turns are the calls of programs.
+    """Options of the episodes that the worker plays; with an `endpoint` their turns are the calls of programs.
 
     Raises `UserError` for an engine that generates single turns only.
     """

@@ -76,7 +76,7 @@ async def model_here(files: ModelFiles, model: Path, folder: Path) -> Path:
         return model
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")) as has_lock:
-        while not has_lock():  # the process that has it gives up, or ends, when no chunk comes
+        while not has_lock():  # the process that has it fails, or ends, when no chunk comes
             await asyncio.sleep(_LOOK_SECONDS)
         if not folder.exists():
             partial = folder.with_suffix(".partial")

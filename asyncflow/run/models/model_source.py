@@ -1,4 +1,4 @@
-"""Where a run's model comes from: whatever `model.path` names becomes a folder in Hugging Face format.
+"""Source of a run's model: whatever `model.path` names becomes a folder in Hugging Face format.
 
     a folder -------------------------------------------+
     owner/name[@revision] ---> hub_download.py ---------+

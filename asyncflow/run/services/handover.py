@@ -20,7 +20,7 @@ from asyncflow.transport import client_name, remote
 from asyncflow.waits import HANDOVER
 
 STAY_SECONDS: Final = 5.0
-"""How long a worker that may stay for the next attempt may take to let go of this one: many times an installation of weights."""
+"""Seconds that a worker that may stay for the next attempt has to let go of this one: many times an installation of weights."""
 
 
 class Handover:

@@ -1,4 +1,4 @@
-"""Going on with a run: which keys may change, and the run's files, cut back to the steps of its checkpoint.
+"""Resuming a run: which keys may change, and the run's files, cut back to the steps of its checkpoint.
 
 In a mode and with engines that are deterministic no row is kept: leases and rows are made again, to the bit. Elsewhere completed
 rows that were not trained are kept with the versions that made them, and the others are generated again. What a checkpoint has of

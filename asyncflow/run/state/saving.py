@@ -149,8 +149,8 @@ class CheckpointCoordinator:
             await asyncio.wait(self._finishing)
 
     def due(self) -> CheckpointPlace | None:
-        """Where a checkpoint is due by the clock, if it is. On the disk: `checkpoint.every_minutes` after the last one there, later
-        where that took long. In memory: at its own pace (`MemoryPace`), while no other one is under way."""
+        """Place where a checkpoint is due by the clock, if it is. On the disk: `checkpoint.every_minutes` after the last one there,
+        later where that took long. In memory: at its own pace (`MemoryPace`), while no other one is under way."""
         minutes = self._config.checkpoint.every_minutes
         seconds = math.inf if minutes is None or not self._config.checkpoint.keep else 60 * minutes
         if self._clock() - self._begun_at >= max(seconds, self._took_seconds / MAX_SHARE):

@@ -157,7 +157,7 @@ def add_generators(router: APIRouter, hosted: HostedRun) -> None:
 
     @router.post("/generators/{worker}/alive", tags=["generators"])
     async def alive(worker: Name, request: Request, body: Alive | None = None) -> PolicyVersion:
-        """A sign of life, for a client that asks for nothing else for a while. Answers with the version that the worker serves."""
+        """A heartbeat, for a client that asks for nothing else for a while. Answers with the version that the worker serves."""
 
         async def broken() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -180,7 +180,7 @@ def add_rows(router: APIRouter, hosted: HostedRun) -> None:
 
     @router.post("/generators/{worker}/prompts", tags=["generators"])
     async def get_prompts_data(worker: Name, body: WantPrompts) -> PromptsAnswer:
-        """Lease prompts under the version that the worker serves. Waits for some; asking is a sign of life."""
+        """Lease prompts under the version that the worker serves. Waits for some; asking is a heartbeat."""
         session = _session(hosted, worker)
         work = await session.engine.take(body.prompts, body.timeout_seconds)
         if work.is_over:

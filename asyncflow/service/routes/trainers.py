@@ -90,7 +90,7 @@ def add_trainers(router: APIRouter, hosted: HostedRun) -> None:
 
     @router.post("/trainers/{trainer}/experience", tags=["trainers"], response_model=ExperienceAnswer)
     async def get_experience_data(trainer: Name, body: WantExperience) -> Any:
-        """Take groups of the present step: some, or a token budget. Waits for some; asking is a sign of life."""
+        """Take groups of the present step: some, or a token budget. Waits for some; asking is a heartbeat."""
         session = hosted.workers.trainer(trainer)
         taken = await hosted.run.driver.desk.take(
             session.name, groups=body.groups, tokens=body.tokens, timeout_seconds=body.timeout_seconds

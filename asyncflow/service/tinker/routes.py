@@ -22,7 +22,7 @@ from asyncflow.service.tinker.sessions import Sessions
 from asyncflow.types import UserError
 
 RETRIEVE_SECONDS: Final = 20.0
-"""How long `retrieve_future` waits for an answer; the SDK then asks again."""
+"""Seconds for which `retrieve_future` waits for an answer; the SDK then asks again."""
 LINK_SECONDS: Final = 900.0
 WHOLE_WEIGHTS: Final = (
     "This server trains all weights of the model, not an adapter: lora_config has no effect, and learning rates are those of full "

@@ -84,7 +84,7 @@ def test_killed_at_each_write_the_one_before_or_the_new_one_is_whole(tmp_path: P
         assert os.WTERMSIG(status) == signal.SIGKILL and newest in (2, 3)
         checkpoints.sweep()
         shutil.rmtree(checkpoints.path(3), ignore_errors=True)
-        write(checkpoints, 3)  # the next life writes it again
+        write(checkpoints, 3)  # the next attempt writes it again
         assert checkpoints.versions()[-2:] == [2, 3] and checkpoints.newest(says_nothing) == 3
     raise AssertionError("writing does not end")
 

@@ -222,11 +222,11 @@ async def test_a_service_that_is_out_of_reach_is_no_run_that_is_over(tmp_path: P
 async def test_a_service_that_has_said_that_the_run_is_over_may_be_away_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one may be that had nothing to ask for meanwhile: its signs of life were answered."""
+    """As one may be that had nothing to ask for meanwhile: its heartbeats were answered."""
     monkeypatch.setattr(join, "POLL_SECONDS", 0.01)
     run = Run("get_prompts_data", is_live=False)
     place = place_in(run)
-    await asyncio.wait_for(place.give_signs_of_life(), patience(10))  # it ends with the run
+    await asyncio.wait_for(place.send_heartbeats(), patience(10))  # it ends with the run
     run.is_away = True
     assert await place.verdict(OutOfReach("the service does not answer")) == "over"
     generator = JoinedGenerator(place, cast(Any, Engine(has_weights=False)), tmp_path / "model")

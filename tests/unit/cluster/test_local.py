@@ -47,15 +47,15 @@ async def stays(name, run_dir):
     await asyncio.sleep(60)
 
 async def clumsy(name, run_dir):
-    lives = run_dir / "lives"
-    with lives.open("a") as log:
+    starts = run_dir / "starts"
+    with starts.open("a") as log:
         log.write("I")
-    if len(lives.read_text()) <= 2:
-        raise RuntimeError(f"life {len(lives.read_text())} was too hard")
+    if len(starts.read_text()) <= 2:
+        raise RuntimeError(f"start {len(starts.read_text())} was too hard")
     (run_dir / name).touch()
 
 async def doomed(name, run_dir):
-    with (run_dir / "lives").open("a") as log:
+    with (run_dir / "starts").open("a") as log:
         log.write("I")
     raise RuntimeError("not again")
 
@@ -109,12 +109,12 @@ class Deaths:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
-        self.given_up: list[bool] = []
+        self.final: list[bool] = []
         self.first = asyncio.Event()
 
     def __call__(self, name: str, why: str, is_final: bool) -> None:
         self.told.append((name, why))
-        self.given_up.append(is_final)
+        self.final.append(is_final)
         self.first.set()
 
 
@@ -158,16 +158,16 @@ async def test_a_worker_that_dies_is_started_again_after_a_pause_that_doubles(cl
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "clumsy", max_restarts=3)])
     await asyncio.wait_for(cluster.wait(deaths), patience(60.0))
-    assert (tmp_path / "lives").read_text() == "III" and (tmp_path / "w").exists()
+    assert (tmp_path / "starts").read_text() == "III" and (tmp_path / "w").exists()
     assert [name for name, _ in deaths.told] == ["w", "w"]
-    for (_, why), life, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
-        assert f"its last words: RuntimeError: life {life} was too hard" in why
+    for (_, why), start, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
+        assert f"its last words: RuntimeError: start {start} was too hard" in why
         assert why.endswith(f"it is started again in {pause} s")
     assert await cluster.stop(60.0) == [] and cluster.pids() == {}
 
 
 @pytest.mark.usefixtures("soon")
-async def test_one_that_dies_too_often_is_given_up_and_the_others_go_on(cluster: LocalCluster, tmp_path: Path) -> None:
+async def test_one_that_dies_too_often_has_failed_and_the_others_go_on(cluster: LocalCluster, tmp_path: Path) -> None:
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "doomed", max_restarts=2), spec(tmp_path, "stays", "other")])
     waiting = asyncio.create_task(cluster.wait(deaths))
@@ -175,9 +175,9 @@ async def test_one_that_dies_too_often_is_given_up_and_the_others_go_on(cluster:
         await asyncio.wait_for(deaths.first.wait(), patience(60.0))
         deaths.first.clear()
     await asyncio.sleep(0.3)  # longer than any pause
-    assert len(deaths.told) == 3 and not waiting.done() and (tmp_path / "lives").read_text() == "III"
+    assert len(deaths.told) == 3 and not waiting.done() and (tmp_path / "starts").read_text() == "III"
     assert deaths.told[2][1].endswith("it has been started again 2 times, and is not started again")
-    assert deaths.given_up == [False, False, True]
+    assert deaths.final == [False, False, True]
     assert cluster.pids().keys() == {"other"}
     assert await cluster.stop(0.1) == ["other"]
     await asyncio.wait([waiting])
@@ -207,7 +207,7 @@ async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluste
     await asyncio.wait_for(deaths.first.wait(), patience(60.0))
     await asyncio.sleep(0.3)  # longer than any pause
     ((name, why),) = deaths.told
-    assert (name, deaths.given_up) == ("joiner", [True]) and "found a mistake: give another model (more in " in why
+    assert (name, deaths.final) == ("joiner", [True]) and "found a mistake: give another model (more in " in why
     assert why.endswith("it would fail again, so it is not started again") and cluster._children["joiner"].num_restarts == 0
     assert not waiting.done() and cluster.pids().keys() == {"first"}
     await cluster.start([spec(tmp_path, "mistaken", "needed")])  # one that is never started again
@@ -260,11 +260,11 @@ async def test_who_leaves_in_the_pause_before_a_restart_is_not_started(
     await asyncio.wait_for(deaths.first.wait(), patience(60.0))
     assert await cluster.end("w", 60.0) is True
     await asyncio.wait_for(waiting, patience(60.0))
-    assert (tmp_path / "lives").read_text() == "I" and cluster.pids() == {}
+    assert (tmp_path / "starts").read_text() == "I" and cluster.pids() == {}
     assert await cluster.stop(60.0) == []
 
 
-async def test_nobody_is_started_again_once_the_cluster_is_stopped(
+async def test_no_worker_is_started_again_once_the_cluster_is_stopped(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "RESTART_SECONDS", (2.0, 2.0))
@@ -274,8 +274,8 @@ async def test_nobody_is_started_again_once_the_cluster_is_stopped(
     await asyncio.wait_for(deaths.first.wait(), patience(60.0))
     assert await cluster.stop(60.0) == []  # in the middle of the pause
     await asyncio.wait([waiting])
-    assert asyncio.all_tasks() == {asyncio.current_task()}  # nobody is left who could start it
-    assert (tmp_path / "lives").read_text() == "I" and cluster.pids() == {} and len(deaths.told) == 1
+    assert asyncio.all_tasks() == {asyncio.current_task()}  # nothing is left that could start it
+    assert (tmp_path / "starts").read_text() == "I" and cluster.pids() == {} and len(deaths.told) == 1
 
 
 @pytest.mark.usefixtures("soon")
@@ -314,8 +314,8 @@ async def started(tmp_path: Path) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_who_outlives_the_others_is_not_waited_for_and_is_ended_last(cluster: LocalCluster, tmp_path: Path) -> None:
-    server = replace(spec(tmp_path, "serves", "server"), outlives_others=True)
+async def test_who_outstarts_the_others_is_not_waited_for_and_is_ended_last(cluster: LocalCluster, tmp_path: Path) -> None:
+    server = replace(spec(tmp_path, "serves", "server"), outstarts_others=True)
     await cluster.start([server, spec(tmp_path, "asks", "client"), spec(tmp_path, "stays", "late")])
     waiting = asyncio.create_task(cluster.wait(lambda *_: None))
     assert not await cluster.end("late", 0.5)
@@ -329,8 +329,8 @@ async def test_who_outlives_the_others_is_not_waited_for_and_is_ended_last(clust
     assert settled == [{"server"}] and cluster.pids() == {}
 
 
-async def test_who_outlives_the_others_is_ended_even_if_they_could_not_settle(cluster: LocalCluster, tmp_path: Path) -> None:
-    await cluster.start([replace(spec(tmp_path, "serves", "server"), outlives_others=True)])
+async def test_who_outstarts_the_others_is_ended_even_if_they_could_not_settle(cluster: LocalCluster, tmp_path: Path) -> None:
+    await cluster.start([replace(spec(tmp_path, "serves", "server"), outstarts_others=True)])
 
     async def settle() -> None:
         raise ValueError("in vain")
@@ -377,8 +377,8 @@ async def test_workers_that_are_kept_and_not_started_again_end_when_the_cluster_
 
 
 @pytest.mark.usefixtures("soon")
-async def test_who_outlives_the_others_is_started_again_until_they_have_settled(cluster: LocalCluster, tmp_path: Path) -> None:
-    server = replace(spec(tmp_path, "serves", "server", max_restarts=3), outlives_others=True)
+async def test_who_outstarts_the_others_is_started_again_until_they_have_settled(cluster: LocalCluster, tmp_path: Path) -> None:
+    server = replace(spec(tmp_path, "serves", "server", max_restarts=3), outstarts_others=True)
     await cluster.start([server, spec(tmp_path, "stays")])
     deaths = Deaths()
     waiting = asyncio.create_task(cluster.wait(deaths))

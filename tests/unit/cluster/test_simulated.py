@@ -51,7 +51,7 @@ class World:
         self.desk = Desk()
         self.wire = Wire(self.loop, {"desk": self.desk}, self.gone.append, rng=random.Random(0))
         self.faults = faults or Faults()
-        self.lives: list[tuple[str, float]] = []
+        self.starts: list[tuple[str, float]] = []
         self.deaths: list[str] = []
 
     def run(self, main: Coroutine[Any, Any, Any]) -> None:
@@ -65,7 +65,7 @@ class World:
 
     async def serves(self, name: str, peer: SimulatedPeer) -> None:
         """A worker that is parked until the desk opens."""
-        self.lives.append((name, self.loop.time()))
+        self.starts.append((name, self.loop.time()))
         await proxy(Desk, peer, "desk").park()
         await peer.close()
 
@@ -140,7 +140,7 @@ def test_who_dies_is_gone_for_the_server_and_comes_back_later_each_time() -> Non
         waiting.cancel()
 
     world.run(main())
-    assert world.lives == [("a", 0.0), ("b", 0.0), ("a", 1.5), ("a", 11.0)]
+    assert world.starts == [("a", 0.0), ("b", 0.0), ("a", 1.5), ("a", 11.0)]
     assert world.desk.cancelled == ["a"] * 3
     assert [key.partition("@")[0] for key in world.gone] == ["a", "a", "a", "b"]
     assert len(set(world.gone)) == 4
@@ -155,7 +155,7 @@ def test_who_stands_still_does_nothing_and_goes_on_at_the_latest_when_all_stop()
     async def asks(name: str, peer: SimulatedPeer) -> None:
         for number in range(12):
             await proxy(Desk, peer, "desk").ask(number)
-            world.lives.append((name, round(world.loop.time())))
+            world.starts.append((name, round(world.loop.time())))
             await asyncio.sleep(1.0)
 
     async def main() -> None:
@@ -167,7 +167,7 @@ def test_who_stands_still_does_nothing_and_goes_on_at_the_latest_when_all_stop()
         await world.wire.close()
 
     world.run(main())
-    assert [when for _, when in world.lives] == [0, 5, 6, 7, 8, 9, 100, 101, 102, 103, 104, 105]
+    assert [when for _, when in world.starts] == [0, 5, 6, 7, 8, 9, 100, 101, 102, 103, 104, 105]
 
 
 def test_a_worker_that_fails_ends_the_run_with_its_name_and_one_that_stays_is_killed() -> None:
@@ -215,7 +215,7 @@ def test_who_joins_lives_as_the_others_and_who_leaves_dies_for_nobody() -> None:
         await waiting
 
     world.run(main())
-    assert world.lives == [("a", 0.0), ("c", 0.0), ("b", 10.0), ("c", 10.0), ("b", 11.5)]
+    assert world.starts == [("a", 0.0), ("c", 0.0), ("b", 10.0), ("c", 10.0), ("b", 11.5)]
     assert [death.split(";")[0] for death in world.deaths] == ["c was killed", "b was killed"]
 
 

@@ -1,4 +1,4 @@
-"""What enters the queue at each step, in the first life of a run and in the next."""
+"""What enters the queue at each step, in the first attempt of a run and in the next."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_of_an_evaluation_without_any_score_no_figure_is_made_up() -> None:
 
 
 def test_what_could_not_be_scored_is_told_by_kind_and_version() -> None:
-    """Rows that were given up, and those that have the value for failures; not those that a scorer skips."""
+    """Rows that have failed, and those that have the value for failures; not those that a scorer skips."""
     rows: list[EvaluationRow] = []
     evaluation = held_out(rows)
     groups = [[meta.group for meta in evaluation.admission(version)[0]] for version in (4, 10)]

@@ -160,7 +160,7 @@ async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served()
     assert str(failure).startswith("worker rollout/0 found a mistake; 0 of 2 rollout workers are left")
 
 
-@pytest.mark.parametrize("done", [(), (0,)], ids=["by this life", "by the one before"])
+@pytest.mark.parametrize("done", [(), (0,)], ids=["by this attempt", "by the one before"])
 async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
     done: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,5 +178,5 @@ async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
     await Evaluations(none, ledger, plan, versions, none, signal, log=said.append).run()
     client_name.set(f"{EVALUATORS}/0")
     assert await versions.next_target(0) is None, "it has nothing more to do"
-    health.died(f"{EVALUATORS}/0", "is given up", True)
-    assert said == [f"worker {EVALUATORS}/0 is given up"] and not failures
+    health.died(f"{EVALUATORS}/0", "has ended too often", True)
+    assert said == [f"worker {EVALUATORS}/0 has ended too often"] and not failures

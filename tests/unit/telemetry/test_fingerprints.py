@@ -102,8 +102,8 @@ def test_a_missing_or_damaged_file_is_said(tmp_path: Path, content: bytes | None
 
 async def test_ranks_are_joined_by_step_also_where_a_run_went_on_with_more_of_them_or_fewer(tmp_path: Path) -> None:
     """Two ranks for steps 0 and 1, one for 2, three for 3."""
-    lives = [(0, 2), (1, 2), (2, 1), (3, 3)]
-    for step, num_ranks in lives:
+    ranks_of_steps = [(0, 2), (1, 2), (2, 1), (3, 3)]
+    for step, num_ranks in ranks_of_steps:
         for rank in range(num_ranks):
             log = FingerprintLog(tmp_path / fingerprints_file(rank))
             log.group(group(10 * step + rank), results(0.5), NO_ADVANTAGES)

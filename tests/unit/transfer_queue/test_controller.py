@@ -29,7 +29,7 @@ class Unit:
     """Tells what it is made to tell, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.epoch, self.number = "first life", 0
+        self.epoch, self.number = "first epoch", 0
         self.asked: list[tuple[str, int, list[int]]] = []
         self.ended: list[tuple[list[int], str, list[str]]] = []
         self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
@@ -315,7 +315,7 @@ async def test_following_acknowledges_by_asking_for_more(follows: Any) -> None:
     await loop_turns()
     await f.ready(meta(0))
     await f.ready(meta(1))
-    assert f.unit.asked == [("", 0, []), ("first life", 1, []), ("first life", 2, [])]
+    assert f.unit.asked == [("", 0, []), ("first epoch", 1, []), ("first epoch", 2, [])]
     await asyncio.wait_for(f.controller.subscription.caught_up(0), 1)
 
 
@@ -326,24 +326,24 @@ async def test_a_connection_that_is_lost_is_made_again_from_where_it_was_and_tel
     f.controller.abandon("gone")
     await f.unit.raises(ConnectionLost("gone"))
     await asyncio.sleep(0.1)
-    assert f.unit.asked[-1] == ("first life", 1, [1])  # still to be told of the lease that has ended
+    assert f.unit.asked[-1] == ("first epoch", 1, [1])  # still to be told of the lease that has ended
     await f.unit.raises(ConnectionLost("gone"))
     await asyncio.sleep(0.15)
     await f.ready(meta(1))
-    assert f.unit.asked[-2:] == [("first life", 1, [1]), ("first life", 2, [])]
+    assert f.unit.asked[-2:] == [("first epoch", 1, [1]), ("first epoch", 2, [])]
 
 
-async def test_a_unit_that_tells_everything_has_no_other_rows_and_those_of_a_lost_life_are_named(follows: Any) -> None:
+async def test_a_unit_that_tells_everything_has_no_other_rows_and_those_of_a_lost_epoch_are_named(follows: Any) -> None:
     lost: list[tuple[int, list[int]]] = []
     f = follows(on_lost=lambda unit, rows: lost.append((unit, rows)))
     await f.ready(meta(0), meta(1), meta(2))
     await f.unit.tell(f.notice([0, 1, 4, 5], "a", metas=[meta(0), meta(2)]), is_full=True)  # 2 and 3 were dropped meanwhile
     assert lost == [] and (await f.controller.status()).counts["ready"] == 4
-    f.unit.epoch, f.unit.number = "second life", 0
+    f.unit.epoch, f.unit.number = "second epoch", 0
     await f.unit.tell(f.notice([0], is_drop=True), f.notice([1], "a", metas=[meta(0)]), is_full=True)
     assert lost == [(0, [4, 5])]  # 0 was dropped, which its unit could not tell of before it died
     assert (await f.controller.status()).counts["ready"] == 1
-    assert f.unit.asked[-1] == ("second life", 2, [])
+    assert f.unit.asked[-1] == ("second epoch", 2, [])
 
 
 async def test_what_one_unit_does_not_tell_says_nothing_of_the_rows_of_another(follows: Any) -> None:
@@ -353,7 +353,7 @@ async def test_what_one_unit_does_not_tell_says_nothing_of_the_rows_of_another(f
     following = asyncio.create_task(f.controller.subscription.follow(1, other))  # type: ignore[arg-type]
     await f.ready(meta(0))
     await other.tell(f.notice(rows(1), "a", metas=[meta(1)]))
-    f.unit.epoch = "second life"
+    f.unit.epoch = "second epoch"
     await f.unit.tell(is_full=True)
     assert lost == [(0, rows(0))] and (await leased(f.controller, Want(groups=9))).rows == [rows(1)]
     following.cancel()

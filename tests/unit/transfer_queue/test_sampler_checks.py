@@ -121,7 +121,7 @@ def ready(controller: Controller, *metas: GroupMeta) -> None:
     """The controller hears that these groups are there, with all that its task reads."""
     schema = schema_of("oldest")
     notice = Notice(list(metas), schema.rows_of(metas).tobytes(), schema.mask(["out"]))
-    controller.subscription.take(0, News("life", 1, False, [notice]), is_new_epoch=False)
+    controller.subscription.take(0, News("epoch", 1, False, [notice]), is_new_epoch=False)
 
 
 @pytest.mark.parametrize(

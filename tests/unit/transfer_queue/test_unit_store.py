@@ -56,7 +56,7 @@ class SlowMemory(MemoryStorage):
         await super().write(metas, batch)
 
 
-async def lives(store: Failing, owner: QueueOwner | None = None) -> StorageUnit:
+async def opened(store: Failing, owner: QueueOwner | None = None) -> StorageUnit:
     """A unit over what an earlier one has left."""
     unit = StorageUnit(KeyValueStorage(store, "run"), SCHEMA)
     await unit.open(owner)
@@ -85,16 +85,16 @@ async def there(unit: StorageUnit, *rows: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_failing", [0, 1, 2])
-async def test_a_group_of_which_rows_were_dropped_survives_any_number_of_lives(num_failing: int) -> None:
+async def test_a_group_of_which_rows_were_dropped_survives_any_number_of_restarts(num_failing: int) -> None:
     store = Failing()
-    unit = await lives(store)
+    unit = await opened(store)
     await put(unit)
     await unit.drop(np.array([5]))
     for _ in range(4):
         store.failing = [True] * num_failing
         while True:
             try:
-                unit = await lives(store)
+                unit = await opened(store)
                 break
             except RunError:  # its process ends, and another one is started
                 pass
@@ -102,10 +102,10 @@ async def test_a_group_of_which_rows_were_dropped_survives_any_number_of_lives(n
         assert await there(unit, 4, 5, 6, 7) == [4, 6, 7]
     assert await rewarded(unit, 4, 5, 6, 7) == [True, False, True, True]
     await unit.drop(np.array([4, 6]))
-    unit = await lives(store)
+    unit = await opened(store)
     assert await there(unit, 4, 5, 6, 7) == [7]
     await unit.drop(np.array([7]))
-    assert await there(await lives(store), 4, 5, 6, 7) == []
+    assert await there(await opened(store), 4, 5, 6, 7) == []
     assert not [key for key in store.values if "fact" not in key]
 
 
@@ -113,7 +113,7 @@ async def test_a_group_of_which_rows_were_dropped_survives_any_number_of_lives(n
 @pytest.mark.parametrize("failing", ["1", "01", "001", "010101", "01111", "001011"])
 async def test_what_a_drop_leaves_can_be_read_however_often_it_fails(failing: str, after: bool) -> None:
     store = Failing()
-    unit = await lives(store)
+    unit = await opened(store)
     await put(unit)
     assert await rewarded(unit, 4, 5, 6, 7) == [True] * 4
     store.failing, store.after = [fails == "1" for fails in failing], after
@@ -124,7 +124,7 @@ async def test_what_a_drop_leaves_can_be_read_however_often_it_fails(failing: st
         except RunError:
             assert (await unit.columns(np.array([7]), ["prompt", "reward"])).dense("reward").tolist() == [7.0]
     store.failing = []
-    for one in (unit, await lives(store)):
+    for one in (unit, await opened(store)):
         assert await there(one, 4, 5, 6, 7) == [7]
         assert (await one.columns(np.array([7]), ["reward"])).dense("reward").tolist() == [7.0]
     assert len([key for key in store.values if "/group/" in key]) == 2
@@ -134,7 +134,7 @@ async def test_what_a_drop_leaves_can_be_read_however_often_it_fails(failing: st
 
 async def test_a_dropped_row_stays_away_when_the_storage_could_not_free_it() -> None:
     store = Failing()
-    unit = await lives(store)
+    unit = await opened(store)
     await put(unit)
     keeping = unit.unit_store.storage.keep
 
@@ -145,7 +145,7 @@ async def test_a_dropped_row_stays_away_when_the_storage_could_not_free_it() -> 
     unit.unit_store.storage.keep = keep_and_break  # type: ignore[method-assign]
     with pytest.raises(RunError):
         await unit.drop(np.array([5]))
-    assert await there(await lives(store), 4, 5, 6, 7) == [4, 6, 7]
+    assert await there(await opened(store), 4, 5, 6, 7) == [4, 6, 7]
 
 
 async def test_a_row_that_a_drop_names_twice_counts_once() -> None:
@@ -180,15 +180,15 @@ async def test_a_unit_that_ends_in_the_middle_of_a_write_waits_for_no_controller
 async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_it() -> None:
     lost: list[int] = []
     controller = Controller("train", SCHEMA, TaskEvents(on_lost=lambda unit, rows: lost.extend(rows)))
-    for life in range(2):
+    for start in range(2):
         unit = StorageUnit(MemoryStorage(), SCHEMA)
         await unit.open()
         await put(unit)
         await put(unit, 2)
-        if not life:
+        if not start:
             await rewarded(unit, 5, 6)
         news = await unit.follow("train", controller.table.incarnation, "", 0, [])
-        controller.subscription.take(0, news, is_new_epoch=life > 0)
+        controller.subscription.take(0, news, is_new_epoch=start > 0)
     assert lost == [4, 5, 6, 7]
     assert {controller.table.state_of(row) for row in (4, 5, 6, 7, 8)} == {RowState.WAITING}
     controller.close()
@@ -197,14 +197,14 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
 async def test_rows_that_were_dropped_and_whose_unit_died_before_it_could_say_so_are_not_lost() -> None:
     store, lost = Failing(), list[int]()
     controller = Controller("train", SCHEMA, TaskEvents(on_lost=lambda unit, rows: lost.extend(rows)))
-    for life in range(2):
+    for start in range(2):
         unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA, UnitOptions(notify_timeout_seconds=0.01))
         await unit.open()
-        if not life:
+        if not start:
             await put(unit, 1)
             await put(unit, 2)
-        controller.subscription.take(0, await unit.follow("train", controller.table.incarnation, "", 0, []), is_new_epoch=life > 0)
-        if not life:
+        controller.subscription.take(0, await unit.follow("train", controller.table.incarnation, "", 0, []), is_new_epoch=start > 0)
+        if not start:
             assert controller.table.rows_of(0).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
             await unit.drop(np.array([5, 8, 9, 10, 11]))  # part of a group, and a whole one: the controller hears of neither
     assert lost == controller.subscription.lost == []
@@ -212,8 +212,8 @@ async def test_rows_that_were_dropped_and_whose_unit_died_before_it_could_say_so
     controller.close()
 
 
-@pytest.mark.parametrize("lives", [1, 2])
-async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(lives: int) -> None:
+@pytest.mark.parametrize("starts", [1, 2])
+async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(starts: int) -> None:
     """The answer of the put was lost, and by the time it is asked again its group has been trained and dropped."""
     store = Failing()
     unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA)
@@ -222,7 +222,7 @@ async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(lives
     batch = Batch(SCHEMA.rows_of([meta]), np.array([5]), {"reward": np.ones(2, np.float32)})
     assert (await unit.put([meta], WireBatch.of(batch), 0)).all()
     await unit.drop(batch.indices)
-    if lives == 2:
+    if starts == 2:
         await unit.close()
         unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA)
         await unit.open()
@@ -234,14 +234,14 @@ async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(lives
 async def test_an_attempt_finds_what_its_own_units_have_stored_and_nothing_of_another_one() -> None:
     """Group 1 went in the first attempt, and group 2 stayed. Both come again."""
     store, first, second = Failing(), QueueOwner("mine", "first"), QueueOwner("mine", "second")
-    unit = await lives(store, first)
+    unit = await opened(store, first)
     await put(unit, 1)
     await put(unit, 2)
     await unit.drop(np.arange(4, 8))
-    again = await lives(store, first)
+    again = await opened(store, first)
     await put(again, 1)
     assert await there(again, *range(4, 12)) == [8, 9, 10, 11]
-    next_one = await lives(store, second)
+    next_one = await opened(store, second)
     assert await there(next_one, *range(4, 12)) == []
     assert not [key for key in store.values if "first" in key]
     await put(next_one, 1)
@@ -251,22 +251,22 @@ async def test_an_attempt_finds_what_its_own_units_have_stored_and_nothing_of_an
 
 async def test_runs_over_one_prefix_leave_each_other_alone_and_a_queue_of_no_run() -> None:
     store = Failing()
-    alone = await lives(store)
+    alone = await opened(store)
     await put(alone, 1)
-    one, other = await lives(store, QueueOwner("mine", "a")), await lives(store, QueueOwner("mine-too", "b"))
+    one, other = await opened(store, QueueOwner("mine", "a")), await opened(store, QueueOwner("mine-too", "b"))
     await put(one, 2)
     await put(other, 3)
     assert [await there(unit, *range(4, 16)) for unit in (alone, one, other)] == [[*range(n, n + 4)] for n in (4, 8, 12)]
     before = dict(store.values)
     await one.remove()
     assert before.keys() - store.values.keys() == {key for key in before if key.startswith("run/mine/")} != set()
-    assert await there(await lives(store), 4) == [4]
-    assert await there(await lives(store, QueueOwner("mine-too", "b")), 12) == [12]
+    assert await there(await opened(store), 4) == [4]
+    assert await there(await opened(store, QueueOwner("mine-too", "b")), 12) == [12]
 
 
 async def test_what_an_attempt_has_stored_is_removed_when_all_writes_have_ended() -> None:
     store, owner = Failing(), QueueOwner("mine", "first")
-    unit = await lives(store, owner)
+    unit = await opened(store, owner)
     putting = asyncio.create_task(put(unit, 1))
     await asyncio.sleep(0)
     await asyncio.gather(putting, unit.remove())

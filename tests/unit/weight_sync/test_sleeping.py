@@ -17,7 +17,7 @@ def test_the_last_versions_are_kept_and_a_slow_reader_loses_the_race() -> None:
 
     async def main() -> None:
         sync = SleepingWeightSync(keep=2, num_bytes=5, publish_seconds=1.0, fetch_seconds=10.0, fails=lambda name: name == "b")
-        sender, receiver = sync.sender("life"), sync.receiver("a")
+        sender, receiver = sync.sender("first"), sync.receiver("a")
         manifests = [await sender.publish(version, HeldWeights({})) for version in (1, 2, 3)]
         assert [(m.version, m.num_bytes) for m in manifests] == [(1, 5), (2, 5), (3, 5)]
         assert loop.time() == 3.0
@@ -42,7 +42,7 @@ def test_a_fetch_that_hangs_is_in_vain_after_a_while() -> None:
 
     async def main() -> None:
         sync = SleepingWeightSync(keep=2, num_bytes=5, publish_seconds=0.0, fetch_seconds=1.0, hangs=lambda name: next(hangs))
-        manifest = await sync.sender("life").publish(1, HeldWeights({}))
+        manifest = await sync.sender("first").publish(1, HeldWeights({}))
         with pytest.raises(WeightSyncError, match="version 1 did not come: no answer within 60 s"):
             await sync.receiver("a").fetch(manifest)
         assert loop.time() == 60.0

@@ -88,7 +88,7 @@ class CausalModel:
         self._softcap: float | None = None if cap is None else cap / self.temperature
         is_packed = self.module.config._attn_implementation == ATTENTION_NAME
         self.way: Way = first.way if first else "packed" if is_packed else "batched"
-        """How micro-batches go through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
+        """Way of micro-batches through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
         shapes = {} if lora is None else shapes_for(self.module, lora)
         self.lora = None if lora is None else add_lora(self.module, shapes, lora)
         adopt(self.module)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncflow.engines.train.model.causal_model import CausalModel
 
 Way = Literal["packed", "batched", "alone"]
-"""How a micro-batch goes through a model: as one packed sequence (attention.py), as a batch of rows, or row by row."""
+"""Way of a micro-batch through a model: as one packed sequence (attention.py), as a batch of rows, or row by row."""
 
 PROMPT_TOKENS: Final = 5
 RESPONSE_TOKENS: Final = (9, 4, 2)

@@ -29,7 +29,7 @@ from asyncflow.engines.train.model.products import adopt
 from asyncflow.engines.train.model.weight_files import WeightFiles, part_at
 from asyncflow.engines.train.parallel.fsdp import FsdpUnit, local_part, shard_over_data
 from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.engines.train.parallel.stages import cut_stage
+from asyncflow.engines.train.parallel.stages import keep_stage
 from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, place_lora, shard_model
 from asyncflow.types import TensorSpec
 
@@ -62,7 +62,7 @@ class ShardedModel:
         self.specs = {name: TensorSpec(shape, "float32") for name, shape in shapes.items()} or whole
         self._temperature, self._chunk_tokens = options.temperature, options.log_prob_chunk_tokens
         self.hidden_size: int = module.config.hidden_size
-        self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)
+        self.stage = keep_stage(module, ranks.pp_rank, ranks.layout.pp)
         if ranks.layout.tp > 1:
             shard_model(module, ranks.mesh["tp"])
         self.lora: LoraSwitch | None = None

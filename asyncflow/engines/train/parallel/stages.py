@@ -60,8 +60,8 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def cut_stage(module: Any, index: int, num_stages: int) -> PipelineStage:
-    """Leave of transformers' causal language model what stage `index` of `num_stages` computes, in place.
+def keep_stage(module: Any, index: int, num_stages: int) -> PipelineStage:
+    """Keep stage `index` of `num_stages` of transformers' causal language model: its other layers are removed, in place.
 
     Which layers those are follows from the shapes alone, so that policy and frozen models of one configuration are sharded alike.
 

@@ -41,7 +41,7 @@ class KeyValue(Protocol):
 
     is_durable: bool
     address: str
-    """Where it is, for messages: no password."""
+    """Address for messages: no password."""
 
     async def open(self, *, is_of_a_run: bool = False) -> None:
         """Connect to the store. `is_of_a_run`: what has been written may go by itself when weeks have passed."""

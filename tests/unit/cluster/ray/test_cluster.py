@@ -64,15 +64,15 @@ async def leaves(name, run_dir):
     os._exit(7)
 
 async def clumsy(name, run_dir):
-    lives = run_dir / "lives"
-    with lives.open("a") as log:
+    starts = run_dir / "starts"
+    with starts.open("a") as log:
         log.write("I")
-    if len(lives.read_text()) <= 2:
-        raise RuntimeError(f"life {len(lives.read_text())} was too hard")
+    if len(starts.read_text()) <= 2:
+        raise RuntimeError(f"start {len(starts.read_text())} was too hard")
     (run_dir / name).touch()
 
 async def doomed(name, run_dir):
-    with (run_dir / "lives").open("a") as log:
+    with (run_dir / "starts").open("a") as log:
         log.write("I")
     raise RuntimeError("not again")
 
@@ -189,7 +189,7 @@ def test_a_host_tells_what_its_worker_prints_and_how_it_ends(run_dir: Path) -> N
     pid = host.start(letter(run_dir, "well"))
     assert heard(host) == (f"all is well in {run_dir} with []\n", 0) and not psutil.pid_exists(pid)
     assert (run_dir / "w").read_text() == "red"
-    host.start(letter(run_dir, "raises"))  # another life
+    host.start(letter(run_dir, "raises"))  # another process
     output, status = heard(host)
     assert "the wheel came off" in output and "all is well" not in output and status == 1
     host.leave()
@@ -366,19 +366,19 @@ async def test_a_worker_that_fails(cluster: RayCluster, run_dir: Path, function:
 
 @needs_ray
 @pytest.mark.usefixtures("soon")
-async def test_one_that_dies_is_started_again_and_one_that_dies_too_often_is_given_up(cluster: RayCluster, run_dir: Path) -> None:
+async def test_one_that_dies_is_started_again_and_one_that_dies_too_often_has_failed(cluster: RayCluster, run_dir: Path) -> None:
     deaths = Deaths()
     await cluster.start([spec(run_dir, "clumsy", max_restarts=3)])
     await asyncio.wait_for(cluster.wait(deaths), patience(60.0))
-    assert (run_dir / "lives").read_text() == "III" and (run_dir / "w").exists()
-    for (_, why, _), life, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
-        assert f"its last words: RuntimeError: life {life} was too hard" in why and why.endswith(f"again in {pause} s")
-    (run_dir / "lives").unlink()
+    assert (run_dir / "starts").read_text() == "III" and (run_dir / "w").exists()
+    for (_, why, _), start, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
+        assert f"its last words: RuntimeError: start {start} was too hard" in why and why.endswith(f"again in {pause} s")
+    (run_dir / "starts").unlink()
     await cluster.start([spec(run_dir, "doomed", "v", max_restarts=1)])
     async with asyncio.timeout(patience(60.0)):
         while len(deaths.told) < 4:
             await asyncio.sleep(0.05)
-    assert deaths.told[3][0] == "v" and deaths.told[3][2] and (run_dir / "lives").read_text() == "II"
+    assert deaths.told[3][0] == "v" and deaths.told[3][2] and (run_dir / "starts").read_text() == "II"
 
 
 @needs_ray

@@ -222,7 +222,7 @@ async def test_a_group_that_all_have_left_is_given_back(make: Make) -> None:
 
 
 async def test_a_place_that_comes_free_while_one_waits_for_room_is_taken(make: Make) -> None:
-    """Whoever leaves, or was given up, goes when the other is coming already."""
+    """A worker that leaves, or has failed, goes when the other is coming already."""
     cluster, ray = make(2, start_seconds=5.0)
     await cluster.start(rollouts(0, 1))
     joining = asyncio.create_task(cluster.start(rollouts(2)))
@@ -311,10 +311,10 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     _, ray = make(1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down") for _ in range(3)]
-    given_up: list[bool] = []
+    ended: list[bool] = []
 
     async def end_host() -> None:
-        given_up.append(True)
+        ended.append(True)
 
     process = ray_process.RayProcess(actor, 1, tmp_path / "log", end_host, is_here=True)
     await until(lambda: actor.calls.count("listen") == 4)
@@ -322,7 +322,7 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     actor.errors = [ActorUnavailableError("the network is down")]
     process.kill()  # is not lost either
     assert await asyncio.wait_for(process.wait(), patience(60.0)) == -9
-    assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b"" and not given_up
+    assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b"" and not ended
 
 
 async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -330,14 +330,14 @@ async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pyt
     monkeypatch.setattr(ray_process, "UNAVAILABLE_SECONDS", 0.1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down")] * 10_000
-    given_up: list[bool] = []
+    ended: list[bool] = []
 
     async def end_host() -> None:
-        given_up.append(True)
+        ended.append(True)
 
     process = ray_process.RayProcess(actor, 1, tmp_path / "log", end_host, is_here=True)
     assert await asyncio.wait_for(process.wait(), patience(60.0)) == ray_process.LOST_STATUS
-    assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and given_up
+    assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and ended
 
 
 async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(

@@ -395,7 +395,7 @@ async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_wi
 
 
 def answers_within_a_second(instance: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Awaitable[bool]]:
-    """A front end that hangs is given up after a second: this one alone. Another may take longer, beside other work."""
+    """A front end that hangs has failed after a second: this one alone. Another may take longer, beside other work."""
     is_ready = instance.client.is_ready
 
     async def soon() -> bool:
@@ -467,7 +467,7 @@ async def test_those_who_are_resumed_do_not_wait_for_one_that_hangs(
 
 
 async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: str) -> None:
-    """vLLM's front end lives on without its engine, and lets those wait who ask for a pause."""
+    """vLLM's front end stays when its engine has died, and requests for a pause wait."""
     async with opened(model, python) as engine:
         await engine.install(2, changed(0.1))
         one = (await responses(engine))[0]
@@ -508,8 +508,8 @@ async def test_a_server_that_is_given_up_leaves_its_device(model: Path, python: 
         assert are_gone(group) and server_of(engine.instances[1]).is_alive
 
 
-async def test_nobody_watches_a_life_that_is_over(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came back between two looks: the client of the life before is closed."""
+async def test_a_process_that_has_ended_is_not_watched(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came back between two looks: the client of the process before is closed."""
     monkeypatch.setattr(vllm_servers, "WATCH_SECONDS", 3.0)
     async with opened(model, python) as engine:
         (instance,) = engine.instances

@@ -24,7 +24,7 @@ from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack, pack_inert
 from asyncflow.engines.train.parallel.pipeline import Pipeline
-from asyncflow.engines.train.parallel.stages import PipelineStage, cut_stage
+from asyncflow.engines.train.parallel.stages import PipelineStage, keep_stage
 from asyncflow.types import Ragged
 from tests.unit.engines.train.parallel.processes import end_itself
 
@@ -172,7 +172,7 @@ class Both:
 def both_of(group: dist.ProcessGroup, family: str, is_tied: bool, dtype: torch.dtype = torch.float32) -> Both:
     whole = make_model(family, is_tied, dtype)
     part = copy.deepcopy(whole)
-    stage = cut_stage(part, dist.get_rank(group), dist.get_world_size(group))
+    stage = keep_stage(part, dist.get_rank(group), dist.get_world_size(group))
     return Both(whole, part, Pipeline(group, stage, hidden_size=HIDDEN_SIZE, device="cpu", timeout_seconds=60))
 
 
@@ -199,7 +199,7 @@ def compare_sharded() -> list[float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         whole = make_model("qwen3", is_tied=False)
         part = copy.deepcopy(whole)
-        stage = cut_stage(part, mesh.get_local_rank("pp"), 2)
+        stage = keep_stage(part, mesh.get_local_rank("pp"), 2)
         for module in [*(part.model.layers[i] for i in stage.layers), part.model]:
             sharded = fully_shard(module, mesh=mesh["dp"])
             sharded.set_gradient_divide_factor(1.0)
@@ -222,7 +222,7 @@ def tied_updates() -> list[list[int]]:
     """Three updates of a tied model's two copies; the bits of this stage's."""
     with world() as group:
         part = make_model("qwen2", is_tied=True)
-        stage = cut_stage(part, dist.get_rank(group), dist.get_world_size(group))
+        stage = keep_stage(part, dist.get_rank(group), dist.get_world_size(group))
         pipeline = Pipeline(group, stage, hidden_size=HIDDEN_SIZE, device="cpu", timeout_seconds=60)
         optimizer = torch.optim.AdamW(part.parameters(), lr=1e-2)
         bits = []

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import Head, VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack
-from asyncflow.engines.train.parallel.stages import cut_stage
+from asyncflow.engines.train.parallel.stages import keep_stage
 from asyncflow.engines.train.parallel.tensor import head_shard, is_counted, shard_model, whole
 from asyncflow.types import LossSums, Ragged, UserError
 from tests.unit.engines.train.parallel.pipeline_ranks import StageOf, make_packed, world
@@ -210,7 +210,7 @@ def compare_stages() -> dict[str, float]:
         expected_model = make_model("qwen3", is_tied=False)
         stages = [copy.deepcopy(expected_model) for _ in range(2)]
         for index, model in enumerate(stages):
-            cut_stage(model, index, 2)
+            keep_stage(model, index, 2)
             shard_model(model, mesh)
         packed = packed_cases()[0]
         expected_PH = StageOf(expected_model).stage_forward(packed, None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncflow.engines.train.parallel.one_f_one_b import Crossing, StagePass, crossing, one_forward_one_backward
-from asyncflow.engines.train.parallel.stages import cut_stage, share_out
+from asyncflow.engines.train.parallel.stages import keep_stage, share_out
 from asyncflow.types import UserError
 from tests.depth import deep, in_gate
 from tests.unit.engines.train.parallel.pipeline_ranks import compare, compare_sharded, faulty, make_model, tied_updates
@@ -54,13 +54,13 @@ def test_the_stages_have_all_of_a_model_and_each_parameter_once(is_tied: bool) -
         found: list[tuple[str, torch.Size]] = []
         for index in range(num_stages):
             part = copy.deepcopy(whole)
-            stage = cut_stage(part, index, num_stages)
+            stage = keep_stage(part, index, num_stages)
             assert (stage.tied_name is not None) == (is_tied and num_stages > 1 and index in (0, num_stages - 1))
             assert (stage.copy_name is not None) == (stage.tied_name is not None and index > 0)
             found += [(name, parameter.shape) for name, parameter in part.named_parameters() if name != stage.copy_name]
         assert len(found) == len(shapes) and dict(found) == shapes
     with pytest.raises(UserError, match="set it to 5 at most"):
-        cut_stage(whole, 0, 6)
+        keep_stage(whole, 0, 6)
 
 
 def test_each_stage_may_be_sharded_over_data_parallel_ranks(ranks: Processes) -> None:
