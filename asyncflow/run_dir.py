@@ -4,7 +4,7 @@
                    metrics.jsonl eval.jsonl samples.jsonl tokens.jsonl unscored.jsonl spans.jsonl    what it has told
                    now.json                                             what waits for what (`asyncflow why`)
                    fingerprints.jsonl certificate.json                                  what it proves
-                   checkpoints/step-000012/                                          what it can go on from
+                   checkpoints/step-000012/                                          what it can be resumed from
                    model/ critic/ report.html trace.json                             what is left of it
 
 `model/` has a file `.asyncflow-version` beside those of Hugging Face: how many steps it has been trained. It stays until another

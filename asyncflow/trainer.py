@@ -27,8 +27,8 @@ class Trainer:
     """A run driven step by step. Its event loop lives in a thread of its own; every method blocks until it is done."""
 
     def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
-        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none. `listener`: told of each line
-        of the log, step and evaluation."""
+        """With `resume` the run continues from its newest whole checkpoint, or begins if there is none. `listener`: told of each
+        line of the log, step and evaluation."""
         _check_kind(config, Config, "write Trainer.from_config(...): Trainer itself takes a checked configuration")
         self.config = config
         self._listener, self._resume = listener, resume
@@ -114,8 +114,8 @@ class Trainer:
         return self._call(self._started.save(Path(folder)))
 
     def checkpoint(self) -> int:
-        """Have a checkpoint written with the next step that is committed; returns the number of its steps. `--resume` goes on from
-        it. Raises `UserError` where the run keeps none (`checkpoint.keep`), or has no step left."""
+        """Have a checkpoint written with the next step that is committed; returns the number of its steps. `--resume` continues
+        from it. Raises `UserError` where the run keeps none (`checkpoint.keep`), or has no step left."""
         return self._call(self._started.checkpoint())
 
     def stop(self) -> None:

@@ -37,7 +37,7 @@ from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, filled_alike, pack
 from asyncflow.engines.train.parallel.pipeline import Pipeline
-from asyncflow.engines.train.parallel.stages import cut_stage
+from asyncflow.engines.train.parallel.stages import keep_stage
 from asyncflow.types import Ragged
 
 NUM_STAGES = 2
@@ -90,7 +90,7 @@ def measure(rank: int, store: str, turns: int) -> list[tuple[float, float, float
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_STAGES)
     module = new_model()
-    stage = cut_stage(module, rank, NUM_STAGES)
+    stage = keep_stage(module, rank, NUM_STAGES)
     assert dist.group.WORLD is not None
     pipeline = Pipeline(dist.group.WORLD, stage, hidden_size=HIDDEN_SIZE, device="cpu", timeout_seconds=120)
 

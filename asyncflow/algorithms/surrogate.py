@@ -70,7 +70,7 @@ class ClippedSequenceRatio(ClippedRatio):
 
 
 class WeightedLogProb(Surrogate):
-    """See `functional.weighted_log_prob` (CISPO). Clipped are here the tokens whose weight is cut off."""
+    """See `functional.weighted_log_prob` (CISPO). It counts tokens whose weight is cut off as clipped."""
 
     is_token_local = True
 

@@ -55,7 +55,7 @@ class Import(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Import `modules`, then fork a worker. Beside it come two file descriptors: the reading end of the worker's control pipe, and
+    """Import `modules`, then fork a worker. Two file descriptors come with it: the reading end of the worker's control pipe, and
     its log. `request` comes back with the answer. `environment` is all of its environment, `folder` its working directory."""
 
     request: int

@@ -19,7 +19,8 @@ _VARIABLES: Final = ("ASYNCFLOW_NODE_MEMORY", "ASYNCFLOW_NODE_FILES")
 
 @dataclass(frozen=True, slots=True)
 class RemoteNode:
-    """`memory`: for weights that are fetched, best under /dev/shm; `files`: for the model. Both are this user's alone."""
+    """Folders of a worker on another machine. `memory`: for weights that are fetched, best under /dev/shm; `files`: for the
+    model. Both are this user's alone."""
 
     memory: Path
     files: Path

@@ -41,7 +41,7 @@ class _Worker:
 
 
 class SimulatedCluster:
-    """`Cluster` of processes that are not.
+    """Cluster whose processes are simulated.
 
     `late` and `failures`: workers that were killed at the end, and those that ended with an error, before it or in it.
     """
@@ -59,7 +59,7 @@ class SimulatedCluster:
         self._over: asyncio.Future[None] = wire.loop.create_future()
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
-        """See `Cluster`. With the first workers the plan begins; a worker that is not there when its turn comes is spared."""
+        """See `Cluster`. The plan of faults begins with the first workers; a fault of a worker that is absent is skipped."""
         loop, is_first = self._wire.loop, not self._starts
         for spec in workers:
             self._begin(spec)

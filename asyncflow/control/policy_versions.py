@@ -99,7 +99,7 @@ class PolicyVersions:
 
     @remote
     async def publish(self, manifest: Manifest) -> None:
-        """The trainer has published a version. Versions only rise; anything else is a `ValueError`."""
+        """Take note of a version that the trainer has published. Versions only rise; anything else is a `ValueError`."""
         if manifest.version <= self.published:
             raise ValueError(f"version {manifest.version} was published after version {self.published}")
         self.published, self._kept[manifest.version] = manifest.version, manifest
@@ -167,7 +167,7 @@ class PolicyVersions:
 
     @remote
     async def installed(self, version: int, attested: Attestation | None = None) -> str:
-        """The calling worker serves this version from now on, unless what its engine has `attested` is not the version's.
+        """Let the calling worker serve this version from now on, unless what its engine has `attested` is not the version's.
 
         Returns what is wrong then: the worker is stale, and takes no prompts. "": it serves.
         """
@@ -250,13 +250,13 @@ class PolicyVersions:
         self.forget(guest)
 
     def died(self, worker: str, is_final: bool) -> None:
-        """A worker has died, and is started again or not."""
+        """Take note of a worker's death. `is_final`: it is not started again."""
         if is_final:
             self.workers.failed.add(worker)
         self.forget(worker)
 
     def forget(self, worker: str) -> None:
-        """A worker has gone: nothing is waited for or kept on its behalf."""
+        """Forget a worker that has gone: nothing is waited for or kept on its behalf."""
         states = (self._serving, self._installing, self._targets, self.stale, self.stale_since, self._granted_at, self.attested)
         for state in (*states, self._probes_left):
             state.pop(worker, None)

@@ -67,8 +67,8 @@ class Fleet(Protocol):
 
     @property
     def called_for(self) -> int:
-        """The user has called for this version: workers change to it all at once, as soon as the interval lets
-        them. The newest such version; -1: nobody has."""
+        """Newest version that the user has asked for: all workers change to it at once, as soon as the interval lets them. -1:
+        none."""
         ...
 
 

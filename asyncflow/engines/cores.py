@@ -61,9 +61,9 @@ class Computation:
     loop: asyncio.AbstractEventLoop
     since: float
     rate: float
-    before: float = 0.0  # seconds of the work that were done until `since`
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    timer: asyncio.TimerHandle | None = None
+    before: float = field(init=False, default=0.0)  # seconds of the work that were done until `since`
+    context: contextvars.Context = field(init=False, default_factory=contextvars.copy_context)
+    timer: asyncio.TimerHandle | None = field(init=False, default=None)
 
     def done(self) -> float:
         """Seconds of the work that are done."""

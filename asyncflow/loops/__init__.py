@@ -20,15 +20,18 @@ algorithm1.py has feed, produce and train: Algorithm 1 (PA, section 4). The life
                   TransferQueueClient.complete    both are stored
     Taking        ClientLeases.ask                the driver takes the complete group
                   LedgerService.offer             it can be trained
-    Rounds        LedgerService.next_round        a rank is given it, in a round of all ranks
+    train         LedgerService.may_start         the schedule lets the trainer begin the step
+    Rounds        LedgerService.next_round        a rank is given the group, in a round of all ranks
                   Algorithm.advantages
     train         TrainEngine.forward_backward    its gradient is added
     Rounds        LedgerService.next_round        the step counts it
-    train         LedgerService.totals            all of the step is there
-                  TrainEngine.optim_step          the weights change
+                  LedgerService.totals            all of the step is there
+    train         TrainEngine.optim_step          the weights change
                   LedgerService.commit            the step is final
-    Publishing    TrainEngine.export_weights
-                  PolicyVersions.retained         older weights that are needed still stay
+                  PolicyVersions.probe_ids        a sequence that shows which weights an engine has
+                  TrainEngine.export_weights      the new weights, whole
+                  LedgerService.released          the step's groups are done with
+    Publishing    PolicyVersions.retained         older weights that are needed still stay
                   WeightSender.publish            the new weights are written
                   PolicyVersions.publish          the workers know of them
     Taking        TransferQueueClient.mark        the sample is done
@@ -37,4 +40,5 @@ algorithm1.py has feed, produce and train: Algorithm 1 (PA, section 4). The life
                   WeightReceiver.fetch
                   PolicyVersions.may_install      the schedule lets it change
                   RolloutEngine.install           later samples are the new policy's
+                  PolicyVersions.installed        the driver learns of it
 """

@@ -146,7 +146,8 @@ class Transcript:
 
 
 def conversation(played: Played, decode: Callable[[Array], str]) -> list[dict[str, Any]]:
-    """An episode as it is kept for reading: what was said by whom, token by token, and the log-probs of what was sampled."""
+    """An episode as it is kept for reading: the text of each turn and its speaker, token by token, with the log-probs of
+    what was sampled."""
     response, pieces, end = played.response, [], 0
 
     def piece(by: str, first: int, last: int) -> dict[str, Any]:

@@ -19,9 +19,9 @@ Four objects hold a run. Each makes its parts, which live as long as it does:
         Evaluating             evaluations to be made
         Health                 workers that do not serve
         CheckpointCoordinator  the driver's part of checkpoints
-        MemoryPace             when there is one in shared memory
+        MemoryPace             decides when one is made in shared memory
         FreeCores              cores that are lent
-        Devices                how many there were, by the time
+        Devices                their number over time
         TrainDesk              groups for trainers from outside
         Handover               workers that stay for the next attempt
         ModelFiles             the model, for other machines
@@ -31,9 +31,9 @@ Beside them:
 
     StepwiseRun                asks a job for one step after another, in the place of `Job.run`
     Listener                   is told what happens in a command
-    RunFolder, StepRows        one for each attempt: what is in the run's folder, and metrics of all steps so far
-    Watch, Situations          one for each attempt: what stands, and what waits for what
-    MetricRows, TrainingChecks parts of the record: a row a step, and oddities of what is trained
+    RunFolder, StepRows        made anew for each attempt: the run's folder, and metrics of all steps so far
+    Watch, Situations          one for each attempt: whether it still moves, and what waits for what
+    MetricRows, TrainingChecks parts of the record: a row a step, and warnings about what is trained
     RunConnection              the run's services, as a worker sees them
     CheckpointWriter           a trainer's part of checkpoints
     StepState, UpdateProgress  a step in the driver's ledger, and the rounds of one of its updates

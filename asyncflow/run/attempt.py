@@ -4,7 +4,7 @@
                                                           '-> abandon: at once, since another attempt follows
 
 consumes: the ends of loops and workers
-waits for: for the commit of a step whose updates have begun; workers then have `run.stop_grace_seconds` to end by themselves
+waits for: the commit of a step whose updates have begun; workers then have `run.stop_grace_seconds` to end by themselves
 is unblocked by: these, or the deadline
 """
 

@@ -89,7 +89,7 @@ class Driver:
         resumed: Resumed | None = None,
         memory: Path | None = None,
     ) -> None:
-        """`kept`: rows that the run goes on with, and prompts that were pushed and are in no checkpoint.
+        """`kept`: rows that the run resumes with, and prompts that were pushed and are in no checkpoint.
         `memory`: folder of the checkpoints in shared memory, if there are to be any."""
         self.config, self.log, self._failures = config, listener.log, Counter[str]()
         self._clock = asyncio.get_running_loop().time
@@ -301,7 +301,7 @@ class Driver:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the trainer serves weights: one that goes on has read its checkpoint then."""
+        """Whether the trainer serves weights: one that resumes has read its checkpoint then."""
         return self.versions.published >= self._first
 
     async def begun(self) -> None:
@@ -350,7 +350,7 @@ class Driver:
                     await self.transfer_queue.remove()
         except (RunError, TimeoutError) as error:
             why = str(error) or f"no answer in {REMOVE_SECONDS:g} s"
-            self.log(f"what the queue has stored stays there until the run goes on, if it does: {why}")
+            self.log(f"what the queue has stored stays there until the run is resumed, if it is: {why}")
 
     def progress(self) -> None:
         """Something has moved: the run is not stalled."""

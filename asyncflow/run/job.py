@@ -62,8 +62,8 @@ from asyncflow.waits import OUTCOME, OpenWaits
 class Job(Listener):
     """Run, from its start to its report. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
 
-    With `resume` it goes on from its newest whole checkpoint, or begins if there is none. `prepared`: its inputs, once it has been
-    started.
+    With `resume` it continues from its newest whole checkpoint, or begins if there is none. `prepared`: its inputs, once it has
+    been started.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Job(Listener):
         """Check everything, then start the driver's loops and the workers. Raises `UserError` before anything is started.
 
         The first `steps` steps may be trained at once. The loops begin first, so that prompts are there when the first worker is.
-        Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
+        Nothing is started, and there is no `driver`, where the run that is to be resumed is finished already.
         """
         config, listener, folder, waits = self.config, self.listener, self._folder, OpenWaits()
         waits.begin()
@@ -354,7 +354,7 @@ class Job(Listener):
         """The driver, and the workers with what watches them. `waits`: the driver's."""
         weights_dir = self._folder.weights_dir
         assert weights_dir is not None
-        driver = Driver(self.config, self.prepared, self, self._kept_beside, resumed, self._folder.memory)
+        driver = Driver(self.config, self.prepared, self, self._rows_to_resume, resumed, self._folder.memory)
         driver.saves.on_settled = self._changed.notify
         server, cluster = self._place(driver, weights_dir)
         fleet = self._fleet(weights_dir)
@@ -363,8 +363,8 @@ class Job(Listener):
         watch = Watch(driver, situations, self.config.run_dir if self._writes_situations else None)
         return Attempt(driver, server, cluster, fleet, self._folder, watch, self._interrupted)
 
-    def _kept_beside(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
-        """Rows that the run goes on with, those of its journal beside a checkpoint's; and prompts that were pushed and are in none,
+    def _rows_to_resume(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
+        """Rows that the run resumes with, those of its journal beside a checkpoint's; and prompts that were pushed and are in none,
         as tokens. Without a journal these are of this process."""
         num_pushed, version, rows = (resumed.state.num_pushed, resumed.state.version, resumed.rows) if resumed else (0, 0, None)
         config = self.config

@@ -33,7 +33,7 @@ class StepwiseRun:
     def __init__(
         self, config: Config, listener: Listener | None = None, *, resume: bool = False, journal: Path | None = None
     ) -> None:
-        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none. `journal`: of a run that is
+        """With `resume` the run continues from its newest whole checkpoint, or begins if there is none. `journal`: of a run that is
         served to processes from outside, see `Job`."""
         self.config = config
         self.job = Job(config, listener, resume=resume, is_served=journal is not None, journal=journal)
@@ -207,7 +207,7 @@ class StepwiseRun:
 
     @property
     def driver(self) -> Driver:
-        """The driver of a run that goes on. Raises `RunError`."""
+        """The driver of a run that is under way. Raises `RunError`."""
         return self._attempt.driver
 
     @property

@@ -54,7 +54,7 @@ def why_not_built(error: BaseException, options: Mapping[str, Any]) -> str:
 
 
 def end_with(work: Callable[[], None]) -> NoReturn:
-    """Do the work of a fork, and end: what comes after the fork is its parent's to do. Its status is 1 where the work raises."""
+    """Do the fork's work, then end the process: its parent alone runs the code after the fork. Status 1 where the work raises."""
     status = 1
     try:
         work()

@@ -252,7 +252,7 @@ class HostedRun:
         return self._workers
 
     def _kept(self, rows: Batch, hashes: Array) -> None:
-        """Rows of an outside generator were stored, which answer prompts of these hashes."""
+        """Record stored rows of an outside generator, with the hashes of their prompts."""
         job, driver = self.run.job, self.run.driver
         assert job.journal is not None
         if rows.indices[0] >> driver.shape.group_bits < EVALUATION_GROUPS:

@@ -45,7 +45,7 @@ class Audit:
         self.violations.append(what)
 
     def go_back(self, version: int, rows: set[int]) -> None:
-        """The run goes on from where so many steps are committed and, of what is not trained, these rows are complete."""
+        """Resume from where so many steps are committed and, of what is not trained, these rows are complete."""
         self.committed = version
         self._step_of = {row: step for row, step in self._step_of.items() if step < version}
         self._versions = {row: made for row, made in self._versions.items() if row in self._step_of or row in rows}

@@ -82,7 +82,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A link, and those that lead to it: whoever waits for what it says. One that leads nowhere else is a cause."""
+    """A wait, and the waits that it causes. One without a further link is a cause."""
 
     link: Link
     waiters: list[Waiting]

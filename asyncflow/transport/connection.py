@@ -89,17 +89,17 @@ class ReceiveRoom:
 class Connection:
     """Connection of one client. A fault in what the client sends ends this connection and nothing else."""
 
-    def __init__(self, house: ServerState, *, is_local: bool) -> None:
+    def __init__(self, server: ServerState, *, is_local: bool) -> None:
         """`is_local`: the client is on this machine, so arrays may be handed to it by reference to where they lie in the arena."""
         self.name = self.key = ""
-        self._house, self._limits = house, house.limits
-        self._arena = house.arena if is_local and house.arena is not None and house.arena.path is not None else None
+        self._server, self._limits = server, server.limits
+        self._arena = server.arena if is_local and server.arena is not None and server.arena.path is not None else None
         self._loop = asyncio.get_running_loop()
         self.parser = FrameParser(
             FrameLimits(**_GREETING),
-            house.arena.allocate if house.arena is not None else new_buffer,
-            functools.partial(house.room.reserve, self),
-            house.room.release,
+            server.arena.allocate if server.arena is not None else new_buffer,
+            functools.partial(server.room.reserve, self),
+            server.room.release,
         )
         self._stream: Stream | None = None
         self._is_greeted = self._is_closed = False
@@ -113,7 +113,7 @@ class Connection:
     def open(self, stream: Stream) -> None:
         """Begin the connection over this stream."""
         self._stream = stream
-        self._house.connections.add(self)
+        self._server.connections.add(self)
 
     def tasks(self) -> list[asyncio.Future[Any]]:
         """Requests that are being served."""
@@ -127,8 +127,8 @@ class Connection:
         log.debug("the connection of %r ends: %s", self.name, why)
         assert self._stream is not None
         self._stream.close()
-        self._house.connections.discard(self)
-        self._house.room.forget(self)
+        self._server.connections.discard(self)
+        self._server.room.forget(self)
         self.parser.close()
         self._backlog.clear()
         for timer in self._held.values():
@@ -137,8 +137,8 @@ class Connection:
         running, self._running = self._running, {}
         for future in running.values():  # a parked request dies with its connection
             future.cancel()
-        if self._is_greeted and self._house.on_disconnect is not None:
-            self._house.on_disconnect(self.key)
+        if self._is_greeted and self._server.on_disconnect is not None:
+            self._server.on_disconnect(self.key)
 
     def end_if_late(self, now: float) -> None:
         """End the connection if its greeting or a frame takes too long."""
@@ -181,7 +181,7 @@ class Connection:
     def has_room(self, num_bytes: int) -> None:
         """Go on with the frame that has waited: there is room for so many bytes now."""
         if self._is_closed:
-            self._house.room.release(num_bytes)
+            self._server.room.release(num_bytes)
             return
         self._frame_began_at = None  # the wait was not its sender's fault
         self.received(self.parser.unblock())
@@ -231,7 +231,7 @@ class Connection:
             self.close(f"it has {len(self._running)} requests under way and sent one more")
             return
         try:
-            service = self._house.services.get(request.service)
+            service = self._server.services.get(request.service)
             if service is None:
                 raise LookupError(f"no service {request.service!r}")
             method = codec.schema(cast(Any, type(service)), request.method)

@@ -41,7 +41,7 @@ class Server:
         """
         self.services = services
         self.limits = limits or FrameLimits()
-        self._house = ServerState(self.services, on_disconnect, arena, self.limits, ReceiveRoom(self.limits.assembly_bytes), set())
+        self._state = ServerState(self.services, on_disconnect, arena, self.limits, ReceiveRoom(self.limits.assembly_bytes), set())
         self._credentials = credentials
         self._doors: list[asyncio.Server] = []
         self._sweeping: asyncio.TimerHandle | None = None
@@ -82,20 +82,20 @@ class Server:
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
-        cancelled = [task for connection in self._house.connections for task in connection.tasks()]
-        for connection in list(self._house.connections):
+        cancelled = [task for connection in self._state.connections for task in connection.tasks()]
+        for connection in list(self._state.connections):
             connection.close("the server has closed")
         if cancelled:
             await asyncio.wait(cancelled, timeout=1.0)  # a handler may take its time, but not hold up the end
 
     def _accepted(self, *, is_local: bool) -> Stream:
-        connection = Connection(self._house, is_local=is_local)
+        connection = Connection(self._state, is_local=is_local)
         return Stream(connection, self.limits.unsent_bytes, connection.open)
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in list(self._house.connections):
+        for connection in list(self._state.connections):
             connection.end_if_late(now)
         period = min(1.0, self.limits.hello_seconds / 4, self.limits.frame_seconds / 4)
         self._sweeping = loop.call_later(period, self._sweep)

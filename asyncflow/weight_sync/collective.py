@@ -99,7 +99,7 @@ class CollectiveSender(ServedSender):
         return manifest
 
     def gone(self, key: str) -> None:
-        """A client has hung up."""
+        """Forget a client that has hung up."""
         self._here.discard(_name(key))
         self._absent.add(_name(key))
         for asked in self._asked.values():
@@ -149,7 +149,7 @@ class CollectiveSender(ServedSender):
 
     @remote
     async def ended(self, version: int, has_it: bool) -> None:
-        """The caller's part in a broadcast is over."""
+        """End the caller's part in a broadcast."""
         key = client_key.get()
         if has_it and version in self._has:
             self._has[version].add(client_name.get())
@@ -209,7 +209,7 @@ class CollectiveSender(ServedSender):
             group.send(file)
 
     def _break(self, why: str) -> None:
-        """The group is not to be used again; nobody waits for it any more."""
+        """End the use of the group: nothing waits for it any more."""
         self._members = ()
         for slot in self._box.values():
             if not slot.done():

@@ -75,11 +75,11 @@ async def rollout(hub: str, name: str) -> None:
     await client.disconnect()
 
 
-async def train(hub: str, name: str, book: str) -> None:
-    """Writes in its book, before each attempt, the rows of it, and afterwards those that it was told are kept."""
+async def train(hub: str, name: str, record: str) -> None:
+    """Writes into its record, before each attempt, the rows of it, and afterwards those that it was told are kept."""
     client = await TransferQueueClient.connect(f"unix:{hub}", name)
     number = os.getpid() << 20
-    with open(book, "a", buffering=1) as file:
+    with open(record, "a", buffering=1) as file:
         async for leased in client.stream("train", Want(groups=4)):
             number, rows = number + 1, leased.lease.indices
             assert [ids.tolist() for ids in leased.batch.ragged("ids")] == [ids_of(row) for row in rows], rows

@@ -198,7 +198,7 @@ def test_a_model_that_is_not_causal(small: Small, tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
     ],
 )
-def test_a_model_that_cannot_be_cut_over_devices(small: Small, tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_a_model_that_cannot_be_sharded(small: Small, tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     model = model_with(tmp_path, **fields)
     assert words in refusal(write_config(tmp_path, small(model={"path": str(model)}, plan={"train": {"dp": 2}})))
 

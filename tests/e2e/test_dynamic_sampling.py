@@ -72,7 +72,7 @@ def test_periodic_equals_synchronous_with_a_worker_killed(small: Small, tmp_path
 
 @pytest.mark.parametrize("schedule", ["periodic", "delayed"])
 @deep
-def test_a_run_that_is_killed_and_gone_on_with_comes_to_the_same_bits(tmp_path: Path, schedule: str) -> None:
+def test_a_run_that_is_killed_and_resumed_comes_to_the_same_bits(tmp_path: Path, schedule: str) -> None:
     changes = {
         "schedule": schedule,
         "telemetry": {"samples_per_step": 0},

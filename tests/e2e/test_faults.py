@@ -159,7 +159,7 @@ def test_a_reward_that_fails_costs_its_rows_and_is_named(small: Small, tmp_path:
     assert bool(certificate.reward_timeouts) == bool(certificate.voided) == (how == "hangs")
 
 
-def test_a_step_of_which_every_row_is_given_up_is_skipped(small: Small, tmp_path: Path) -> None:
+def test_a_step_of_which_every_row_has_failed_is_skipped(small: Small, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def score(sample):\n    return float('nan')\n")
     reward = {"scorer": {"path": f"{tmp_path / 'bad.py'}:score"}, "max_failed_fraction": 1.0}
     job, said = run_inline(small(run={"steps": 1}, reward=reward))
@@ -243,7 +243,7 @@ def test_one_of_several_updates_that_is_skipped_is_named_with_the_rows_of_its_mi
 
 
 @deep
-def test_skipped_updates_of_the_critic_end_the_run_as_the_policys_do_also_over_two_lives(small: Small, tmp_path: Path) -> None:
+def test_skipped_updates_of_the_critic_end_the_run_as_the_policys_do_also_over_two_attempts(small: Small, tmp_path: Path) -> None:
     (tmp_path / "critic.py").write_text(BAD_CRITIC)
 
     def tree(steps: int) -> dict[str, Any]:

@@ -39,14 +39,14 @@ class Town:
 
     def start(self, name: str) -> None:
         kind, _, which = name.partition("/")
-        life = self.killed.count(name)  # a controller comes back at another address, a unit where it was
-        door = self.folder / (f"unit-{which}" if kind == "unit" else f"{kind}-{which}-{life}")
+        attempt = self.killed.count(name)  # a controller comes back at another address, a unit where it was
+        door = self.folder / (f"unit-{which}" if kind == "unit" else f"{kind}-{which}-{attempt}")
         arguments = {
             "hub": [self.hub, "yes" if self._has_controllers else "no", self.losses],
             "unit": [self.hub, which, door, *self._redis],
             "controller": [self.hub, which, door],
-            "rollout": [self.hub, f"{name}.{life}"],
-            "train": [self.hub, f"{name}.{life}", self.trained_file],
+            "rollout": [self.hub, f"{name}.{attempt}"],
+            "train": [self.hub, f"{name}.{attempt}", self.trained_file],
             "hold": [self.hub, name],
         }[kind]
         self.processes[name] = Command(kind, *map(str, arguments), main="tests.e2e.queue_processes:main")

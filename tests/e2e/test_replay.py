@@ -169,7 +169,7 @@ def test_a_run_without_checkpoints_is_replayed_from_its_model(tmp_path: Path) ->
     assert "run and replay agree bit for bit" in command.stdout
 
 
-def test_rows_that_the_run_gave_up_are_given_up_again(tmp_path: Path) -> None:
+def test_rows_that_failed_in_the_run_fail_again(tmp_path: Path) -> None:
     scorer = tmp_path / "picky.py"
     scorer.write_text(
         "def score(sample):\n"

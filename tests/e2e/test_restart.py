@@ -162,7 +162,7 @@ def kill_twice(run_dir: Path, name: str, command: Command) -> None:
 
 
 @deep
-def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on_while_there_are_any(
+def test_a_worker_that_dies_too_often_has_failed_and_the_others_go_on_while_there_are_any(
     small: Small, tmp_path: Path, background: Background
 ) -> None:
     run_dir = tmp_path / "runs" / "test"

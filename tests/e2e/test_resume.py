@@ -593,7 +593,7 @@ def test_a_model_that_was_saved_before_the_first_checkpoint_is_set_aside(tmp_pat
     assert (run_dir / "set-aside-3" / "model").is_dir() and (run_dir / "model").is_dir()
 
 
-def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_path: Path) -> None:
+def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_attempt(tmp_path: Path) -> None:
     """Where that step has no checkpoint yet, which is written at the stop, and where it has one already."""
     change = {
         "run": {"steps": 4},

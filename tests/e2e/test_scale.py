@@ -115,7 +115,7 @@ def test_a_run_of_one_worker_then_three_then_one_changes_no_bit(
 
 
 @deep
-def test_workers_that_lack_the_reward_file_are_given_up_and_the_run_goes_on(
+def test_workers_that_lack_the_reward_file_have_failed_and_the_run_goes_on(
     small: Small, tmp_path: Path, background: Background
 ) -> None:
     run_dir, reward = tmp_path / "runs" / "test", tmp_path / "slow.py"

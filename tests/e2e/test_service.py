@@ -178,7 +178,7 @@ def test_a_client_that_dies_loses_its_leases_alone(
     assert served.command.wait(patience(60)) == 0
 
 
-def test_a_client_that_dies_while_its_sign_of_life_is_held_loses_its_leases_at_once(
+def test_a_client_that_dies_while_its_heartbeat_is_held_loses_its_leases_at_once(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """Nobody waits for an hour until the leases are over."""

@@ -75,7 +75,7 @@ def test_evaluators_have_servers_of_their_own(small: Callable[..., dict[str, Any
 
 
 @deep
-def test_a_run_that_is_gone_on_with_says_that_its_bits_may_be_others(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_resumed_run_says_that_its_bits_may_be_others(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """And why. One on an engine that is deterministic says nothing of it."""
     path = write_config(tmp_path, small(run={"steps": 1}, checkpoint={"every_steps": 1}))
     assert run_command("train", path).returncode == 0

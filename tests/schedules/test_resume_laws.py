@@ -42,7 +42,7 @@ def attempts(mode: str, seed: int) -> Simulated:
 
 
 @pytest.mark.parametrize("mode", in_gate("delayed", "bounded", of=MODES))
-def test_no_law_is_broken_by_a_run_that_is_gone_on_with(mode: str) -> None:
+def test_no_law_is_broken_by_a_resumed_run(mode: str) -> None:
     found = {seed: attempts(mode, seed) for seed in SEEDS}
     assert {seed: run.violations for seed, run in found.items() if run.violations} == {}
     COUNTED[mode] = sum((run.counts for run in found.values()), Counter())

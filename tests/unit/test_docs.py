@@ -106,7 +106,7 @@ def test_the_life_of_a_sample_names_calls_that_exist() -> None:
         f"{each.__name__}.{call}" for each in called for name, call in calls if name == each.__name__ and not hasattr(each, call)
     ]
     loops = re.findall(r"(?m)^ {4,6}([A-Za-z]\w+) ", figure)
-    assert len(loops) == 11 and all(
+    assert len(loops) == 12 and all(
         any(hasattr(module, name) for module in (algorithm1, rollout, rounds, taking)) for name in loops
     )
 

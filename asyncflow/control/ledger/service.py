@@ -63,7 +63,7 @@ class LedgerService:
 
     @remote
     async def open(self, metas: list[GroupMeta]) -> None:
-        """Groups enter their step or evaluation."""
+        """Admit groups to their step or evaluation."""
         self.ledger.open(metas)
         for step in {meta.partition for meta in metas if meta.topic == "train"}:
             self.on_opened(step)
@@ -144,7 +144,7 @@ class LedgerService:
         await self._signal.until(may_take, waits.TAKING, step=step)
 
     def offer(self, step: int, task: str, handed: Handed, tokens: int) -> None:
-        """A complete group of the step is leased, of so many tokens, for the trainers. Nothing, if it was delivered again."""
+        """Offer a leased complete group of the step, of so many tokens, to the trainers. Does nothing if it was delivered again."""
         group = handed.lease.groups[0].group
         if self.ledger.is_open(step) and self.ledger.step_state(step).offer(group, tokens, task):
             self._handed[task, group] = handed
@@ -177,8 +177,8 @@ class LedgerService:
 
     @remote
     async def statistics(self, step: int, task: str, found: dict[int, list[float]]) -> list[float] | None:
-        """A rank has found these statistics in its groups. Wait for those of all groups of the step, and return their sums. None:
-        the run stops.
+        """Add a rank's statistics of its groups, wait for those of all groups of the step, and return their sums. None: the run
+        stops.
 
         Ranks step together, so what one of them was told all are: one that asks when the run is stopping gets the sums if another
         has got them.
@@ -226,7 +226,7 @@ class LedgerService:
 
     @remote
     async def consume_evaluation(self, version: int, rows: list[int]) -> None:
-        """An evaluation has read these rows."""
+        """Count rows that an evaluation has read."""
         self.ledger.step_state(version, "eval").consume_evaluation(rows)
         self.changed()
 
@@ -260,7 +260,7 @@ class LedgerService:
 
     @remote
     async def commit(self, step: int, updates: list[Update], task: str = "train") -> CheckpointPlace | None:
-        """The optimiser has stepped: the step is final for the task. Returns where a checkpoint is written after it, if one is."""
+        """Make the step final for the task, after its optimiser's step. Returns the place of a checkpoint after it, if any."""
         if self.is_checkpoint_asked and step == self._next_to_commit:  # the first model that commits decides for all
             self.is_checkpoint_asked = False
             self._steps_to_keep[step] = "disk"

@@ -10,6 +10,7 @@ from typing import Final
 
 from asyncflow.control.ledger.candidates import Candidates
 from asyncflow.control.ledger.messages import Consumed, StepTotals
+from asyncflow.control.ledger.step_tasks import UpdatePlan
 from asyncflow.control.ledger.update_progress import UpdateProgress
 
 _CHOICE: Final = 2
@@ -21,8 +22,8 @@ can be of about one length."""
 class StepState:
     """Members of a step, and how far each task is with them.
 
-    `updates`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_round`,
-    `tokens_per_round`: see `UpdatePlan`. `todo`: rows that each task before training has yet to do. `candidates`: groups that
+    `updates`: by task that trains, its updates in order: in each epoch `mini_batches` of them, which are the
+    step's own or, of an evaluation, one. `todo`: rows that each task before training has yet to do. `candidates`: groups that
     members are chosen from, if they are. `part`: the mini-batch of each member. `taken`: by task, the groups that each rank has, in
     order. `read`: tasks whose ranks read all of the step before they train any of it. `statistics`: what they have found in it, by
     task and group.
@@ -31,17 +32,16 @@ class StepState:
     step: int
     group_bits: int
     mini_batches: int
-    groups_per_round: int
-    tokens_per_round: int | None
+    plan: UpdatePlan
     updates: dict[str, list[UpdateProgress]]
     todo: dict[str, set[int]]
     candidates: Candidates | None = None
-    part: dict[int, int] = field(default_factory=dict)
-    last_version: int = 0  # no later one may generate its rows
-    taken: dict[str, list[list[int]]] = field(default_factory=dict)
-    read: set[str] = field(default_factory=set)
-    statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    dead: int = 0
+    part: dict[int, int] = field(init=False, default_factory=dict)
+    last_version: int = field(init=False, default=0)  # no later one may generate its rows
+    taken: dict[str, list[list[int]]] = field(init=False, default_factory=dict)
+    read: set[str] = field(init=False, default_factory=set)
+    statistics: dict[str, dict[int, list[float]]] = field(init=False, default_factory=dict)
+    dead: int = field(init=False, default=0)
 
     @property
     def num_left(self) -> int:
@@ -66,14 +66,14 @@ class StepState:
             self.join(group, position * self.mini_batches // len(groups), groups[group])
 
     def join(self, group: int, part: int, rows: Iterable[int]) -> None:
-        """A group becomes a member, in this mini-batch."""
+        """Make a group a member, in this mini-batch."""
         self.part[group] = part
         for updates in self.updates.values():
             for one in updates[part :: self.mini_batches]:
                 one.members[group] = set(rows)
 
     def exchange(self, mine: int, other: StepState, theirs: int) -> None:
-        """A member and one of another step change places: steps, and mini-batches."""
+        """Exchange a member with one of another step: each takes the other's step and mini-batch."""
         my_part, their_part = self.part[mine], other.part[theirs]
         self._move(mine, other, their_part)
         other._move(theirs, self, my_part)
@@ -104,8 +104,8 @@ class StepState:
     # -- rounds that train it ---------------------------------------------------------------------------------------------
 
     def offer(self, group: int, tokens: int, task: str = "train") -> bool:
-        """A complete group of the step, of so many tokens, is there to be trained, by the rank that has fewest of them. False: it
-        was there before, and has been delivered again."""
+        """Give a complete group of the step, of so many tokens, to the rank that has fewest. False: it was given before, and has
+        been delivered again."""
         if group not in self.part:
             return False
         mine = self._updates(task, group)
@@ -125,8 +125,8 @@ class StepState:
         if self.is_taken(task) or not (task in self.read or any(first.asked)):
             return False
         num_ranks = len(first.offered)
-        spare = num_ranks * self.groups_per_round * _CHOICE if num_ranks > 1 else 0
-        return task in self.read or bool(others) or first.is_lacking(self.groups_per_round, self.tokens_per_round, spare)
+        spare = num_ranks * self.plan.groups_per_round * _CHOICE if num_ranks > 1 else 0
+        return task in self.read or bool(others) or first.is_lacking(self.plan.groups_per_round, self.plan.tokens_per_round, spare)
 
     def taken_by(self, rank: int, task: str = "train") -> list[int]:
         """The groups that a rank has, in the order in which they came."""
@@ -153,7 +153,7 @@ class StepState:
 
     def give_out(self, task: str = "train", update: int = 0) -> None:
         """Give out the rounds of the update that every rank has asked for and that may begin."""
-        self.updates[task][update].give_out(self.groups_per_round, self.tokens_per_round, is_all=not self.num_left)
+        self.updates[task][update].give_out(self.plan.groups_per_round, self.plan.tokens_per_round, is_all=not self.num_left)
 
     def is_under_way(self, task: str) -> bool:
         """Whether a round that was given out is not trained, or all of an update's are: then it is made, until the commit."""
@@ -164,7 +164,7 @@ class StepState:
         return not self.num_left and self.updates[task][update].is_given_out
 
     def consume(self, group: Consumed, task: str = "train", update: int = 0) -> None:
-        """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
+        """Count rows whose gradients training has added. A row that is no open member of the step is a `ValueError`."""
         one = self.updates[task][update]
         if foreign := set(group.rows).difference(*one.members.values()):
             raise ValueError(f"row {min(foreign)} is not an open member of step {self.step}")
@@ -176,7 +176,7 @@ class StepState:
             one.non_finite_rows.extend(group.rows)
 
     def consume_evaluation(self, rows: Iterable[int]) -> None:
-        """An evaluation has read these rows."""
+        """Count rows that an evaluation has read."""
         self._remove(self.updates["eval"][0], rows)
 
     def is_consumed(self, task: str = "train", update: int = 0) -> bool:

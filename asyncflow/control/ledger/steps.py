@@ -125,8 +125,7 @@ class Ledger:
             step,
             self._group_bits,
             mini_batches,
-            self._updates.groups_per_round,
-            self._updates.tokens_per_round,
+            self._updates,
             updates={
                 t: [UpdateProgress([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()
             },
@@ -203,7 +202,7 @@ class Ledger:
         return candidates if candidates is not None and candidates.num_missing else None
 
     def decide(self, group: int, *, is_varied: bool) -> None:
-        """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
+        """Record that a candidate has its rewards. A group that is no candidate any more is ignored."""
         state = self._state_of_row(group << self._group_bits)
         if state is not None and state.candidates is not None:
             state.candidates.decide(group, is_varied=is_varied)

@@ -22,14 +22,14 @@ class UpdateProgress:
 
     offered: list[dict[int, int]]
     asked: list[int]
-    members: dict[int, set[int]] = field(default_factory=dict)
-    order: dict[int, int] = field(default_factory=dict)
-    rounds: list[list[list[int]]] = field(default_factory=list)
-    given: set[int] = field(default_factory=set)
-    tokens: int = 0
-    sequences: int = 0
-    non_finite_rows: list[int] = field(default_factory=list)
-    has_computed: bool = False  # whether anything of a group that was consumed was computed
+    members: dict[int, set[int]] = field(init=False, default_factory=dict)
+    order: dict[int, int] = field(init=False, default_factory=dict)
+    rounds: list[list[list[int]]] = field(init=False, default_factory=list)
+    given: set[int] = field(init=False, default_factory=set)
+    tokens: int = field(init=False, default=0)
+    sequences: int = field(init=False, default=0)
+    non_finite_rows: list[int] = field(init=False, default_factory=list)
+    has_computed: bool = field(init=False, default=False)  # whether anything of a group that was consumed was computed
 
     def remove(self, group: int, rows: Iterable[int]) -> None:
         """Remove these rows from the members, and a group without any."""

@@ -122,7 +122,8 @@ class MissingKeys:
         return [claim for claim, _ in work.fed if claim.has_all]
 
     def has_computed(self, prompt: UnfilledPrompt, piece: PromptPiece) -> bool:
-        """The piece has keys. Returns whether the prompt is whole: it ends here, and its claims with turns go on with these."""
+        """Note that the piece has its keys. Returns whether the prompt is whole: it ends here, and its claims with turns continue
+        with these."""
         prompt.num_done += len(piece.tokens)
         if prompt.num_done < len(prompt.token_ids):
             return False

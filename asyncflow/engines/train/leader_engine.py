@@ -63,6 +63,7 @@ class TrainingEngine(ModelTraining, Generic[T]):
         return await self._lead("forward_backward", list(micro_batches), objective=objective)
 
     async def set_hyperparameters(self, chosen: Hyperparameters) -> None:
+        """See `ModelTraining.set_hyperparameters`."""
         await self._lead("set_hyperparameters", chosen)
 
     async def optim_step(self, normaliser: int) -> OptimResult:

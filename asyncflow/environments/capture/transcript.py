@@ -120,7 +120,7 @@ class CallTranscript:
         self.sequences: list[CapturedSequence] = []
         self._places: dict[bytes, _AnswerEnd] = {}  # by the digest of the conversation, as the client has it
         self._texts: list[tuple[str, _AnswerEnd]] = []  # of completions
-        self._gone_on: set[tuple[int, int]] = set()  # places: sequence and number of pieces
+        self._continued: set[tuple[int, int]] = set()  # places: sequence and number of pieces
 
     def trained(self) -> list[CapturedSequence]:
         """Sequences with sampled tokens, each up to its last one."""
@@ -167,9 +167,9 @@ class CallTranscript:
             return self._new(joints.prompt_ids(messages), messages, joints, digest)
         pieces = sequence.pieces[: place.num_pieces]
         joint = joints.between(int(pieces[-1][0][-1]) if pieces else -1, given)
-        if (sequence.number, place.num_pieces) in self._gone_on:
+        if (sequence.number, place.num_pieces) in self._continued:
             return self._new(np.concatenate([sequence.prompt_ids, *(ids for ids, _, _ in pieces), joint]), messages, joints, digest)
-        self._gone_on.add((sequence.number, place.num_pieces))
+        self._continued.add((sequence.number, place.num_pieces))
         sequence.observe(joint)
         return CapturedCall(sequence, messages, joints, digest, sequence.prompt_ids, sequence.token_ids)
 

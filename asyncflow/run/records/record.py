@@ -162,24 +162,24 @@ class RunRecord:
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
     def opened(self, step: int) -> None:
-        """A step's groups are admitted."""
+        """Record that a step's groups are admitted."""
         self._note(self._opened, step)
         if self._started is None:
             self._started = self._opened[step]
 
     def installed(self, version: int) -> None:
-        """A rollout worker serves a version."""
+        """Record that a rollout worker serves a version."""
         self._note(self._installed, version)
 
     async def evaluated(self, row: EvaluationRow) -> None:
-        """An evaluation's figures, once every worker has sent its samples: a resumed run makes neither again."""
+        """Record an evaluation's figures, once every worker has sent its samples: a resumed run makes neither again."""
         async with self._evaluating:
             await self.hub.settle(self._now())
             self._evaluations.write(json.dumps(row) + "\n")
         self._listener.evaluation(row)
 
     def rows_died(self, dead: Sequence[DeadRow]) -> None:
-        """Rows have failed for good. Those of evaluations are of no step."""
+        """Count rows that have failed for good. Those of evaluations are of no step."""
         self._observed.rows_dead += len(dead)
         for letter in dead:
             step = self._ledger.step_of(letter.group) if letter.group < EVALUATION_GROUPS else None
@@ -200,7 +200,7 @@ class RunRecord:
             metrics.count_rows(degenerate=decided.num_degenerate_rows, surplus=decided.num_surplus_rows)
 
     def consumed(self, task: str, step: int, update: int, group: Consumed, figures: GroupFigures) -> None:
-        """A group's gradient has been added."""
+        """Record a group whose gradient has been added."""
         self._progress()
         self._checks.consumed(task, step, update, group.rows)
         if task != self._ledger.tasks.policy:
@@ -219,7 +219,7 @@ class RunRecord:
         self._listener.group(step)
 
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
-        """A step is final for one of the models. Its row of metrics is begun when it is for all of them."""
+        """Record that a step is final for one of the models. Its row of metrics is begun when it is for all of them."""
         self._progress()
         totals, is_policy = of_updates[-1], task == self._ledger.tasks.policy
         metrics = (self._metrics if is_policy else self._critic_metrics).setdefault(totals.step, StepMetrics())

@@ -55,11 +55,11 @@ class TrainingChecks:
         self._has_trained = False  # in this attempt
 
     def consumed(self, task: str, step: int, update: int, rows: Sequence[int]) -> None:
-        """A group's rows are to be trained by this update of the step."""
+        """Note the rows of a group that this update of the step trains."""
         self._rows.setdefault((task, step, update), []).extend(rows)
 
     def look_at_group(self, group: Consumed, figures: GroupFigures) -> None:
-        """A group has been trained, in the first epoch."""
+        """Look at a group that has been trained, in the first epoch."""
         if group.empty_rows:
             rows = ", ".join(map(str, group.empty_rows))
             self._log(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
@@ -104,7 +104,8 @@ class TrainingChecks:
             )
 
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
-        """A step is final for one of the models. Says which of its updates were skipped, and why; too many in a row end the run."""
+        """Look at a step that is final for one of the models. Says which of its updates were skipped, and why; too many in a row
+        end the run."""
         for number, (totals, update) in enumerate(zip(of_updates, updates, strict=True)):
             rows = self._rows.pop((task, totals.step, number), [])
             self.skipped_in_a_row[task] = self.skipped_in_a_row[task] + 1 if update.is_skipped else 0

@@ -1,1 +1,1 @@
-"""State that a run keeps so that it can go on: checkpoints, the journal, and the way back from them."""
+"""State that a run keeps so that it can be resumed: checkpoints, the journal, and the way back from them."""

@@ -36,7 +36,7 @@ MAX_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Rows that a run goes on with beside its checkpoint: rows of the data that were put and are in none, and completed rows.
+    """Rows that a run resumes with beside its checkpoint: rows of the data that were put and are in none, and completed rows.
     `hashes`: by group, of the prompt that its rows answer."""
 
     prompts: Sequence[Mapping[str, Any]] = ()

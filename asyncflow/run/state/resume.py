@@ -96,7 +96,7 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed, but for its model, which
     stays until there is another. Returns the rows of metrics.
 
-    Spans are moved so that the last one kept ends at `now`, by the clock of the run that goes on. May be repeated.
+    Spans are moved so that the last one kept ends at `now`, by the clock of the resumed run. May be repeated.
     """
     version, rows = resumed.state.version, set() if resumed.rows is None else set(resumed.rows.indices.tolist())
     metrics = _keep_lines(run_dir / METRICS_FILE, lambda row: row["step"] < version)

@@ -73,7 +73,7 @@ class RunFolder:
         """Look at the folder, have the inputs prepared, in a folder that goes afterwards, and make the run's. Returns the inputs,
         and the checkpoint that the attempt resumes, if it does. Raises `UserError`.
 
-        None, with nothing made, where the run that is to go on is finished already.
+        None, with nothing made, where the run that is to be resumed is finished already.
         """
         config = self._config
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))

@@ -1,4 +1,4 @@
-"""Tinker's REST API: models that clients of the public `tinker` SDK train and sample from, on this house's engines.
+"""Tinker's REST API: models that clients of the public `tinker` SDK train and sample from, on AsyncFlow's engines.
 
     SDK --HTTP--> routes.py --+--> TrainedModel (trained_model.py) --> a train engine each --> checkpoint_store.py
                               +--> Samplers (samplers.py) -----------> rollout engines <-----------+

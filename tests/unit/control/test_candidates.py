@@ -215,7 +215,7 @@ def test_surplus_leaves_its_step_and_nothing_is_known_of_it_then() -> None:
     assert ledger.commit(0)[0].dead == 0
 
 
-def test_rows_that_are_given_up_leave_candidates_and_members() -> None:
+def test_rows_that_have_failed_leave_candidates_and_members() -> None:
     ledger = choosing()
     ledger.fail(dead(0, 4, 5, 5))  # one of group 0, all of group 1
     ((_, decided),) = decide(ledger, g0=True)

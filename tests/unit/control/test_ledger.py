@@ -51,7 +51,7 @@ def dead(*rows: int) -> list[DeadRow]:
     return [DeadRow(row >> BITS, row, "why") for row in rows]
 
 
-def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
+def test_a_step_closes_when_every_member_was_consumed_or_has_failed() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0), meta(1)])
     assert ledger.is_open(0) and not ledger.is_consumed(0)
@@ -79,7 +79,7 @@ def test_totals_tell_that_nothing_of_an_update_was_computed() -> None:
         assert not ledger.totals(step).is_left_out
 
 
-def test_a_row_counts_once_however_often_it_is_given_up_or_consumed() -> None:
+def test_a_row_counts_once_however_often_it_is_failed_or_consumed() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0, size=3)])
     ledger.step_state(0).consume(consumed(0))
@@ -422,7 +422,7 @@ async def settled(task: asyncio.Task[Any]) -> bool:
     return task.done()
 
 
-async def test_the_books_are_told_in_order() -> None:
+async def test_the_ledger_is_told_in_order() -> None:
     made = Service()
     await made.service.open([meta(0), meta(9, topic="eval")])
     made.service.done("rollout", [0, 1, 36, 37])
@@ -496,7 +496,7 @@ async def test_a_rank_may_ask_for_the_round_after_the_next_and_is_handed_each_gr
     assert made.told == [("opened", 0)]
 
 
-async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
+async def test_a_group_that_has_failed_is_not_waited_for() -> None:
     made = Service(num_ranks=2)
     await made.service.open([meta(0), meta(1)])
     rounds = [asyncio.create_task(made.round_of(rank, 0)) for rank in range(2)]
@@ -796,7 +796,7 @@ def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
     assert [totals.tokens for totals in ledger.commit(0)] == [7, 10, 20, 30] and ledger.committed == 1
 
 
-def test_rows_that_are_given_up_leave_every_update() -> None:
+def test_rows_that_have_failed_leave_every_update() -> None:
     ledger = Ledger(BITS, TaskPlan(trained=("train", "critic")), UpdatePlan(epochs=2))
     ledger.open([meta(0), meta(1)])
     ledger.fail(dead(0, 4, 5))

@@ -489,7 +489,7 @@ async def test_all_serve_is_said_of_all_that_the_run_has() -> None:
     await asyncio.wait_for(served.versions.all_serve(1), 5)
 
 
-async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_starting_does_not() -> None:
+async def test_a_dead_worker_counts_as_lost_when_it_has_failed_for_good_and_one_that_is_starting_does_not() -> None:
     served = Served()
     await served.serves(A, 0)
     await served.asks(A, served.versions.failed("the hash is not the manifest's"))
@@ -578,7 +578,7 @@ async def test_stopping_answers_everybody_who_waits() -> None:
     assert await served.versions.next_target(0) is None and await served.versions.join() is None
 
 
-def test_the_interval_of_every_mode_lies_in_what_the_board_keeps() -> None:
+def test_the_interval_of_every_mode_lies_in_what_policy_versions_keep() -> None:
     for mode in SCHEDULES:
         schedule = build("schedule", mode, {}, SCHEDULES)
         for step in range(9):  # while a step is trained, the newest version is the step's

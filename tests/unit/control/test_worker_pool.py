@@ -30,7 +30,7 @@ def test_a_name_is_free_when_who_had_it_has_left() -> None:
 
 
 @pytest.mark.parametrize(("size", "coming", "going"), [(3, names(3), names(1)), (2, [], names(1)), (1, [], names(1, 2))])
-def test_who_was_given_up_does_not_count_and_leaves(size: int, coming: list[str], going: list[str]) -> None:
+def test_a_worker_that_has_failed_does_not_count_and_leaves(size: int, coming: list[str], going: list[str]) -> None:
     workers = WorkerPool(3)
     workers.failed.add("rollout/1")
     assert workers.working == names(0, 2)

@@ -163,7 +163,7 @@ def test_the_day_and_json_are_at_hand(tmp_path: Path) -> None:
     assert tokenizer.encode_chat("two")[0] == 3
 
 
-def test_an_answer_that_the_template_leaves_out_cannot_be_gone_on_with(tmp_path: Path) -> None:
+def test_an_answer_that_the_template_leaves_out_cannot_be_continued(tmp_path: Path) -> None:
     tokenizer = CheckpointTokenizer(save(tmp_path, tokenizer_config={"chat_template": "{{ messages[0].content }}"}))
     with pytest.raises(UserError, match="the answer that the conversation begins is not in its text"):
         tokenizer.encode_chat([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])

@@ -119,7 +119,7 @@ def test_candidates_are_consecutive_prompts_and_have_numbers_of_their_step() -> 
     assert [meta.group for meta in metas] == [2 * N, 2 * N + 1, 2 * N + 2] and prompts_of(batch) == [due[5], 99, due[6]]
 
 
-def test_a_step_that_was_widened_goes_on_behind_its_last_candidate_in_the_next_life() -> None:
+def test_a_step_that_got_more_candidates_continues_behind_its_last_one_in_the_next_attempt() -> None:
     steps = {1: {N + place: PROMPTS[place] for place in range(4)}}
     order = SeededOrder(PROMPTS, seed=3, position=4)
     admissions = Admissions(order, SCHEDULE, CHOOSING, AdmittedBefore(first=1, steps=steps))

@@ -124,7 +124,7 @@ def test_a_row_without_any_part_has_no_score() -> None:
     assert _without_score(replace(batch, columns={**batch.columns, "reward_parts": parts})) == 1
 
 
-def test_what_an_earlier_life_has_evaluated_is_not_due_again_and_is_planned_all_the_same() -> None:
+def test_what_an_earlier_attempt_has_evaluated_is_not_due_again_and_is_planned_all_the_same() -> None:
     evaluation = held_out(every_steps=4, done={0, 4, 7})
     assert list(evaluation.versions()) == [8, 10] and not evaluation.is_due(4)
     assert [version for version in range(20) if evaluation.is_planned(version)] == [0, 4, 8, 10]

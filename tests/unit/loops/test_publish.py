@@ -46,7 +46,7 @@ async def test_what_is_not_needed_any_more_goes_with_the_next_publication() -> N
     assert [version for _, version in sync.kept] == [4]
 
 
-async def test_what_the_board_wants_to_stay_stays_with_the_sender() -> None:
+async def test_what_policy_versions_want_to_stay_stays_with_the_sender() -> None:
     sync, versions = SleepingWeightSync(keep=1, num_bytes=1, publish_seconds=0.0, fetch_seconds=0.0), Noted()
     sender = sync.sender("first")
     for version in range(1, 6):

@@ -369,7 +369,7 @@ def test_of_a_run_without_advantages_one_is_computed_and_told_of_as_if_it_had_no
         current.results([MicroBatchResult(0.25, 1, 4)])
 
 
-class Told(GRPO):
+class ScriptedAdvantages(GRPO):
     """The advantages of its rows, a row a group, in the order in which groups come."""
 
     def __init__(self, *advantages: float) -> None:
@@ -414,7 +414,7 @@ async def test_what_is_left_out_is_computed_where_an_update_has_nothing_else(
     async with a_world(Bounded(max_staleness=2)) as world:
         await world.admit(2)
         world.service.allow(2, 2)
-        engine, objective = Computing(), Told(*advantages)
+        engine, objective = Computing(), ScriptedAdvantages(*advantages)
         await world.complete(*range(4))
         for each in range(step + 1):
             engine.calls.clear()

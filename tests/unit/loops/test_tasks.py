@@ -137,7 +137,7 @@ async def test_rewards_are_added_to_training_and_evaluation_row_by_row() -> None
     assert sum(span.rows for span in done) == 5 and sum(span.tokens for span in done) == 1 + 2 + 3 + 1 + 2
 
 
-async def test_a_reward_that_fails_fails_its_row_alone_and_is_tried_again_and_given_up() -> None:
+async def test_a_reward_that_fails_fails_its_row_alone_after_it_was_tried_again() -> None:
     kept: list[Mapping[str, Any]] = []
     async with serving("reward", scored(kept, {"0": 1, "1 2": 2})) as world:
         await world.admit(meta(0))

@@ -336,12 +336,12 @@ async def test_several_hang_at_once_and_none_is_lost(open_pool: Open) -> None:
 async def test_a_cancelled_call_leaves_its_answer_to_nobody(open_pool: Open, tmp_path: Path) -> None:
     pool = await open_pool()
     worker = await pool.score(sample("worker"))
-    given_up = asyncio.create_task(pool.score(sample(f"wait {tmp_path}/go")))
+    cancelled = asyncio.create_task(pool.score(sample(f"wait {tmp_path}/go")))
     waiting = asyncio.create_task(pool.score(sample("exit 3")))
     await asyncio.to_thread(pids_in, tmp_path / "go.begun")
-    given_up.cancel()
+    cancelled.cancel()
     waiting.cancel()
-    await asyncio.gather(given_up, waiting, return_exceptions=True)
+    await asyncio.gather(cancelled, waiting, return_exceptions=True)
     (tmp_path / "go").touch()
     assert await pool.score(sample("number 8")) == 8.0
     assert await pool.score(sample("worker")) == worker

@@ -143,7 +143,7 @@ def test_of_a_checkpoint_that_the_drivers_part_spoils_no_file_of_the_critic_stay
 
 
 @pytest.mark.parametrize("why", ["", "the critic's disk is full"])
-def test_a_checkpoint_has_the_critics_part_or_is_given_up(made: Made, said: list[str], why: str) -> None:
+def test_a_checkpoint_has_the_critics_part_or_fails(made: Made, said: list[str], why: str) -> None:
     async def main() -> None:
         saves = made()
         checkpoints = checkpoints_of(saves._config)
@@ -213,7 +213,7 @@ def test_prompts_that_were_pushed_after_a_checkpoint_was_begun_are_kept_beside_i
     asyncio.run(main())
 
 
-def test_a_checkpoint_that_is_one_is_not_given_up_for_what_fails_afterwards(
+def test_a_whole_checkpoint_stays_one_whatever_fails_afterwards(
     made: Made, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -52,12 +52,12 @@ def made(said: list[str]) -> Made:
 
 
 def test_engines_that_do_not_compute_the_same_are_told_once(made: Made, said: list[str]) -> None:
-    soundness = made()
+    checks = made()
     for row in ({}, {"mismatch/kl": 1e-5}, {"mismatch/kl": 0.01}):
-        soundness.look_at_metrics(row)
+        checks.look_at_metrics(row)
     assert said == []
-    soundness.look_at_metrics({"mismatch/kl": 0.025})
-    soundness.look_at_metrics({"mismatch/kl": 0.5})
+    checks.look_at_metrics({"mismatch/kl": 0.025})
+    checks.look_at_metrics({"mismatch/kl": 0.5})
     (sentence,) = said
     dtypes = "rollout.dtype, train.dtype and weight_sync.dtype"
     for words in ("mismatch/kl is 0.025 nats, above 0.01", dtypes, "algorithm.correction=truncated"):
@@ -65,11 +65,11 @@ def test_engines_that_do_not_compute_the_same_are_told_once(made: Made, said: li
 
 
 def test_where_no_row_is_fresh_the_divergence_over_all_rows_is_looked_at(made: Made, said: list[str]) -> None:
-    soundness = made()
+    checks = made()
     for row in ({"policy/rollout_kl": 0.1}, {"policy/rollout_kl": 5.0, "mismatch/kl": 0.001}):
-        soundness.look_at_metrics(row)
+        checks.look_at_metrics(row)
     assert said == []
-    soundness.look_at_metrics({"policy/rollout_kl": 0.25})
+    checks.look_at_metrics({"policy/rollout_kl": 0.25})
     assert "policy/rollout_kl is 0.25 nats, above 0.1, more than" in said[0]
 
 
@@ -80,11 +80,11 @@ def test_a_mismatch_that_is_no_number_is_no_warning(made: Made, said: list[str],
 
 
 def test_too_many_rows_of_a_step_without_a_reward_end_the_run(made: Made) -> None:
-    soundness = made()
-    soundness.not_scored(3, 4)
-    soundness.not_scored(4, 1, "no reward: it was late")  # another step's
+    checks = made()
+    checks.not_scored(3, 4)
+    checks.not_scored(4, 1, "no reward: it was late")  # another step's
     with pytest.raises(RunError) as caught:
-        soundness.not_scored(3, 1, "no reward: it was late")
+        checks.not_scored(3, 1, "no reward: it was late")
     assert str(caught.value) == (
         "5 of the 8 rows of step 3 could not be scored, more than reward.max_failed_fraction=0.5 (attempts that failed so far: "
         "crash 2, timeout 7): mend the scorer, or raise that; the last one: it was late"

@@ -21,7 +21,7 @@ from asyncflow.service.limits import Limits
 from asyncflow.types import RunError, UserError
 
 
-class Told(BaseModel):
+class Answer(BaseModel):
     """An answer."""
 
     words: list[str]
@@ -134,7 +134,7 @@ async def test_a_browsers_password_looks_and_changes_nothing(world: World) -> No
 
 async def test_the_interface_is_a_page_that_needs_no_network(world: World) -> None:
     @world.app.get("/of/{number}", summary="<b>A look</b>", description="Says it.")
-    async def of(number: int, kind: Literal["a", "b"] | None = None) -> list[Told]:
+    async def of(number: int, kind: Literal["a", "b"] | None = None) -> list[Answer]:
         return []
 
     async with world.admin as client:
@@ -145,7 +145,7 @@ async def test_the_interface_is_a_page_that_needs_no_network(world: World) -> No
     assert {link for link in linked if not link.startswith("#")} == {"openapi.json"}
     assert {link[1:] for link in linked if link.startswith("#")} <= anchors
     text = " ".join(re.sub(r"<[^>]+>", " ", page.text).split())
-    assert "GET /of/{number}" in text and "&lt;b&gt;A look&lt;/b&gt;" in text and "200 Successful Response list of Told" in text
+    assert "GET /of/{number}" in text and "&lt;b&gt;A look&lt;/b&gt;" in text and "200 Successful Response list of Answer" in text
     assert "&#39;a&#39; or &#39;b&#39; or null (optional)" in text and "words list of string" in text
     assert "How many. Default: 3." in text and "integer from 1" in text and "POST /count" in text
 

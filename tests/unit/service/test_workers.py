@@ -48,7 +48,7 @@ async def until_broken() -> None:
     await asyncio.sleep(1.0)
 
 
-def test_a_client_whose_held_sign_of_life_breaks_off_has_gone_long_before_its_leases_are_over() -> None:
+def test_a_client_whose_held_heartbeat_breaks_off_has_gone_long_before_its_leases_are_over() -> None:
     async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
         with pytest.raises(RunError, match="broken"):
             await workers.hold(session, 20.0, until_broken)
@@ -90,7 +90,7 @@ def test_one_that_has_lost_its_connection_alone_goes_on() -> None:
     with_session(test)
 
 
-def test_a_sign_of_life_is_held_for_its_time_and_not_longer_than_its_session() -> None:
+def test_a_heartbeat_is_held_for_its_time_and_not_longer_than_its_session() -> None:
     async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
         now, never = asyncio.get_running_loop().time, asyncio.Event().wait
         await workers.hold(session, LEASE_SECONDS / 4, never)

@@ -78,7 +78,7 @@ async def test_ranks_write_their_own_and_are_read_together(tmp_path: Path) -> No
     assert kept_steps(tmp_path) == [4] and read_batch(tmp_path, 4).groups.tolist() == [0]
 
 
-async def test_a_life_with_fewer_ranks_leaves_nothing_of_those_that_are_gone(tmp_path: Path) -> None:
+async def test_an_attempt_with_fewer_ranks_leaves_nothing_of_those_that_are_gone(tmp_path: Path) -> None:
     """A batch would else be joined from two lineages, and have groups twice."""
     logs = [BatchLog(tmp_path, 2, rank=rank, first=0) for rank in range(3)]
     for step in range(4):
@@ -94,7 +94,7 @@ async def test_a_life_with_fewer_ranks_leaves_nothing_of_those_that_are_gone(tmp
     assert kept_steps(tmp_path) == [3, 4] and not [*(tmp_path / BATCHES_DIR).glob("step-000002*")]
 
 
-async def test_a_life_that_goes_on_forgets_the_steps_that_it_makes_again(tmp_path: Path) -> None:
+async def test_a_resumed_attempt_forgets_the_steps_that_it_makes_again(tmp_path: Path) -> None:
     log = BatchLog(tmp_path, 9, rank=0, first=0)
     for step in range(4):
         await write(log, step, group(step, [1]))

@@ -208,7 +208,7 @@ def test_the_overlap_is_what_any_group_takes_of_a_step_s_training_counted_once()
     assert overlap_seconds(spans) == {0: 3.5, 1: 0.0, 2: 0.5}
 
 
-def test_a_killed_worker_s_groups_count_that_began_in_its_next_life() -> None:
+def test_a_killed_worker_s_groups_count_that_began_after_its_next_start() -> None:
     spans = [
         span("generate_group", 1, 4.0, 5.5, "rollout/1"), span("generate_group", 2, 8.0, 9.0, "rollout/1"),
         span("generate_group", 2, 8.0, 9.0, "rollout/0"), span("install", 2, 7.0, 7.5, "rollout/1"),

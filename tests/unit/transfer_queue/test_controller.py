@@ -158,7 +158,7 @@ async def test_a_parked_request_is_answered_by_the_end_of_its_step_and_of_no_oth
     assert await answer(of_any) is None
 
 
-async def test_the_books_are_told_of_every_lease_and_of_what_was_wanted(follows: Any) -> None:
+async def test_task_events_tell_of_every_lease_and_of_what_was_wanted(follows: Any) -> None:
     told: list[tuple[list[list[int]], int | None]] = []
     f = follows(on_leased=lambda lease, want: told.append((lease.rows, want.installed)))
     waiting = await parked(ask(f.controller, Want(groups=1, installed=0)))
@@ -171,7 +171,7 @@ async def test_the_books_are_told_of_every_lease_and_of_what_was_wanted(follows:
     assert told[1:] == [([rows(0)], None)]
 
 
-async def test_the_books_are_told_whenever_rows_may_have_changed_hands(follows: Any) -> None:
+async def test_task_events_tell_whenever_rows_may_have_changed_hands(follows: Any) -> None:
     ready: list[int] = []
     f = follows(on_change=lambda: ready.append(f.table.counts()["ready"]), lease_seconds=0.1)
     await f.ready(meta(0), meta(1))
@@ -286,7 +286,7 @@ async def test_a_request_that_is_cancelled_takes_nothing_and_costs_its_worker_no
     await f.controller.check([(held.token, rows(0))])
 
 
-async def test_the_books_are_told_once_of_what_is_done(follows: Any) -> None:
+async def test_task_events_tell_once_of_what_is_done(follows: Any) -> None:
     done: list[int] = []
     f = follows(on_done=done.extend)
     await f.ready(meta(0))
@@ -296,7 +296,7 @@ async def test_the_books_are_told_once_of_what_is_done(follows: Any) -> None:
     assert done == [1] and f.table.leases.holders() == {"driver": 1}
 
 
-async def test_tokens_of_another_task_or_life_settle_nothing(follows: Any) -> None:
+async def test_tokens_of_another_task_or_incarnation_settle_nothing(follows: Any) -> None:
     f = follows()
     await f.ready(meta(0))
     lease = await leased(f.controller)

@@ -84,7 +84,7 @@ def test_rows_of_several_pages_in_any_order_keep_their_own() -> None:
     assert index.present(rows).tolist() == rows.tolist()
 
 
-def test_a_column_is_claimed_by_one_and_written_or_given_up() -> None:
+def test_a_column_is_claimed_by_one_and_written_or_released() -> None:
     index = Index(2)
     index.admit([meta(0)])
     assert index.claim(array(0, 1, 9), A | B).tolist() == [True, True, False]

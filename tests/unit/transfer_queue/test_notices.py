@@ -102,7 +102,7 @@ async def test_a_new_controller_is_told_everything_once() -> None:
     assert not log.ask("t", 1).done()
 
 
-async def test_one_of_another_life_of_the_unit_is_told_everything_and_holds_up_nobody() -> None:
+async def test_a_follower_of_another_epoch_is_told_everything_and_holds_up_nobody() -> None:
     log = FollowedLog()
     log.join("t")
     answer = log.post(notice(1))

@@ -96,7 +96,7 @@ async def test_frames_that_do_not_fit_wait_for_those_before_them(tmp_path: Path)
         waiting.write(BIG[:-1])
         await asyncio.sleep(0.1)
         assert await client.add(1, 1) == 2, "small frames need no room"
-        room = bench.server._house.room
+        room = bench.server._state.room
         assert room.used_bytes < 1_100_000 and len(room._waiting) == 1
         await until(lambda: bench.gone == ["rude"])  # the deadline of what was in the way
         await asyncio.sleep(0.4)  # by now the other's first byte is older than the deadline too
@@ -111,7 +111,7 @@ async def test_frames_that_do_not_fit_wait_for_those_before_them(tmp_path: Path)
 async def test_who_goes_while_waiting_for_room_leaves_it_to_the_next(tmp_path: Path) -> None:
     async with Bench(tmp_path / "s.sock", ROOM) as bench:
         (_, first), (_, second), (_, third) = [await bench.rude() for _ in range(3)]
-        room = bench.server._house.room
+        room = bench.server._state.room
         first.write(BIG[:-1])
         await until(lambda: room.used_bytes > 0)
         second.write(BIG[:-1])
@@ -129,13 +129,13 @@ async def test_who_goes_while_waiting_for_room_leaves_it_to_the_next(tmp_path: P
 async def test_who_goes_in_the_moment_of_being_given_room_gives_it_back(tmp_path: Path) -> None:
     async with Bench(tmp_path / "s.sock", ROOM) as bench:
         (_, first), (_, second) = [await bench.rude() for _ in range(2)]
-        room = bench.server._house.room
+        room = bench.server._state.room
         first.write(BIG[:-1])
         await until(lambda: room.used_bytes > 0)
         second.write(BIG[:-1])
         await until(lambda: len(room._waiting) == 1)
         (waiting,) = room._waiting
-        (blocking,) = bench.server._house.connections - {waiting}
+        (blocking,) = bench.server._state.connections - {waiting}
         blocking.close("the client has gone")
         assert not room._waiting and room.used_bytes > 0
         waiting.close("and so has the other")
@@ -155,7 +155,7 @@ async def test_who_does_not_read_answers_is_not_read_either(tmp_path: Path) -> N
         bench.echo.kept.append(np.zeros(size, np.uint8))
         bench.echo.who_at_once = lambda: _ready("x" * size)  # type: ignore[method-assign]
         await asyncio.sleep(0.3)
-        (held_up,) = [c for c in bench.server._house.connections if c.name == "rude"]
+        (held_up,) = [c for c in bench.server._state.connections if c.name == "rude"]
         stream: Any = held_up._stream
         transport = stream._transport
         assert stream.is_full and len(held_up._backlog) > 0 and not transport.is_reading()
@@ -178,7 +178,7 @@ async def test_a_caller_waits_while_too_much_is_unsent(tmp_path: Path) -> None:
     async with Bench(tmp_path / "s.sock") as bench:
         peer = await bench.peer(limits=FrameLimits(unsent_bytes=1_000_000))
         stream: Any = peer._stream
-        (connection,) = bench.server._house.connections
+        (connection,) = bench.server._state.connections
         assert connection._stream is not None
         connection._stream.set_reading(False)
         calls = [
@@ -200,7 +200,7 @@ async def test_a_client_that_does_not_read_and_goes_leaves_nothing(tmp_path: Pat
         await asyncio.sleep(0.1)
         writer.transport.abort()
         await until(lambda: bench.gone == ["rude"])
-        assert not bench.server._house.connections
+        assert not bench.server._state.connections
         del reader
 
 
@@ -213,7 +213,7 @@ async def test_a_connection_leaves_nothing_behind(tmp_path: Path) -> None:
         await bench.peers.pop().close()
         with pytest.raises(Exception, match="closed on this side"):
             await parked
-        await until(lambda: not bench.server._house.connections)
+        await until(lambda: not bench.server._state.connections)
         del client, parked
         await asyncio.sleep(0.01)
         gc.collect()

@@ -26,7 +26,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 def arena_of(bench: Bench) -> Arena:
-    arena = bench.server._house.arena
+    arena = bench.server._state.arena
     assert arena is not None
     return arena
 

@@ -64,7 +64,7 @@ async def test_a_client_that_reads_nothing_is_held_up(bench: Bench, address: str
     far = proxy(Echo, peer, "echo")
     asked = [asyncio.ensure_future(far.zeros(1_000_000)) for _ in range(40)]
     await asyncio.sleep(0.5)
-    (connection,) = bench.server._house.connections
+    (connection,) = bench.server._state.connections
     assert connection._stream is not None and connection._stream.is_full
     peer._stream.set_reading(True)
     assert sum(map(len, await asyncio.wait_for(asyncio.gather(*asked), 10))) == 40_000_000
@@ -103,7 +103,7 @@ async def test_who_has_not_the_key_does_not_get_in(
     await refused(address, old)  # the run's key, but an older protocol
     far = proxy(Echo, await Peer.connect(address, "far", credentials=credentials), "echo")
     assert await far.who() == "far" and bench.gone == []
-    await until(lambda: len(bench.server._house.connections) == 1)
+    await until(lambda: len(bench.server._state.connections) == 1)
     assert errors == []
 
 

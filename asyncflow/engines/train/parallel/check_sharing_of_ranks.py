@@ -1,4 +1,4 @@
-"""Under a layout, too, sharing the prompt must change nothing: check_sharing.py for a model that is sharded over ranks.
+"""Check that sharing the prompt changes nothing for a model that is sharded over ranks; check_sharing.py is for one device.
 
     each data-parallel group's micro-batch, or nothing --both ways--> log-probs, compared in the group
                                                                   --> gradients of their sum over groups, compared over all ranks

@@ -79,7 +79,7 @@ async def test_the_bits_do_not_depend_on_what_was_kept_nor_on_neighbours(path: P
         assert {sample: bits(turns) for sample, turns in enumerate(made)} == expected, (num_parked, keeps)
 
 
-async def test_an_episode_that_is_given_up_is_computed_again(path: Path) -> None:
+async def test_an_episode_that_is_dropped_is_computed_again(path: Path) -> None:
     small, large = engine(path, num_slots=4, num_parked=0), engine(path, num_slots=4, num_parked=8)
     first = {}
     for made in (small, large):

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.lora_files import lora_shapes
-from asyncflow.engines.rollout.vllm import servers as vllm_servers
+from asyncflow.engines.rollout.vllm import servers as servers
 from asyncflow.engines.rollout.vllm import transfer as transfers
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
@@ -55,8 +55,8 @@ VICTIMS = [(instances, victim) for instances in (1, 2) for victim in ("front end
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_servers, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
-    monkeypatch.setattr(vllm_servers, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(servers, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(servers, "WATCH_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ async def test_no_instance_is_given_more_than_its_slots(model: Path, python: str
         await asyncio.gather(*tasks)
 
 
-async def test_a_request_that_is_given_up_is_dropped_by_the_server(model: Path, python: str) -> None:
+async def test_a_request_that_is_cancelled_is_dropped_by_the_server(model: Path, python: str) -> None:
     async with opened(model, python) as engine:
         await responses(engine)
         (instance,) = engine.instances
@@ -479,7 +479,7 @@ async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: 
         assert engine.instances[0].num_restarts == 1
 
 
-async def test_a_server_that_is_lost_too_often_is_given_up_in_a_sentence(model: Path, python: str) -> None:
+async def test_a_server_that_is_lost_too_often_fails_with_a_sentence(model: Path, python: str) -> None:
     async with opened(model, python, max_restarts=2) as engine:
         await responses(engine)
         (model / "fault").write_text("/update_weights")
@@ -488,7 +488,7 @@ async def test_a_server_that_is_lost_too_often_is_given_up_in_a_sentence(model: 
             await asyncio.wait_for(responses(engine), patience(30))
 
 
-async def test_with_one_instance_given_up_the_other_goes_on(model: Path, python: str) -> None:
+async def test_with_one_failed_instance_the_other_goes_on(model: Path, python: str) -> None:
     async with opened(model, python, instances=2, max_restarts=0) as engine:
         await responses(engine)
         tasks = [asyncio.create_task(responses(engine, range(2), 400, index=i)) for i in range(4)]
@@ -498,7 +498,7 @@ async def test_with_one_instance_given_up_the_other_goes_on(model: Path, python:
         assert engine.instances[0].error is not None and engine.instances[1].num_served >= 8
 
 
-async def test_a_server_that_is_given_up_leaves_its_device(model: Path, python: str) -> None:
+async def test_a_server_that_has_failed_leaves_its_device(model: Path, python: str) -> None:
     """Its front end would live on without its engine."""
     async with opened(model, python, instances=2, max_restarts=0) as engine:
         await responses(engine)
@@ -510,7 +510,7 @@ async def test_a_server_that_is_given_up_leaves_its_device(model: Path, python: 
 
 async def test_a_process_that_has_ended_is_not_watched(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came back between two looks: the client of the process before is closed."""
-    monkeypatch.setattr(vllm_servers, "WATCH_SECONDS", 3.0)
+    monkeypatch.setattr(servers, "WATCH_SECONDS", 3.0)
     async with opened(model, python) as engine:
         (instance,) = engine.instances
         await responses(engine)
@@ -872,7 +872,7 @@ async def test_a_key_that_is_not_the_servers_is_said_at_once(model: Path, python
                 await asyncio.wait_for(responses(engine), patience(10))
 
 
-async def test_a_server_that_comes_back_with_another_key_is_given_up_for_it(
+async def test_a_server_that_comes_back_with_another_key_has_failed(
     model: Path, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(model, python, 1, monkeypatch) as (server,):
@@ -1030,7 +1030,7 @@ class StandInSender:
         self.client.finish_weight_update()
 
 
-async def test_by_nccl_one_sender_is_kept_for_each_life_of_a_server(
+async def test_by_nccl_one_sender_is_kept_for_each_start_of_a_server(
     model: Path, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control plane of it: nobody here has the GPUs. Its parts are vLLM's, as they were found in 0.32.0."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from asyncflow.attestation import Attestation, fault_of
 from asyncflow.bit_sums import sum_of, sum_of_bits
 from asyncflow.engines.lora import sum_of_base
-from asyncflow.engines.rollout.vllm import servers as vllm_servers
+from asyncflow.engines.rollout.vllm import servers as servers
 from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, lora_parts, weight_parts
 from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
@@ -36,8 +36,8 @@ from tests.vllm.servers import fake_python
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_servers, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
-    monkeypatch.setattr(vllm_servers, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(servers, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(servers, "WATCH_SECONDS", 0.2)
 
 
 @pytest.fixture

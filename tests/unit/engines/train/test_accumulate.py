@@ -73,7 +73,7 @@ def test_sums_are_those_of_exact_arithmetic_on_the_grid(rows: list[list[float]],
 
 @given(st.integers(0, 2**32), st.permutations(range(12)), st.lists(st.integers(0, 12), max_size=3).map(sorted))
 @settings(max_examples=few(10, 50), deadline=None)
-def test_no_order_and_no_cut_over_processes_changes_a_bit(seed: int, order: list[int], cuts: list[int]) -> None:
+def test_no_order_and_no_sharding_over_processes_changes_a_bit(seed: int, order: list[int], cuts: list[int]) -> None:
     addends = wide_gradients(seed, 12, 50)
     whole = torch.zeros(50, dtype=torch.float64)
     for addend in addends:

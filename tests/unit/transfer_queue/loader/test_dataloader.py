@@ -297,7 +297,7 @@ def test_a_whole_step_is_acknowledged_at_its_end(queue: ServedQueue) -> None:
             loader.done([0])
 
 
-def test_failed_rows_come_again_and_are_given_up_in_the_end(queue: ServedQueue) -> None:
+def test_failed_rows_come_again_until_they_fail_for_good(queue: ServedQueue) -> None:
     queue.put(range(1))
     with open_loader(queue.address, "score", batch_size=4, prefetch=0) as loader:
         stream = iter(loader)

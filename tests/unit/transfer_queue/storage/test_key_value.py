@@ -218,7 +218,7 @@ async def test_a_redis_that_is_not_there_is_named_without_its_password(tmp_path:
         assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
-async def test_a_redis_that_does_not_answer_is_given_up_at_the_deadline(tmp_path: Path) -> None:
+async def test_a_redis_that_does_not_answer_has_failed_at_the_deadline(tmp_path: Path) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
