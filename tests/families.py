@@ -105,6 +105,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("mamba", MAMBA, "state space"),
     "mamba2": ("mamba2", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16}, "state space"),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}, "convolutions and attention"),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {"lru_width": 32, "attention_window_size": 6, "num_hidden_layers": 3, "logits_soft_cap": 2.0},
+        "recurrences and attention, soft caps, sliding windows",
+    ),
+    # Its caches have heads of a size that it rounds up to 64 for all of them together.
+    "xlstm": ("xlstm", {"num_heads": 2, "hidden_size": 128, "output_logit_soft_cap": 2.0}, "matrix memories, soft caps"),
     "falcon_h1": (
         "falcon_h1",
         {

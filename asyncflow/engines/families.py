@@ -89,7 +89,7 @@ else across tokens."""
 _WINDOW_UNLESS_NONE: Final = ("mistral", "phi3", "starcoder2")
 
 # These change the rotary frequencies with the longest position in the call: a row's log-probs would depend on its neighbours.
-_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+_LENGTH_DEPENDENT_ROPES: Final = ("dynamic", "longrope")
 
 
 def head_dim(fields: Mapping[str, Any]) -> int:
@@ -106,11 +106,39 @@ def why_not_packed(fields: Mapping[str, Any]) -> str:
     has_windows = fields.get("sliding_window", 0) is not None if kind in _WINDOW_UNLESS_NONE else fields.get("use_sliding_window")
     if set(fields.get("layer_types") or ["full_attention"]) != {"full_attention"} or has_windows:
         return "packed attention has no sliding windows"
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        return f"under the rope type {rope_type!r} a row depends on the longest one"
+    return why_alone(fields)
+
+
+def why_alone(fields: Mapping[str, Any]) -> str:
+    """Reason why no two rows of a model may be in one pass, or "" if they may. `fields`: its `config.json`."""
+    kind = next(iter(_turning_points(fields)), "")
+    return f"under the rope type {kind!r} a row depends on the longest one" if kind else ""
+
+
+def why_not_generated(fields: Mapping[str, Any], context: int) -> str:
+    """Reason why transformers' `generate` gives other log-probs than the trainer, or "" if it does not. `fields`: a model's
+    `config.json`. `context`: tokens of the longest prompt with its response."""
+    for kind, positions in _turning_points(fields).items():
+        if context > positions:
+            return (
+                f"under the rope type {kind!r} a row that exceeds {positions} positions has other frequencies from its first token "
+                f"on, and what was generated before had not; a context has {context} tokens: set "
+                f"model.max_context_tokens={positions}, or fewer"
+            )
     return ""
+
+
+def _turning_points(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Positions beyond which all of a row has other rotary frequencies, by the rope type that does so."""
+    given, most = fields.get("rope_parameters") or fields.get("rope_scaling") or {}, fields.get("max_position_embeddings") or 0
+    found: dict[str, int] = {}
+    for rope in [each for each in given.values() if isinstance(each, Mapping)] or [given]:  # by type of layer, or of all layers
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind in _LENGTH_DEPENDENT_ROPES:
+            own = fields.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or most
+            positions = own if kind == "longrope" else most
+            found[kind] = min(positions, found.get(kind, positions))
+    return found
 
 
 def check_family(fields: Mapping[str, Any]) -> None:

@@ -203,6 +203,15 @@ def test_a_model_that_cannot_be_sharded(small: Small, tmp_path: Path, fields: di
     assert words in refusal(write_config(tmp_path, small(model={"path": str(model)}, plan={"train": {"dp": 2}})))
 
 
+def test_a_context_that_transformers_would_generate_otherwise_than_it_is_trained(small: Small, tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    model = model_with(tmp_path, rope_parameters={**rope, "original_max_position_embeddings": 10})
+    config = write_config(tmp_path, small(model={"path": str(model)}))
+    told = refusal(config, "rollout.engine=transformers")
+    assert "rollout.engine=transformers: under the rope type 'longrope' a row that exceeds 10 positions" in told
+    assert told.endswith("set model.max_context_tokens=10, or fewer")
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

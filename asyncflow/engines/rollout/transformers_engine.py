@@ -13,6 +13,7 @@ Sums of a row may depend on the rows beside it, so no bits are promised. Slower 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from asyncflow.attestation import Attestation
 from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.base import Response, RolloutEngineOptions, Timing
 from asyncflow.engines.devices import check_device
+from asyncflow.engines.families import why_not_generated
 from asyncflow.engines.rollout.checks import check_tensors, why_transformers_is_not_deterministic
 from asyncflow.engines.rollout.requests import SlotRequest
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
@@ -64,6 +66,8 @@ class TransformersEngine(ThreadedEngine):
         limit = getattr(model.config, "max_position_embeddings", None)
         if limit is not None and max_context > limit:
             raise ValueError(f"max_context {max_context} exceeds the model's {limit} positions")
+        if why := why_not_generated(model.config.to_dict(), max_context):
+            raise ValueError(f"rollout.engine=transformers: {why}")
         model.requires_grad_(False).eval().to(options.device)
         model.generation_config = GenerationConfig()  # the checkpoint's own penalties and filters are not the run's
         self._model, self._parameters = model, dict(model.named_parameters())
@@ -198,9 +202,11 @@ class Batches:
         """Generate a batch to its end: the oldest request's samples, and those of others with prompts of the same length."""
         self._rows.clear()  # of a batch that has failed
         self._fill()
+        # Some families keep a batch's recurrent states in their modules, which neither an earlier batch nor `log_probs` may touch.
+        model = copy.deepcopy(self._model, {id(weight): weight for weight in self._parameters.values()})
         ids_NL = torch.from_numpy(np.stack([_prompt(row.request) for row in self._rows])).to(self._model.device)
         most = max(row.request.sampling.max_new_tokens for row in self._rows)
-        self._model.generate(
+        model.generate(
             ids_NL,
             attention_mask=torch.ones_like(ids_NL),
             generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, pad_token_id=0, use_cache=True),

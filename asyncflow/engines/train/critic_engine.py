@@ -24,6 +24,7 @@ from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.leader_engine import TrainingEngine
 from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.micro_step import float_tensor
+from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.one_rank import OneModel
 from asyncflow.types import Array, HeldWeights, Ragged, UserError, ValueBatch, ValueObjective, WeightSource
@@ -131,6 +132,7 @@ class ValueModel(CausalModel):
         Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
         """
         super().__init__(path, replace(options, lora=None))
+        probe(self)
         prefix = self.module.base_model_prefix + "."
         self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
         size = self.module.config.hidden_size

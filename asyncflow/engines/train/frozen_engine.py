@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from asyncflow.engines.base import LogProbEngine, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.model.causal_model import FrozenModel
+from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, Ragged
 
@@ -21,6 +23,11 @@ class FrozenEngine(LogProbEngine):
         `UserError` when it cannot be computed here."""
         check_device(options.device, "train.device")
         self._model = FrozenModel(model_path, options)
+        # In the policy's dtype, as the train engine finds the way of all its models.
+        is_of_policy_s_dtype = options.frozen_dtype in (None, options.dtype)
+        probed = self._model if is_of_policy_s_dtype else FrozenModel(model_path, replace(options, frozen_dtype=None))
+        probe(probed)
+        self._model.way = probed.way
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
     async def use_threads(self, count: int) -> None:

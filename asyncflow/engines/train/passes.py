@@ -50,7 +50,7 @@ class Passes:
         self.is_apart = first is not None and first.device != self.device
         """Whether these are on another device than the weights."""
         self.policy: CausalModel = CausalModel(model_path, options, first=None if first is None else first.policy)
-        self.remark = probe(self.policy) if first is None and self.policy.way != "packed" else ""
+        self.remark = probe(self.policy) if first is None else ""
         self.models: TriModel[Frozen]
         if options.lora is None:
             made = [] if first is None else first.models.frozen  # in the order in which they were made

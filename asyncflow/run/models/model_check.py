@@ -20,7 +20,7 @@ from asyncflow.config import Config, parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import accelerators, memory_of_accelerator
-from asyncflow.engines.families import why_not_packed
+from asyncflow.engines.families import why_not_generated, why_not_packed
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build
@@ -107,7 +107,8 @@ def _rollout(config: Config, fields: Mapping[str, Any], context: int) -> Iterato
         else:
             limit = "" if window is None else f", up to a context of {window:,} tokens, which its windows are"
             yield f"rollout.engine  slots: yes{limit}"
-    yield f"rollout.engine  transformers: {'yes' if config.model.lora is None else 'no: it applies no low-rank adapters'}"
+    why = why_not_generated(fields, context) if config.model.lora is None else "it applies no low-rank adapters"
+    yield f"rollout.engine  transformers: {f'no: {why}' if why else 'yes'}"
     yield "rollout.engine  vllm: as vLLM's list of models says (docs/vllm.md)"
 
 

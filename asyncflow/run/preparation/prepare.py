@@ -10,6 +10,7 @@ from typing import Any
 from asyncflow.attestation import NO_PROBING, Probing
 from asyncflow.config import Config
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.families import why_not_generated
 from asyncflow.engines.lora_files import check_lora_targets
 from asyncflow.loops.samples import Prompt
 from asyncflow.model_folder import read_json
@@ -155,4 +156,8 @@ def _context(
                 f"{length + new}, and "
                 f"{name} is {limit}: {way_out}"
             )
-    return config.model.max_context_tokens or length + new
+    context = config.model.max_context_tokens or length + new
+    engine = config.rollout.engine.name
+    if engine == "transformers" and (why := why_not_generated(read_json(model / "config.json"), context)):
+        raise UserError(f"rollout.engine={engine}: {why}")
+    return context

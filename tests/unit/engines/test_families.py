@@ -1,14 +1,32 @@
 """Models of many families beside plain transformers: log-probs, gradients, a step, checkpoints, responses (tests/families.py)."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.families import DECODED, FAMILIES, PACKED
+from asyncflow.engines.rollout.transformers_engine import TransformersEngine
 from tests.conftest import ROOT
-from tests.families import BASE, BEGIN, CONFIGS, CUTS, END, Findings, examine, faults, table, trainers_of
+from tests.families import (
+    BASE,
+    BEGIN,
+    CONFIGS,
+    CUTS,
+    END,
+    Findings,
+    examine,
+    faults,
+    plain_log_probs,
+    table,
+    trainers_of,
+    write_model,
+)
 from tests.unit.engines.train.parallel.processes import Processes
 
 SOME = ("granite", "gemma2", "mamba")  # of those that are packed, that have windows and caps, and that have no attention
@@ -57,3 +75,34 @@ def test_the_table_has_every_family_and_who_takes_it() -> None:
         fields = {**AutoConfig.for_model(kind, **{**BASE, **changes}).to_dict(), "model_type": kind}
         assert row[5] == ", ".join(f"`{trainer}`" for trainer in trainers_of(fields)), kind
         assert row[6] == (", ".join(CUTS) if kind in FAMILIES else "-"), kind
+
+
+def test_a_batch_finds_no_states_of_another_one_nor_of_log_probs_meanwhile(tmp_path: Path) -> None:
+    path = write_model("recurrent_gemma", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prompt = np.array([7])  # one token: the family takes its states of then for those of the same row
+
+    async def responses() -> list[Response]:
+        engine = TransformersEngine(path, num_slots=2, max_context=64, stop_ids=())
+        try:
+            found = list[Response]()
+            for key in range(2):
+                stream = engine.generate(prompt, samples=range(2), sampling=Sampling(1.0, 20), key=SampleKey(1, key))
+                generating = asyncio.ensure_future(listed(stream))
+                while not generating.done():
+                    await engine.log_probs(np.arange(3, 9))
+                found += await generating
+            return found
+        finally:
+            await engine.close()
+
+    made = asyncio.run(responses())
+    assert len(made) == 4
+    for response in made:
+        with torch.no_grad():
+            expected = plain_log_probs(model, prompt, response.token_ids).numpy()
+        np.testing.assert_allclose(response.logprobs, expected, atol=1e-4)
+
+
+async def listed(stream: AsyncIterator[Response]) -> list[Response]:
+    return [response async for response in stream]

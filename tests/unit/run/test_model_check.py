@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.model_folder import read_json
 from asyncflow.run.models.model_check import checked
 from tests.families import write_model
 
@@ -37,3 +39,16 @@ async def test_memory_is_told_of_models_whose_fields_have_other_names(name: str,
     told = "\n".join(await checked(str(path), [], tmp_path))
     assert f"memory     {count:,} parameters" in told and f"4 B x {count:,} / tensor_parallel 1" in told
     assert re.search(r"this machine    all of it on the CPU: 0\.\d GiB of [\d.]+ available, enough", told), told
+
+
+async def test_a_context_across_a_rope_s_limit_is_told(tmp_path: Path) -> None:
+    path = write_model("llama", tmp_path / "model")
+    fields = read_json(path / "config.json")
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    (path / "config.json").write_text(
+        json.dumps({**fields, "rope_parameters": {**rope, "original_max_position_embeddings": 32}, "max_position_embeddings": 128})
+    )
+    for context, verdict in ((32, "yes"), (33, "no: under the rope type 'longrope' a row that exceeds 32 positions")):
+        told = "\n".join(await checked(str(path), [f"model.max_context_tokens={context}"], tmp_path))
+        assert f"transformers: {verdict}" in told
+        assert "torch: yes, each row a sequence of its own: under the rope type 'longrope'" in told

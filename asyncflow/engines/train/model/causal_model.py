@@ -10,6 +10,7 @@ stays in evaluation mode: with dropout the ratio of new to old log-probs would n
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,13 +29,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncflow.devices import CPU
 from asyncflow.engines.base import TrainEngineOptions
-from asyncflow.engines.families import check_family, why_not_packed
+from asyncflow.engines.families import check_family, why_alone, why_not_packed
 from asyncflow.engines.lora import initial_lora
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.cast_weights import CastWeights
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.lora import SharedBase, add_lora, shapes_for
-from asyncflow.engines.train.model.own_rows import Way, row_states
+from asyncflow.engines.train.model.own_rows import Way, forget_rows, row_states
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
 from asyncflow.engines.train.model.products import adopt
 from asyncflow.types import Array, Ragged, UserError
@@ -84,11 +85,13 @@ class CausalModel:
         self._chunk_tokens, self._are_bits_free = options.log_prob_chunk_tokens, options.accumulate == "fp32"
         self.device, self.dtype, self.temperature = torch.device(options.device), dtype, options.temperature
         self._divisor = self.temperature / logit_scale(self.module.config)
-        cap = getattr(self.module.config, "final_logit_softcapping", None)
+        cap = logit_cap(self.module.config)
         self._softcap: float | None = None if cap is None else cap / self.temperature
         is_packed = self.module.config._attn_implementation == ATTENTION_NAME
-        self.way: Way = first.way if first else "packed" if is_packed else "batched"
+        own_way: Way = "alone" if why_alone(self.module.config.to_dict()) else "batched"
+        self.way: Way = first.way if first else "packed" if is_packed else own_way
         """Way of micro-batches through the model: packed where that is known to be right, else as `own_rows.probe` finds."""
+        forget_rows(self.module)
         shapes = {} if lora is None else shapes_for(self.module, lora)
         self.lora = None if lora is None else add_lora(self.module, shapes, lora)
         adopt(self.module)
@@ -163,8 +166,15 @@ class CausalModel:
         state = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         state |= {name: buffer.to(self.device) for name, buffer in base.named_buffers()}
 
+        most_with_gradients = getattr(base.config, "max_inference_chunksize", math.inf)  # an xLSTM's
+
         def states(tokens_RL: Tensor, **others: Any) -> Tensor:
             inputs = {"input_ids": tokens_RL, "use_cache": False, **others}
+            if torch.is_grad_enabled() and tokens_RL.shape[1] > most_with_gradients:
+                raise UserError(
+                    f"a row of {tokens_RL.shape[1]} tokens has no gradients in this {base.config.model_type}, which computes more "
+                    f"than {most_with_gradients} in pieces: set max_inference_chunksize in its config.json, or take shorter rows"
+                )
             hidden_RLH: Tensor = functional_call(base, state, kwargs=inputs).last_hidden_state
             return hidden_RLH
 
@@ -299,6 +309,12 @@ def logit_scale(config: Any) -> float:
     """Number that a model multiplies its logits by, from its configuration."""
     scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0)
     return scale / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def logit_cap(config: Any) -> float | None:
+    """Number c of a model whose logits are c tanh(logits / c), from its configuration."""
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"))
+    return next((float(cap) for cap in caps if cap is not None), None)
 
 
 def layers_of(module: Any) -> nn.ModuleList:

@@ -5,20 +5,22 @@
 In a causal model no token sees what is behind it, so neither a mask nor positions are needed, and windows, caps, recurrent states
 and routers stay the model's own. That a row does not depend on the rows beside it is checked at the start (`probe`); where it
 does, each row goes through the model alone. That the model is causal is checked as well. The same check compares with the model's
-own logits, so that nothing between hidden states and logits is left out.
+own logits, so that nothing between hidden states and logits is left out. Where rotary frequencies change with the longest row, far
+beyond what a check can try, each row goes alone from the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
+from asyncflow.engines.families import why_alone
 from asyncflow.engines.train.model.check_sharing import TOLERANCES
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.types import Ragged, UserError
@@ -45,13 +47,31 @@ def row_states(states: Callable[[Tensor], Tensor], packed: Packed, way: Way) -> 
     return torch.cat([hidden_RLH[i, : len(row)] for i, row in enumerate(rows)])
 
 
+def forget_rows(module: nn.Module) -> None:
+    """Make each pass rotate as a model's first one does: under `dynamic` its frequencies would be those of the longest row yet."""
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)  # of all layers, or by type of layer
+        if any("dynamic" in str(kind) for kind in (kinds.values() if isinstance(kinds, Mapping) else [kinds])):
+            part.register_forward_pre_hook(_forget)
+
+
+def _forget(rotary: Any, _inputs: object) -> None:
+    for layer, kind in rotary.rope_type.items() if isinstance(rotary.rope_type, Mapping) else [("", rotary.rope_type)]:
+        if "dynamic" in kind:
+            prefix = f"{layer}_" if layer else ""
+            setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+            setattr(rotary, f"{prefix}inv_freq", getattr(rotary, f"{prefix}original_inv_freq").clone())
+
+
 @torch.no_grad()
 def probe(model: CausalModel) -> str:
-    """Find the way for a model whose attention is not ours, set it, and say what was found.
+    """Find the way for a model whose attention is not ours, set it, and say what was found: "" for one that is packed.
 
     Raises `UserError` if not even a row alone has the log-probs that the model itself gives it, or if a token's depend on those
     behind it.
     """
+    if model.way == "packed":
+        return ""
     vocabulary = model.module.get_input_embeddings().weight.shape[0]
     tokens = np.arange(1, 1 + PROMPT_TOKENS + sum(RESPONSE_TOKENS)) * 7919 % vocabulary
     responses = Ragged(tokens[PROMPT_TOKENS:], np.cumsum([0, *RESPONSE_TOKENS]))
@@ -75,6 +95,8 @@ def probe(model: CausalModel) -> str:
             f"this model of type {kind!r} is not causal: log-probs of a response change by {difference:.2g} nats with the tokens "
             f"behind them; choose a causal language model"
         )
+    if why := why_alone(model.module.config.to_dict()):
+        return f"rows of this {kind} are computed one by one: {why}"
     if (difference := _largest(together_T - alone_T)) <= tolerance:
         model.way = "batched"
         return f"rows of this {kind} are computed in batches: one differs from the same row alone by {difference:.1e} nats"

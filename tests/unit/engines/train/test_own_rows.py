@@ -1,5 +1,9 @@
-"""The probe of models whose attention is not ours: which way it takes, and what it refuses. Families: test_families.py."""
+"""Models whose attention is not ours: which way the probe takes, what it refuses, and rows on both sides of a rope's limit.
 
+Families: tests/unit/engines/test_families.py.
+"""
+
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BertConfig, PretrainedConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, Phi3Config, PretrainedConfig, StableLmConfig, xLSTMConfig
 
+from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.transformers_engine import TransformersEngine
+from asyncflow.engines.train.critic_engine import ValueModel
 from asyncflow.engines.train.model import own_rows
 from asyncflow.engines.train.one_rank import OneRank
-from asyncflow.types import UserError
-from tests.families import micro_batch
-from tests.unit.engines.train.training import train_options
+from asyncflow.types import Ragged, UserError
+from tests.families import micro_batch, plain_log_probs
+from tests.unit.engines.train.training import frozen_engine, train_options
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -68,3 +75,99 @@ def test_logits_that_are_more_than_is_known_are_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr("asyncflow.engines.train.model.causal_model.logit_scale", lambda config: 2.0)
     with pytest.raises(UserError, match="does not get the log-probs that this model of type 'stablelm' gives to a row"):
         OneRank(path, train_options())
+
+
+LIMIT = 32  # positions beyond which a row has other rotary frequencies
+ROPES: dict[str, PretrainedConfig] = {
+    "longrope": Phi3Config(
+        **SIZES,
+        max_position_embeddings=128,
+        original_max_position_embeddings=LIMIT,
+        pad_token_id=0,
+        rope_parameters={
+            **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT},
+            **{"short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+        },
+    ),
+    "dynamic": LlamaConfig(
+        **SIZES,
+        max_position_embeddings=LIMIT,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("has_recomputation", [False, True])
+def test_rows_on_both_sides_of_a_rope_s_limit_have_their_own_log_probs_and_gradients(
+    rope: str, has_recomputation: bool, tmp_path: Path
+) -> None:
+    path, rng = saved(tmp_path, ROPES[rope]), np.random.default_rng(0)
+    training = OneRank(path, train_options(activation_checkpointing=has_recomputation))
+    assert training.policy.way == "alone" and f"one by one: under the rope type {rope!r}" in training.remark
+    prompt, tokens = rng.integers(1, 61, 6), [rng.integers(1, 61, length) for length in (10, 60, 40, 10)]
+    # The last two are the first two again, so that what a long row leaves behind is seen.
+    rows = Ragged.from_arrays([*tokens, tokens[1], tokens[0]], "int64")
+
+    def fresh() -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    expected = [plain_log_probs(fresh(), prompt, row).detach().numpy() for row in rows]
+    for _ in range(2):
+        found = training.log_probs(prompt, rows)
+        for theirs, own in zip(expected, found, strict=True):
+            np.testing.assert_allclose(own, theirs, atol=1e-5)
+    model = fresh()
+    torch.cat([plain_log_probs(model, prompt, row) for row in [tokens[0]]]).sum().backward()
+    of_short = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model = fresh()
+    plain_log_probs(model, prompt, tokens[1]).sum().backward()
+    training.policy.log_probs(training.policy.pack(prompt, Ragged.from_arrays(tokens[:2], "int64"))).sum().backward()
+    for name, weight in model.named_parameters():
+        own = training.policy.parameters[name].grad
+        torch.testing.assert_close(own, weight.grad + of_short[name], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_generation_across_a_rope_s_limit_is_refused(rope: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, ROPES[rope])
+    TransformersEngine(path, num_slots=1, max_context=LIMIT, stop_ids=())
+    words = "max_context 33 exceeds" if rope == "dynamic" else "'longrope' a row that exceeds 32 positions.*max_context_tokens=32"
+    with pytest.raises(ValueError, match=words):
+        TransformersEngine(path, num_slots=1, max_context=LIMIT + 1, stop_ids=())
+    with pytest.raises(ValueError, match=f"rope scaling {rope!r} is not one of"):
+        SlotEngine(path, num_slots=1, max_context=LIMIT, stop_ids=())
+
+
+@pytest.mark.parametrize("frozen_dtype", [None, "bfloat16"])
+def test_a_reference_apart_and_a_critic_take_the_trainer_s_way(
+    frozen_dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, StableLmConfig(**SIZES, num_key_value_heads=2))
+    real = own_rows.row_states
+
+    def of_batches_otherwise(states: Any, packed: Any, way: str) -> Tensor:
+        found = real(states, packed, way)
+        return found * 1.5 if way == "batched" and found.dtype == torch.float32 else found
+
+    monkeypatch.setattr("asyncflow.engines.train.model.causal_model.row_states", of_batches_otherwise)
+    options = {"frozen_dtype": frozen_dtype, "has_reference": True}
+    trained, apart = OneRank(path, train_options(**options)), frozen_engine(path, **options)
+    assert trained.policy.way == apart._model.way == ValueModel(path, train_options()).way == "alone"
+    batch = micro_batch()
+    found = asyncio.run(apart.log_probs(batch.prompt_ids, batch.response_ids))
+    reference = trained.models.reference
+    assert reference is not None
+    expected = reference.log_probs(trained.policy.pack(batch.prompt_ids, batch.response_ids))
+    assert np.array_equal(found.values, expected.numpy())
+    asyncio.run(apart.close())
+
+
+def test_rows_that_a_model_computes_without_gradients_are_refused(tmp_path: Path) -> None:
+    config = xLSTMConfig(vocab_size=61, hidden_size=128, num_hidden_layers=1, num_heads=2, max_inference_chunksize=20)
+    training, rng = OneRank(saved(tmp_path, config), train_options()), np.random.default_rng(0)
+    policy, prompt = training.policy, rng.integers(1, 61, 6)
+    short, long = (policy.pack(prompt, Ragged.from_arrays([rng.integers(1, 61, n)], "int64")) for n in (14, 15))
+    policy.log_probs(short)
+    with pytest.raises(UserError, match="a row of 21 tokens has no gradients in this xlstm"):
+        policy.log_probs(long)
