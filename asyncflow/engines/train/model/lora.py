@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from asyncflow.engines.lora_files import linear_of, lora_shapes
-from asyncflow.types import LoraSpec
+from asyncflow.types import LoraSpec, UserError
+
+_READ_DIRECTLY: Final = ("dt_proj",)
+"""Layers, by the ends of their names, whose weight a Mamba mixer multiplies with by itself: an adapter would have no effect."""
 
 Combine = Callable[[Any, Any, Any, float], Any]
 """Output of a linear layer with its adapter, from the layer, its input and its own output, and the scaling."""
@@ -41,11 +44,22 @@ class LoraSwitch:
 def shapes_for(module: Any, spec: LoraSpec) -> dict[str, tuple[int, int]]:
     """Shapes of an adapter's tensors for transformers' causal language model, by name.
 
-    Raises `UserError` for a target that the model does not have.
+    Raises `UserError` for a target that the model does not have, or that an adapter would have no effect on.
     """
     head = module.get_output_embeddings()
     linears = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear) and each is not head}
+    for name in [name for name in linears if name.endswith(_READ_DIRECTLY) and "Mixer" in type(_parent(module, name)).__name__]:
+        del linears[name]
+        if spec.targets and spec.has_target(name):
+            raise UserError(
+                f"model.lora.targets: {name} gets no adapter: a Mamba layer multiplies with its weight by itself, so that it "
+                f"would have no effect; take the others"
+            )
     return lora_shapes({name: (each.out_features, each.in_features) for name, each in linears.items()}, spec)
+
+
+def _parent(module: Any, name: str) -> Any:
+    return module.get_submodule(name.rpartition(".")[0])
 
 
 def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Callable[[Any], Combine] | None = None) -> LoraSwitch:

@@ -25,8 +25,10 @@ from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.model.causal_model import load_module
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.engines.train.model.products import adopt
+from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec, LossSums, TokenBatch, UserError
+from tests.families import micro_batch, write_model
 from tests.patience import patience
 from tests.unit.engines.train.training import (
     MakeMicroBatch,
@@ -40,6 +42,7 @@ from tests.unit.engines.train.training import (
     reference_log_probs,
     torch_engine,
     train_on,
+    train_options,
     weights_of,
 )
 
@@ -296,3 +299,19 @@ async def test_a_base_goes_with_its_last_adapter_and_is_read_again_when_its_file
         await asyncio.sleep(0.02)
         gc.collect()
     assert base() is None
+
+
+def test_every_default_target_of_a_mamba_trains_and_the_one_that_cannot_is_refused(tmp_path: Path) -> None:
+    path = write_model("mamba", tmp_path / "model")
+    training = OneRank(path, train_options(lora=SPEC, temperature=0.7))
+    with torch.no_grad():
+        for name, parameter in training.policy.parameters.items():
+            if name.endswith("lora_B.weight"):
+                parameter.add_(torch.ones_like(parameter) * 0.05)
+    batch = micro_batch()
+    training.policy.log_probs(training.policy.pack(batch.prompt_ids, batch.response_ids)).sum().backward()
+    targets = {name.rsplit(".", 3)[1] for name in training.policy.parameters}
+    assert targets == {"in_proj", "x_proj", "out_proj"}
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in training.policy.parameters.values())
+    with pytest.raises(UserError, match=r"layers\.0\.mixer\.dt_proj gets no adapter: a Mamba layer"):
+        OneRank(path, train_options(lora=replace(SPEC, targets=("in_proj", "dt_proj"))))
