@@ -169,7 +169,8 @@ OUTCOME: Final = _wait(
     "outcome",
     "what the run is driven to: a step, an evaluation, its end",
     "run/job.py:Job.run Job.until Job.until_done run_with_signals run/running.py:Running.until"
-    " run/stepwise.py:StepwiseRun.__init__ StepwiseRun._on_any_attempt StepwiseRun._step StepwiseRun._evaluate StepwiseRun.until"
+    " run/stepwise.py:StepwiseRun.__init__ StepwiseRun._on_any_attempt StepwiseRun._step StepwiseRun._evaluate"
+    " StepwiseRun.until StepwiseRun.until_here"
     " service/hosted.py:HostedRun.publish",
 )
 CRITIC_PART: Final = _wait(

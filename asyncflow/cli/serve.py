@@ -81,7 +81,7 @@ async def _serve(
     from asyncflow.service.hosted import HostedRun
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
-    from asyncflow.service.routes import STREAMED, routes
+    from asyncflow.service.routes import AT_ONCE, STREAMED, routes
     from asyncflow.service.server import HttpServer, Listen, make_self_signed
     from asyncflow.service.watching import PUBLIC, Watched, watch_routes
 
@@ -97,8 +97,10 @@ async def _serve(
         trusted = make_self_signed(certificate, place.host)
     hosted = HostedRun(config, folder / "journal", Printed(), resume=resume, weights_from=weights_from)
     description = f"The run {config.run.name}."
-    paths = GatePaths(streamed=STREAMED, public=PUBLIC)
-    app = make_app(title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, paths=paths)
+    paths = GatePaths(streamed=STREAMED, public=PUBLIC, at_once=AT_ONCE)
+    app = make_app(
+        title="AsyncFlow", description=description, keys=keys, limits=limits, audit=audit, paths=paths, ready=hosted.under_way
+    )
     app.router.routes.extend(routes(hosted, keys).routes)  # included ones are matched twice: a seventh of a small request
     app.include_router(watch_routes(Watched(config.run_dir, predicted)))
     server = HttpServer(app, place, limits, certificate)

@@ -186,9 +186,8 @@ class Job(Listener):
 
     def _may_restart_after(self, death: WorkerDied) -> bool:
         """Whether another attempt follows a worker's death. Not where the worker would fail again: by an error of its own, before
-        anything was trained. Rollout workers, evaluators and storage units have restarts of their own; to a served run its clients
-        are bound."""
-        if death.worker.partition("/")[0] in ("rollout", EVALUATORS, "storage") or self._evaluate_only or self._is_served:
+        anything was trained. Rollout workers, evaluators and storage units have restarts of their own."""
+        if death.worker.partition("/")[0] in ("rollout", EVALUATORS, "storage") or self._evaluate_only:
             return False
         would_fail_again = death.has_failed and not self._has_trained
         may_restart = self._num_restarts < self.config.train.max_restarts and not self._interrupted.is_set()
@@ -221,7 +220,7 @@ class Job(Listener):
     def _memory(self) -> Path | None:
         """A folder in shared memory for this run's checkpoints, where its workers are on this machine and may be started again."""
         config = self.config
-        has_trainers = config.cluster.name == "local" and not launch_of(os.environ) and not (self._evaluate_only or self._is_served)
+        has_trainers = config.cluster.name == "local" and not launch_of(os.environ) and not self._evaluate_only
         return make_shared_dir() if config.checkpoint.in_memory and config.train.max_restarts and has_trainers else None
 
     async def _stop(self, attempt: Attempt) -> None:

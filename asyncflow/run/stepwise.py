@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,14 +32,21 @@ class StepwiseRun:
     """A run whose steps are trained when they are asked for. `steps_done`: how many have been asked for and are committed."""
 
     def __init__(
-        self, config: Config, listener: Listener | None = None, *, resume: bool = False, journal: Path | None = None
+        self,
+        config: Config,
+        listener: Listener | None = None,
+        *,
+        resume: bool = False,
+        journal: Path | None = None,
+        between: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """With `resume` the run continues from its newest whole checkpoint, or begins if there is none. `journal`: of a run that is
-        served to processes from outside, see `Job`."""
+        served to processes from outside, see `Job`. `between`: entered before an attempt ends that another one follows, and left
+        when that has begun."""
         self.config = config
         self.job = Job(config, listener, resume=resume, is_served=journal is not None, journal=journal)
         self.steps_done = 0
-        self._resuming = asyncio.Lock()
+        self._resuming, self._between = asyncio.Lock(), between
 
     async def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""
@@ -76,22 +84,47 @@ class StepwiseRun:
                     await self.job.until(lambda: self.driver.ledger.ledger.committed >= self.steps_done)
                 return await call()
             except WorkerDied as death:
-                async with self._resuming:  # of several calls the first one resumes the run
-                    if self._attempt is attempt:
-                        await self._resume_after(death)
+                await self._follow(attempt, death)
                 attempt = self._attempt
+
+    async def until_here(self, condition: Callable[[], bool]) -> bool:
+        """See `Job.until`, of this attempt alone. Raises `WorkerDied` where it has ended before, once another one is under way."""
+        attempt = self._attempt
+        try:
+            return await self.job.until(condition)
+        except WorkerDied as death:
+            await self._follow(attempt, death)
+            raise
+
+    async def under_way(self) -> None:
+        """Wait while another attempt is begun."""
+        async with self._resuming:
+            pass
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether an attempt has ended, and another one is begun."""
+        return self._resuming.locked()
+
+    async def _follow(self, attempt: Attempt, death: WorkerDied) -> None:
+        """Resume the run after a death that has ended this attempt. Of several calls the first one does."""
+        async with self._resuming:
+            if self._attempt is attempt:
+                await self._resume_after(death)
 
     async def _resume_after(self, death: WorkerDied) -> None:
         ledger = self.driver.ledger
-        try:
-            await self.job.restart_after(death)
-        except WorkerDied:
-            kept = "its newest checkpoint" if checkpoints_of(self.config).versions() else "its beginning: there is no checkpoint"
-            raise RunError(f"{death}; the run has ended: begin it again with resume, and it continues from {kept}") from death
-        await self.job.start()
-        self.driver.ledger.allow(ledger.limit, self.config.run.steps)
-        if ledger.is_checkpoint_asked:
-            self.driver.ledger.ask_for_checkpoint()
+        async with self._between():
+            try:
+                await self.job.restart_after(death)
+            except WorkerDied:
+                has_any = checkpoints_of(self.config).versions()
+                kept = "its newest checkpoint" if has_any else "its beginning: there is no checkpoint"
+                raise RunError(f"{death}; the run has ended: begin it again with resume, and it continues from {kept}") from death
+            await self.job.start()
+            self.driver.ledger.allow(ledger.limit, self.config.run.steps)
+            if ledger.is_checkpoint_asked:
+                self.driver.ledger.ask_for_checkpoint()
 
     def allow(self, steps: int) -> None:
         """Let so many steps of the run be trained, without a caller that waits for them."""

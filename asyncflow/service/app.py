@@ -78,12 +78,14 @@ class GatePaths:
     """Paths whose POST requests change nothing."""
     public: tuple[str, ...] = ()
     """Paths that need no key, beside `/health`."""
+    at_once: tuple[str, ...] = ()
+    """Paths whose requests are answered whether what is behind the gate is ready or not."""
 
 
 class Gate:
     """ASGI application before another one: nothing of a request without a valid key reaches that.
 
-    `tickets`: links that need no key, if there are any.
+    `tickets`: links that need no key, if there are any. `ready` is waited for before a request is answered.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class Gate:
         audit: AuditLog,
         paths: GatePaths,
         tickets: Tickets | None,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._app, self._keys, self._limits, self._audit, self._tickets = app, keys, limits, audit, tickets
+        self._ready, self._at_once = ready, frozenset(paths.at_once)
         self._streamed, self._looks, self._public = paths.streamed, frozenset(paths.looks), frozenset((HEALTH, *paths.public))
         self._budget, self._callers = ByteBudget(limits.buffered_bytes), Callers(limits, time.monotonic)
         self._repeats = Repeats(REPEATS_BYTES)
@@ -135,6 +139,8 @@ class Gate:
         self._callers.enter(key.name)
         began, status = time.monotonic(), 0
         try:
+            if self._ready is not None and scope["path"] not in self._at_once:
+                await self._ready()
             if not is_change:
                 await self._with_body(scope, headers, receive, send)
                 return
@@ -312,13 +318,14 @@ def make_app(
     audit: AuditLog,
     paths: GatePaths = GatePaths(),
     tickets: Tickets | None = None,
+    ready: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
     """Web application with a gate, `/health`, and the API's description under `/docs` (a browser is asked for a key as password).
 
-    Routes are added to it; those that take `needs("admin")` ask for that scope. `tickets`: see `Gate`.
+    Routes are added to it; those that take `needs("admin")` ask for that scope. `tickets`, `ready`: see `Gate`.
     """
     app = FastAPI(title=title, description=description, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, paths=paths, tickets=tickets)
+    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, paths=paths, tickets=tickets, ready=ready)
 
     @app.get(HEALTH, summary="Whether the service answers")
     async def health() -> dict[str, str]:

@@ -78,6 +78,7 @@ class OutsideEngine:
         self._outcomes: dict[int, asyncio.Future[str]] = {}  # by row, those that are being scored and stored
         self._hashes: dict[int, int] = {}  # by row, of their prompts
         self._is_over = self._is_paused = False
+        self._why_over = ""
         self._changed, self._installed = asyncio.Event(), asyncio.Event()
 
     # -- the loop's ---------------------------------------------------------------------------------------------------------
@@ -144,7 +145,8 @@ class OutsideEngine:
     # -- the client's -------------------------------------------------------------------------------------------------------
 
     async def take(self, num_prompts: int, timeout_seconds: float) -> Work:
-        """Prompts to generate, so many at most, or a version to install. Waits for either, so long."""
+        """Prompts to generate, so many at most, or a version to install. Waits for either, so long. Raises `RunError` where the
+        client is to join anew."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while (not self._waiting or self._is_paused) and self._install is None and not self._is_over:
@@ -152,6 +154,8 @@ class OutsideEngine:
                     await self._changed.wait()
         except TimeoutError:
             return Work(self.version)
+        if self._why_over:
+            raise RunError(f"this worker has no session any more: {self._why_over}")
         if self._is_over or self._install is not None:
             return Work(self.version, install=self._install, is_over=self._is_over)
         taken, self._waiting = self._waiting[:num_prompts], self._waiting[num_prompts:]
@@ -200,11 +204,11 @@ class OutsideEngine:
         if (waiting := self._outcomes.pop(row, None)) is not None and not waiting.done():
             waiting.set_result(outcome)
 
-    def stop(self) -> None:
-        """The run is stopping, or the client has gone."""
-        self._is_over = True
+    def stop(self, why: str = "") -> None:
+        """The run is stopping, or the client has gone; with a reason, it is to join anew."""
+        self._is_over, self._why_over = True, self._why_over or why
         for row in list(self._outcomes):
-            self.resolve(row, "the run is stopping")
+            self.resolve(row, why or "the run is stopping")
         self._changed.set()
         self._installed.set()
 

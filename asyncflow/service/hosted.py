@@ -8,11 +8,13 @@ is unblocked by: the run, or its end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
+from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import Config
 from asyncflow.engines.train import OUTSIDE
 from asyncflow.engines.train.experience import Published
@@ -21,7 +23,7 @@ from asyncflow.model_folder import read_json
 from asyncflow.run.job import Listener
 from asyncflow.run.stepwise import StepwiseRun
 from asyncflow.run.watch import Status
-from asyncflow.service.workers import OutsideWorkers, TrainerSession
+from asyncflow.service.workers import GONE, OutsideWorkers, TrainerSession
 from asyncflow.settings import Choice
 from asyncflow.types import Array, Batch, RunError, UserError, first_error
 
@@ -82,21 +84,39 @@ class HostedRun:
             return self.run.steps_done
 
     async def _start(self, config: Config) -> None:
-        run = StepwiseRun(config, self._listener, resume=self._resume, journal=self._journal)
+        run = StepwiseRun(config, self._listener, resume=self._resume, journal=self._journal, between=self._between_attempts)
         await run.start()
         if run.job.driver is None:
             self.over.set()
             raise UserError(f"this run is finished already: raise run.steps to continue, or serve another one ({config.run_dir})")
-        model = run.job.prepared.model
-        vocabulary = int(read_json(model / "config.json")["vocab_size"])
         self.config, self._run = config, run
-        self._workers = OutsideWorkers(run.driver, model, vocabulary, self._kept)
+        self._take_workers(run)
         if config.train.engine.name == OUTSIDE:
             run.allow(config.run.steps)  # the client that trains says when
         self._watching = asyncio.create_task(self._watch(run))
 
+    def _take_workers(self, run: StepwiseRun) -> None:
+        """Let clients work for the attempt that is under way."""
+        model = run.job.prepared.model
+        vocabulary = int(read_json(model / "config.json")["vocab_size"])
+        self._workers = OutsideWorkers(run.driver, model, vocabulary, self._kept)
+
+    @contextlib.asynccontextmanager
+    async def _between_attempts(self) -> AsyncIterator[None]:
+        """An attempt ends, and so do its clients' sessions, as those of a server that was killed: they join the next attempt."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            await workers.close(GONE)
+        yield
+        self._take_workers(self.run)
+
+    async def under_way(self) -> None:
+        """Wait while the run is resumed after a worker's death: a request that comes meanwhile is answered by the next attempt."""
+        if self._run is not None and self._run.is_resuming:
+            await self.under_way()
+
     async def _watch(self, run: StepwiseRun) -> None:
-        """Notice that the run has failed, also while nobody waits for it, and stop then."""
+        """Notice that a worker has died, or the run has failed, also while nobody waits for it: resume it, or stop."""
         try:
             await run.until(lambda: False)
         except Exception as error:  # whatever it is, the run is over
@@ -133,10 +153,11 @@ class HostedRun:
     async def stop(self) -> None:
         """Stop the run, if it is under way; model, trace and report are written."""
         self._is_stopping = True
-        if self._watching is not None:
-            self._watching.cancel()
         if self._run is not None:
             self._run.job.interrupt()  # a request that waits for a step is told
+            await self.under_way()
+        if self._watching is not None:
+            self._watching.cancel()
         async with self._lock:
             try:
                 if self._workers is not None:
@@ -188,8 +209,11 @@ class HostedRun:
 
         try:
             async with asyncio.timeout(timeout_seconds):
-                if not await run.until(is_safe):
+                if not await run.until_here(is_safe):
                     raise RunError(f"the run was interrupted in step {step}")
+        except WorkerDied as death:  # another attempt is under way, and knows whether the step is committed
+            if not self.is_published(step):
+                raise RunError(f"step {step} was not committed: {death}; the run was resumed: train the step again") from death
         except TimeoutError as error:
             raise RunError(f"step {step} is not committed within {timeout_seconds:g} s: ask for the status") from error
         run.steps_done = max(run.steps_done, step + 1)

@@ -15,7 +15,7 @@ import yaml
 
 from tests.forked import Command
 from tests.patience import patience
-from tests.processes import below
+from tests.processes import below, words_of
 
 
 def command_line(*arguments: str | Path) -> list[str]:
@@ -51,6 +51,11 @@ def write_config(folder: Path, tree: dict[str, Any]) -> Path:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def kill_trainer(run_dir: Path) -> None:
+    """Kill the first trainer of a run."""
+    next(process for process in processes_of(run_dir) if words_of(process)[-2:-1] == ["trainer/0"]).kill()
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:

@@ -23,7 +23,7 @@ from tests.patience import patience
 TREE: dict[str, Any] = {
     "model": {"max_context_tokens": 128},
     "rollout": {"num_workers": 0, "group_size": 2, "max_new_tokens": 16},
-    "train": {"engine": "outside", "prompts_per_step": 2},
+    "train": {"engine": "outside", "prompts_per_step": 2, "max_restarts": 100},
     "queue": {"lease_seconds": 3.0},
     "checkpoint": {"every_steps": 1},
 }

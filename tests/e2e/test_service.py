@@ -14,11 +14,12 @@ import httpx2
 import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
 from asyncflow.attestation import Attestation
 from asyncflow.client import AsyncClient, Client, GroupData, ResponseData
 from asyncflow.types import RunError, UserError
-from tests.e2e.commands import rows, wait_for
+from tests.e2e.commands import kill_trainer, rows, wait_for
 from tests.e2e.service import Served
 from tests.forked import Command
 from tests.patience import patience
@@ -69,6 +70,33 @@ def test_a_run_is_driven_over_http(background: Background, small: Callable[..., 
     assert {path.name for path in (served.run_dir / "checkpoints").iterdir() if path.is_dir()} == {"step-000002", "step-000003"}
     audit = rows(served.key_file.with_name("audit.jsonl"))
     assert {line["path"] for line in audit} >= {"/v1/step", "/v1/stop"} and all(line["key"] == "admin" for line in audit)
+
+
+def test_a_trainers_death_does_not_end_a_served_run(
+    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its clients make requests as before: those that come while the run is resumed wait. The bits are those of a run without a
+    death, with prompts that were put before and after it."""
+    expected: dict[str, np.ndarray] = {}
+    for name in ("whole", "killed"):
+        tree = small(run={"steps": 3, "name": name}, schedule="synchronous", train={"accumulate": "exact"})
+        served = Served(background, tmp_path, tree)
+        with served.client() as client:
+            client.init_engines()
+            assert client.step() is not None
+            client.put_prompts_data(PROMPTS[:4])
+            if name == "killed":
+                kill_trainer(served.run_dir)
+                wait_for(lambda: client.status()["committed"] == 1)  # it waits for the attempt that follows
+            client.put_prompts_data(PROMPTS[4:])
+            steps = [client.step() for _ in range(3)]
+            assert [step is not None for step in steps] == [True, True, False] and sorted(client.steps()) == [0, 1, 2]
+            client.stop()
+        assert served.command.wait(patience(60)) == 0
+        found = load_file(served.run_dir / "model" / "model.safetensors")
+        expected = expected or found
+        assert all(np.array_equal(found[key], expected[key]) for key in expected)
+    assert rows(served.run_dir / "metrics.jsonl")[-1]["run/num_resumes"] == 1
 
 
 def test_a_mistake_in_the_configuration_is_told_to_who_starts_the_run(
@@ -215,8 +243,6 @@ def zero_step(client: Client, worker: Any, weights: dict[str, Any]) -> tuple[int
 
 def test_a_client_trains(background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """It gets experience with advantages, and rollout serves what it publishes; mistakes are told, and change nothing."""
-    from safetensors.numpy import load_file
-
     tree = small(run={"steps": 3}, train={"engine": "outside"}, checkpoint={"every_steps": 1})
     served = Served(background, tmp_path, tree)
     with served.client() as client:
@@ -319,8 +345,9 @@ def test_a_process_that_joins_ends_with_an_error_when_its_service_is_killed(
 
 
 @pytest.mark.deep
-def test_a_process_that_joins_goes_on_when_its_service_is_started_again(
-    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize("killed", ["server", "trainer"])
+def test_a_process_that_joins_goes_on_when_its_service_or_the_trainer_is_started_again(
+    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path, killed: str
 ) -> None:
     """Its engine is kept, and begins with the weights of the run as it was resumed: the bits are those of an undisturbed run."""
     of_runs = []
@@ -334,9 +361,12 @@ def test_a_process_that_joins_goes_on_when_its_service_is_started_again(
             client.init_engines()
             joined = background("join", served.url, "--key-file", served.key_file, "--patience", str(patience(120)))
             steps += [client.step() for _ in range(2 if is_killed else 4)]
-            if not is_killed:
+            if is_killed and killed == "trainer":
+                kill_trainer(served.run_dir)
+                steps += [client.step() for _ in range(2)]
+            if not is_killed or killed == "trainer":
                 client.stop()
-        if is_killed:
+        if is_killed and killed == "server":
             kill(psutil.Process(served.command.pid))
             served.start("--resume")
             with served.client() as client:

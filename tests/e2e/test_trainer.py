@@ -19,8 +19,7 @@ from asyncflow.trainer import Trainer
 from asyncflow.types import RunError, UserError
 from tests.conftest import ROOT, merged
 from tests.depth import deep, in_gate
-from tests.e2e.commands import processes_of, rows, write_config
-from tests.processes import words_of
+from tests.e2e.commands import kill_trainer, rows, write_config
 
 
 def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +99,6 @@ def test_a_delayed_run_by_hand_is_as_far_ahead_as_one_that_runs_by_itself(
         assert installed == sorted(installed) and installed
     staleness = [row["staleness/mean"] for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl")]
     assert staleness == [0.0, 1.0, 1.0, 1.0]
-
-
-def kill_trainer(run_dir: Path) -> None:
-    next(process for process in processes_of(run_dir) if words_of(process)[-2:-1] == ["trainer/0"]).kill()
 
 
 PUSHED = [{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(6)]

@@ -78,7 +78,6 @@ def is_explained(mode: str, faults: Sequence[tuple[str, float]]) -> bool:
     * a full disk, a shortage of memory or of handles, whoever has it;
     * a connection that is cut: a worker that fails by it before anything was trained would fail again, as far as the run knows;
     * whatever happens to the run's Redis server;
-    * the death of a trainer, where the run is served: it ends with a sentence then (docs/checkpoints.md, "A trainer that dies");
     * processes that were stopped for `STOPPED_SECONDS` together;
     * the death of a storage unit, also by that of the fork server, whose rows go with it, or that dies more often than it is
       started again.
@@ -87,8 +86,6 @@ def is_explained(mode: str, faults: Sequence[tuple[str, float]]) -> bool:
     if any(name.startswith(("fill", "handles", "memory", "cut")) or name.endswith(" redis") for name in names):
         return True
     if sum(seconds for name, seconds in faults if name.startswith(("stop", "slow"))) >= STOPPED_SECONDS:
-        return True
-    if MODES[mode].is_served and "kill trainer" in names:
         return True
     queue = MODES[mode].tree.get("queue", {})
     of_units = sum(name in ("kill storage", "kill fork server") for name in names) if queue.get("place") == "workers" else 0

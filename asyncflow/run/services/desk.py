@@ -116,7 +116,7 @@ class TrainDesk:
         except TimeoutError:
             return TakenGroups(self.step)
         if self._is_over:
-            raise RunError("the run is stopping: there is no more experience")
+            raise RunError("the run is stopping, or was resumed: join anew for more experience")
         taken: list[DeskGroup] = []
         for group in self._ready():
             if (groups and len(taken) >= groups) or (tokens and taken and _tokens([*taken, group]) > tokens):
@@ -176,7 +176,7 @@ class TrainDesk:
         """Stop: the run is stopping."""
         self._is_over = True
         if self._verdict is not None and not self._verdict.done():
-            self._verdict.set_result("the run is stopping")
+            self._verdict.set_result("the run is stopping, or was resumed: the step is not committed")
         self._notify()
 
     def _ready(self) -> list[DeskGroup]:

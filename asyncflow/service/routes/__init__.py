@@ -21,6 +21,8 @@ from asyncflow.service.routes.trainers import add_trainers
 
 STREAMED: Final = ("/v1/weights/",)
 """Beginnings of paths whose bodies go into files as they come."""
+AT_ONCE: Final = ("/v1/stop",)
+"""Paths that do not wait for a run that is being resumed."""
 
 
 def routes(hosted: HostedRun, keys: KeyRing) -> APIRouter:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,11 +31,13 @@ class Answer(BaseModel):
 class World:
     """An application with a few routes, and its keys."""
 
-    def __init__(self, folder: Path, **limits: Any) -> None:
+    def __init__(self, folder: Path, ready: Callable[[], Awaitable[None]] | None = None, **limits: Any) -> None:
         self.keys, self.audit_file = KeyRing.open(folder / "keys.json", time.time), folder / "audit.jsonl"
         audit = AuditLog(self.audit_file)
-        paths = GatePaths(streamed=("/stream",))
-        self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(**limits), audit=audit, paths=paths)
+        paths = GatePaths(streamed=("/stream",), at_once=("/stop",))
+        self.app = make_app(
+            title="t", description="", keys=self.keys, limits=Limits(**limits), audit=audit, paths=paths, ready=ready
+        )
         self.calls = 0
         self.release = asyncio.Event()
         _add_routes(self, self.app)
@@ -169,6 +171,22 @@ async def test_a_request_that_is_repeated_while_it_is_under_way_waits_for_the_fi
         await asyncio.sleep(0.05)
         world.release.set()
         assert [(await one).json() for one in both] == [1, 1]
+
+
+async def test_requests_wait_until_what_is_behind_the_gate_is_ready_but_for_those_that_are_answered_at_once(tmp_path: Path) -> None:
+    ready = asyncio.Event()
+
+    async def is_ready() -> None:
+        await ready.wait()
+
+    world = World(tmp_path, is_ready)
+    async with world.admin as client, world.client() as stranger:
+        counting, looking = (asyncio.create_task(each) for each in (client.post("/count"), client.get("/look")))
+        assert (await client.post("/stop")).status_code == 200
+        assert (await stranger.get("/look")).status_code == 401 and (await stranger.get("/health")).status_code == 200
+        assert not counting.done() and not looking.done() and not world.calls
+        ready.set()
+        assert (await counting).json() == 1 and (await looking).status_code == 200
 
 
 async def test_what_failed_may_be_tried_again_under_its_id(world: World) -> None:

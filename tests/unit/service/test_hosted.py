@@ -23,7 +23,7 @@ async def test_a_server_whose_run_cannot_be_stopped_in_order_ends_all_the_same(t
 
     config: Any = None
     hosted = HostedRun(config, tmp_path / "journal")
-    run: Any = SimpleNamespace(stop=stop, job=SimpleNamespace(interrupt=lambda: None, journal=None))
+    run: Any = SimpleNamespace(stop=stop, is_resuming=False, job=SimpleNamespace(interrupt=lambda: None, journal=None))
     hosted._run = run
     with pytest.raises(OSError, match="No space left"):
         await hosted.stop()
@@ -44,7 +44,9 @@ async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_i
     async def stop() -> None: ...
 
     hosted = HostedRun(config, tmp_path / "journal")
-    hosted._run = cast(Any, SimpleNamespace(stop=stop, job=SimpleNamespace(interrupt=lambda: None, journal=None)))
+    hosted._run = cast(
+        Any, SimpleNamespace(stop=stop, is_resuming=False, job=SimpleNamespace(interrupt=lambda: None, journal=None))
+    )
     last = {"outside-0": now, "outside-1": now, "outside-2": now - farewell - 1}
     hosted._workers = cast(Any, SimpleNamespace(last_requests=last, close=close))
     await hosted.stop()
