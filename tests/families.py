@@ -120,6 +120,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "hybrid of attention and state space",
     ),
+    "jamba": (
+        "jamba",
+        {
+            **{
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "expert_layer_period": 2,
+                "expert_layer_offset": 1,
+                "num_experts": 4,
+            },
+            **{"num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        },
+        "hybrid of attention and state space, mixture of experts",
+    ),
+    "rwkv": ("rwkv", {"attention_hidden_size": 32, "context_length": 128}, "recurrent"),
 }
 PROMPT, RESPONSES = 7, (9, 4, 12)
 OPTIONS: dict[str, Any] = {"temperature": 0.7, "learning_rate": 1e-3, "max_grad_norm": None}

@@ -41,6 +41,7 @@ def test_soft_caps_and_sliding_windows_train_and_generate(small: Callable[..., d
     assert first["policy/grad_norm"] > 0 and second["policy/learning_rate"] < first["policy/learning_rate"] == 1e-3
     assert 0.8 < first["importance_weight/mean"] < 1  # what top_p has left
     assert "rows of this gemma2 are computed in batches" in (run_dir / "logs" / "trainer-0.log").read_text()
+    assert "rows of this gemma2 are generated in batches" in (run_dir / "logs" / "rollout-0.log").read_text()
     trained = AutoModelForCausalLM.from_pretrained(run_dir / "model").state_dict()
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert trained.keys() == before.keys() and any(not torch.equal(trained[name], before[name]) for name in before)

@@ -7,6 +7,9 @@ padded and no mask is needed; rows that have ended are computed on until the las
 where the library asks for processed logits: by the sample's own noise (sampling.py), with the log-prob of the distribution that it
 is drawn from. Calls run between two tokens, so an install changes whole steps; responses under way keep their caches.
 
+Some families' caches are wrong in a batch. So a few tokens are generated at the start and compared with one forward pass
+(cache_probe.py): rows go in batches if that is right, else one by one; a model whose single rows differ, too, is refused.
+
 Sums of a row may depend on the rows beside it, so no bits are promised. Slower than the embedded engine: see docs/models.md.
 """
 
@@ -31,6 +34,7 @@ from asyncflow.bit_sums import sum_of_bits
 from asyncflow.engines.base import Response, RolloutEngineOptions, Timing
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.families import why_not_generated
+from asyncflow.engines.rollout.cache_probe import TOLERANCES, largest_difference, windows_of
 from asyncflow.engines.rollout.checks import check_tensors, why_transformers_is_not_deterministic
 from asyncflow.engines.rollout.requests import SlotRequest
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
@@ -42,7 +46,7 @@ from asyncflow.types import Array, HeldWeights, UserError, WeightSource
 
 
 class TransformersEngine(ThreadedEngine):
-    """`RolloutEngine` over `generate`; at most `num_slots` rows at a time."""
+    """`RolloutEngine` over `generate`; at most `num_slots` rows at a time. `remark`: which way rows go, and why."""
 
     is_deterministic = False
     why_not_deterministic = why_transformers_is_not_deterministic()
@@ -51,8 +55,8 @@ class TransformersEngine(ThreadedEngine):
     def __init__(self, options: RolloutEngineOptions) -> None:
         """Load the model. No cache is kept between turns, so `num_parked` counts for nothing.
 
-        Raises `UserError` for `kv_on_install` other than `keep`, and `ValueError` for a model that transformers does not load, or
-        one with fewer positions.
+        Raises `UserError` for `kv_on_install` other than `keep`, and `ValueError` for a model that transformers does not load, one
+        with fewer positions, or one whose log-probs are not the same with its cache.
         """
         path, max_context = options.model_path, options.max_context
         check_device(options.device, "rollout.device")
@@ -68,6 +72,8 @@ class TransformersEngine(ThreadedEngine):
             raise ValueError(f"max_context {max_context} exceeds the model's {limit} positions")
         if why := why_not_generated(model.config.to_dict(), max_context):
             raise ValueError(f"rollout.engine=transformers: {why}")
+        if hasattr(model.config, "rescale_every"):
+            model.config.rescale_every = 0  # rwkv would halve parameters in its first forward pass, and never installed ones
         model.requires_grad_(False).eval().to(options.device)
         model.generation_config = GenerationConfig()  # the checkpoint's own penalties and filters are not the run's
         self._model, self._parameters = model, dict(model.named_parameters())
@@ -76,6 +82,39 @@ class TransformersEngine(ThreadedEngine):
         version, stop_strings = options.version, self._stop_strings
         rows = Batches(model, self._parameters, self.num_slots, stop_ids, version, stop_strings, self._between_tokens)
         self._start(rows, options.num_threads)
+        try:
+            self.remark = self._hand_in(partial(self._choose_way, rows, TOLERANCES[options.dtype])).result()
+        except ValueError:
+            self._inbox.put(None)  # ends the thread
+            raise
+
+    def _choose_way(self, rows: Batches, tolerance: float) -> str:
+        """Have rows go in batches, or one by one, as their log-probs are right; return what was found. Raises `ValueError` if
+        neither is."""
+        config = self._model.config
+        kind, found = config.model_type, ""
+        rounding = "" if self._model.dtype == torch.float32 else "; in rollout.dtype=float32 rounding is no cause"
+        for rows.num_rows in dict.fromkeys((self.num_slots, 1)):
+            try:
+                difference = largest_difference(
+                    rows,
+                    partial(self._log_probs, temperature=1.0),
+                    vocab_size=self._vocab_size,
+                    max_context=self.max_context,
+                    windows=windows_of(config.get_text_config()),
+                )
+            except Exception as error:  # of whatever the family's own code does
+                found = f"{type(error).__name__}: {error}"
+                continue
+            if difference <= tolerance and rows.num_rows == self.num_slots:
+                return f"rows of this {kind} are generated in batches: with the cache a log-prob differs by {difference:.1e} nats"
+            if difference <= tolerance:
+                return f"rows of this {kind} are generated one by one: in a batch, with the cache, {found}"
+            found = f"log-probs differ by {difference:.2g} nats from those of one forward pass"
+        raise ValueError(
+            f"transformers does not generate rightly with the cache of this model of type {kind!r}, not even a row alone: {found}; "
+            f"take rollout.engine=vllm if that has the model, another version of transformers, or another model{rounding}"
+        )
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Check the tensors; there is nothing to prepare, see `RolloutEngine.prepare`."""
@@ -137,15 +176,15 @@ class Batches:
         self,
         model: Any,
         parameters: Mapping[str, Tensor],
-        num_slots: int,
+        num_rows: int,
         stop_ids: frozenset[int],
         version: int,
         stop_strings: StopStrings,
         between_tokens: Callable[[], None],
     ) -> None:
-        """`parameters`: the model's, by name. `between_tokens` is called after each token of a batch."""
+        """`parameters`: the model's, by name. `num_rows`: of a batch, at most. `between_tokens` is called after each token."""
         self.version, self.is_paused = version, False
-        self._model, self._parameters, self._num_slots = model, parameters, num_slots
+        self._model, self._parameters, self.num_rows = model, parameters, num_rows
         self._stop_ids, self._stop_strings, self._between_tokens = stop_ids, stop_strings, between_tokens
         self._waiting: deque[SlotRequest] = deque()
         self._rows: list[_GeneratedRow] = []
@@ -219,7 +258,7 @@ class Batches:
         length, left = len(_prompt(self._waiting[0])), deque[SlotRequest]()
         while self._waiting:
             request = self._waiting.popleft()
-            while len(_prompt(request)) == length and request.pending and len(self._rows) < self._num_slots:
+            while len(_prompt(request)) == length and request.pending and len(self._rows) < self.num_rows:
                 sample, key = request.pending.popleft()
                 self._rows.append(_GeneratedRow(request, sample, key, [(0, self.version)]))
             if request.pending:

@@ -48,10 +48,18 @@ def rollout_engine(config: Config, model: Path, max_context: int, device: str) -
         **({} if config.lora is None else {"lora": config.lora}),
     }
     try:
-        return cast(RolloutEngine, build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINES, options))
+        engine = cast(RolloutEngine, build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINES, options))
     except ValueError as error:  # a model that it does not compute: starting it again would not help
         way_out = "; rollout.engine=transformers generates with any" if chosen.name == "slots" else ""
         raise UserError(f"the rollout engine cannot generate with the model {model}: {error}{way_out}") from error
+    _print_remark(engine)
+    return engine
+
+
+def _print_remark(engine: object) -> None:
+    """Into the worker's log, if the engine found something."""
+    if remark := getattr(engine, "remark", ""):
+        print(remark, flush=True)
 
 
 def train_engine(run: RunConnection) -> TrainEngine:
@@ -66,8 +74,7 @@ def train_engine(run: RunConnection) -> TrainEngine:
     if chosen.name == OUTSIDE:
         arguments["desk"] = run.desk
     engine = cast(TrainEngine, build("train engine", chosen.name, chosen.options, TRAIN_ENGINES, arguments))
-    if remark := getattr(engine, "remark", ""):
-        print(remark, flush=True)  # into the worker's log
+    _print_remark(engine)
     return engine
 
 
