@@ -277,8 +277,8 @@ async def test_a_result_that_is_not_there_yet_is_asked_for_again(tmp_path: Path,
         future = await world.post("/forward_backward", passed(model, 1, [0.0, 1.0]))
         again = await world.client.post("/retrieve_future", json={**future, "allow_metadata_only": True})
         assert again.status_code == 408 and again.json() == {"type": "try_again", "queue_state": "active", **future}
+        monkeypatch.setattr(routes, "RETRIEVE_SECONDS", patience(20))
         world.engines[0].may_go.set()
-        await asyncio.sleep(0.05)
         assert (await world.result(future))["metrics"]["loss:sum"] == pytest.approx(0.3)
 
 
