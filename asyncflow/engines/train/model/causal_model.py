@@ -300,9 +300,12 @@ def compute_buffers(module: Any, device: torch.device) -> None:
 
 def _config(path: Path | str) -> Any:
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
+    if hasattr(config, "rescale_every"):
+        config.rescale_every = 0  # rwkv would halve parameters in its first forward pass, and so what is trained and saved
+    return config
 
 
 def logit_scale(config: Any) -> float:

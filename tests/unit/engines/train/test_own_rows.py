@@ -19,7 +19,7 @@ from asyncflow.engines.train.critic_engine import ValueModel
 from asyncflow.engines.train.model import own_rows
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.types import Ragged, UserError
-from tests.families import micro_batch, plain_log_probs
+from tests.families import CONFIGS, micro_batch, plain_log_probs, write_model
 from tests.unit.engines.train.training import frozen_engine, train_options
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -62,6 +62,21 @@ def test_a_model_that_sees_what_is_behind_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", both_ways)
     with pytest.raises(UserError, match="this model of type 'stablelm' is not causal"):
         OneRank(path, train_options())
+
+
+def test_a_deep_rwkv_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would halve those of each sixth layer in the first forward pass."""
+    monkeypatch.setitem(CONFIGS, "deep", ("rwkv", {**CONFIGS["rwkv"][1], "num_hidden_layers": 8}, ""))
+    path, batch = write_model("deep", tmp_path), micro_batch()
+    weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    training = OneRank(path, train_options())
+    first, second = (training.log_probs(batch.prompt_ids, batch.response_ids).values for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert all(torch.equal(training.policy.parameters[name], tensor) for name, tensor in weights.items())
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.config.rescale_every = 0
+    ids = batch.response_ids.values[: batch.response_ids.offsets[1]]
+    np.testing.assert_allclose(first[: len(ids)], plain_log_probs(model, batch.prompt_ids, ids).detach().numpy(), atol=1e-5)
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
