@@ -5,8 +5,8 @@
     in PEFT's files              base_model.model.<the same>, in adapter_model.safetensors beside adapter_config.json
 
 Left out: what makes PEFT compute anything else than y = x W^T + (alpha / r) (x A^T) B^T (DoRA, rank-stabilised scaling, biases,
-ranks that differ by layer, layers that are trained whole). A file that asks for it is refused by the name of its field. Without
-torch, since a run's inputs are checked before anything starts.
+ranks that differ by layer, layers that are trained whole, bases that are changed as training begins, such as PiSSA's). A file that
+asks for it is refused by the name of its field. Without torch, since a run's inputs are checked before anything starts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 A, B = ADAPTER_ENDS
 PREFIX: Final = "base_model.model."
-_READ: Final = {"peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path"}
-# They say where the adapter comes from, or how it was trained or begun, and nothing of what it computes.
+_READ: Final = {"peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path", "init_lora_weights"}
+# They say where the adapter comes from, or how it was trained, and nothing of what it computes. Those of a way to begin count only
+# with that `init_lora_weights`.
 _HARMLESS: Final = {
-    *("auto_mapping", "inference_mode", "init_lora_weights", "lora_dropout", "peft_version", "revision", "task_type"),
+    *("auto_mapping", "inference_mode", "lora_dropout", "peft_version", "revision", "task_type"),
     *("loftq_config", "eva_config", "corda_config", "runtime_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
 }  # fmt: skip
+_BASE_STAYS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` with which PEFT leaves the base as it is. With others (pissa, olora, corda, loftq, lora_ga) an
+adapter is for a base that was changed as the training began, by PEFT itself or with it."""
 
 
 def is_lora(name: str) -> bool:
@@ -103,6 +107,12 @@ def spec_in(folder: Path) -> LoraSpec:
     for name, value in fields.items():
         if name not in _READ | _HARMLESS and value not in (None, False, 0, [], {}, ""):
             raise UserError(f"The adapter at {folder} asks for {name} = {value!r}, which is not computed here.")
+    if (init := fields.get("init_lora_weights")) not in _BASE_STAYS:
+        raise UserError(
+            f"The adapter at {folder} has init_lora_weights = {init!r}, with which PEFT changes the base's own weights: it does "
+            f"not fit the base as it is. Save it anew by PEFT's save_pretrained with path_initial_model_for_weight_conversion: it "
+            f"makes a plain adapter of it where it can (pissa, olora, corda, lora_ga)."
+        )
     targets = fields["target_modules"]
     names = tuple(sorted(targets)) if isinstance(targets, list) else ()
     return LoraSpec(int(fields["r"]), float(fields["lora_alpha"]), names)

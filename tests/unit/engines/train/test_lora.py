@@ -236,6 +236,9 @@ async def test_files_go_to_peft_and_come_from_it(
         ({}, {"use_dora": True}, "asks for use_dora = True, which is not computed here"),
         ({}, {"rank_pattern": {"q_proj": 2}}, "asks for rank_pattern"),
         ({}, {"bias": "all"}, "is no plain LoRA"),
+        ({}, {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "has init_lora_weights = 'loftq'"),
+        ({}, {"init_lora_weights": "corda", "corda_config": {}}, "has init_lora_weights = 'corda'"),
+        ({}, {"init_lora_weights": "lora_ga"}, "has init_lora_weights = 'lora_ga'"),
         ({"path": "nowhere"}, {}, "There is no adapter in PEFT's format at nowhere"),
     ],
 )
@@ -246,6 +249,44 @@ def test_an_adapter_that_does_not_fit_is_refused(
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
     with pytest.raises(UserError, match=re.escape(sentence)):
         torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, **{"path": str(adapter), **changes}))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva", "pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_of_a_base_that_peft_changes_is_refused_until_it_is_converted(
+    init: Any, model_path: ModelPath, tmp_path: Path
+) -> None:
+    """By PEFT's own files: those that are taken make the model that PEFT has trained, by merging."""
+    base = model_path("qwen2-tiny")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = {name: weight.clone() for name, weight in model.state_dict().items()}
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=init, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trained = get_peft_model(model, config).eval()
+    changed = {
+        name
+        for name, weight in trained.named_parameters()
+        if "lora_" not in name and not torch.equal(weight, plain[as_travels(name).replace(".base_layer", "")])
+    }
+    trained.peft_config["default"].init_lora_weights = True
+    trained.save_pretrained(tmp_path / "initial")
+    trained.peft_config["default"].init_lora_weights = init
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
+    trained.save_pretrained(tmp_path / "adapter")
+    folder = tmp_path / "adapter"
+    if changed:
+        with pytest.raises(UserError, match=f"has init_lora_weights = '{init}'.*path_initial_model_for_weight_conversion"):
+            merge_lora(base, folder, tmp_path / "merged")
+        folder = tmp_path / "converted"
+        trained.save_pretrained(folder, path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    assert bool(changed) == (isinstance(init, str) and init.startswith(("pissa", "olora")))
+    merge_lora(base, folder, tmp_path / "merged")
+    (tmp_path / "merged" / "config.json").write_text((base / "config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=ids).logits, trained(input_ids=ids).logits, atol=1e-4)
 
 
 def test_an_adapter_that_lacks_a_layer_is_refused(model_path: ModelPath, adapter: Path) -> None:
