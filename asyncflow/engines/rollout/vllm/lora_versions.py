@@ -4,29 +4,34 @@
     a version that no request names any more, and that is not the current one -> every server unloads it -> its folder goes
 
 So a response is made by one version, whatever is installed meanwhile, and nothing is paused. The folders are private to this user,
-and in shared memory where there is any.
+and in shared memory where there is any. An adapter is checked against the model's modules, as the trainer has them, which a process
+of its own looks up once: this one does without transformers.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncflow.engines.lora import check_lora, read_lora
-from asyncflow.engines.lora_files import lora_shapes, write_lora
-from asyncflow.engines.rollout.vllm.weights import shapes_of
-from asyncflow.types import LoraSpec, UserError
+from asyncflow.engines.lora_files import write_lora
+from asyncflow.types import LoraSpec, RunError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_LOOK_UP_SECONDS: Final = 600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -54,19 +59,36 @@ class LoraVersions:
             self.current = self.write(version, read_lora(Path(spec.path), spec))
 
     def write(self, version: int, tensors: Mapping[str, Tensor]) -> LoraVersion:
-        """Write a version's files; without tensors it is the base. Raises `ValueError` for an adapter that does not fit."""
+        """Write a version's files; without tensors it is the base. The first call takes seconds, to look up the shapes.
+
+        Raises `ValueError` for an adapter that does not fit.
+        """
         if not tensors:
             return LoraVersion(version)
-        linears = {name.removesuffix(".weight"): shape for name, shape in shapes_of(self._model_path).items() if ".layers." in name}
         try:
-            of_pairs = {name: (shape[0], shape[1]) for name, shape in linears.items() if len(shape) == 2}
-            check_lora(tensors, lora_shapes(of_pairs, self.spec), "the adapter")
+            check_lora(tensors, self._shapes, "the adapter")
         except UserError as error:
             raise ValueError(str(error)) from error
         # Numbered, since a version may be installed again: vLLM would answer by the keys that it has of that name.
         name = f"version-{version}-{next(self._numbers)}"
         write_lora(self._root / name, self.spec, self._model_path, {n: t.float().cpu().numpy() for n, t in tensors.items()})
         return LoraVersion(version, name, self._root / name)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the adapter that the trainer has, by name."""
+        module, given = "asyncflow.engines.train.adapter_shapes", (str(self._model_path), str(self.spec.rank), *self.spec.targets)
+        command = [sys.executable, "-m", module, *given]
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_UP_SECONDS, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise RunError(
+                f"the adapter's shapes were not found within {_LOOK_UP_SECONDS:g} s: is the machine overloaded?"
+            ) from error
+        if found.returncode:
+            last = (found.stderr.strip().splitlines() or ["nothing was said"])[-1]
+            raise (UserError if found.returncode == 2 else RunError)(f"the adapter's shapes are not known: {last}")
+        return {name: (rows, columns) for name, (rows, columns) in json.loads(found.stdout.splitlines()[-1]).items()}
 
     def tensors(self, version: LoraVersion) -> dict[str, Tensor]:
         """Tensors in a version's files, float32; of the base none."""

@@ -33,19 +33,23 @@ from asyncflow.engines.rollout.vllm import transfer as transfers
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.hosts import OwnServer, hosts_of
+from asyncflow.engines.rollout.vllm.lora_versions import LoraVersions
 from asyncflow.engines.rollout.vllm.options import check_arguments, sender
 from asyncflow.engines.rollout.vllm.process import IN_VLLM, ServerProcess
 from asyncflow.engines.rollout.vllm.servers import ServerHandle
 from asyncflow.engines.rollout.vllm.transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm.weights import WeightsFile, shapes_of
+from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.run.preparation.checks import check_choices, check_rollout_engine
 from asyncflow.run.services.scaling import Scaling
 from asyncflow.types import LoraSpec, RunError, UserError
 from tests.builders import loop_turns
 from tests.conftest import MODEL, ROOT
 from tests.depth import in_gate
+from tests.families import write_model
 from tests.patience import patience
 from tests.processes import alive, kill
+from tests.unit.engines.train.training import train_options
 from tests.vllm.servers import fake_python, server_options
 
 PROMPT = np.arange(7, 27)
@@ -1281,6 +1285,28 @@ async def test_a_killed_server_comes_back_with_the_current_adapter(model: Path, 
         kill(group_of(engine.instances[0])[1])
         after = await responses(engine)
         assert engine.instances[0].num_restarts == 1 and np.array_equal(after[0].logprobs, before[0].logprobs)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "bloom", "mamba", "falcon_h1", "phi3"])
+def test_an_adapter_is_checked_by_the_modules_that_the_trainer_has(name: str, tmp_path: Path) -> None:
+    """Families whose files have other matrices than their modules have linear layers."""
+    path = write_model(name, tmp_path / "model")
+    trained = {n: p.detach() for n, p in OneRank(path, train_options(lora=LORA)).policy.parameters.items()}
+    versions = LoraVersions(path, LORA, 0, lambda: None)
+    written = versions.write(1, trained)
+    assert versions.tensors(written).keys() == trained.keys()
+    less = dict(sorted(trained.items())[1:])
+    with pytest.raises(ValueError, match=f"the adapter lacks 1 of {len(trained)} tensors"):
+        versions.write(2, less)
+    versions.close()
+
+
+def test_a_model_that_transformers_does_not_know_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    versions = LoraVersions(tmp_path, LORA, 0, lambda: None)
+    with pytest.raises(ValueError, match="the adapter's shapes are not known: transformers has no causal language model"):
+        versions.write(1, {"a.lora_A.weight": torch.zeros(4, 2)})
+    versions.close()
 
 
 async def test_an_adapter_that_does_not_fit_is_refused_before_any_server_hears_of_it(model: Path, python: str) -> None:
