@@ -11,6 +11,7 @@ from xxhash import xxh3_128
 from asyncflow.types import UserError
 
 _SAMPLE_BYTES: Final = 64 << 10
+_COMPUTED: Final = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -39,6 +40,12 @@ def weight_files(folder: Path) -> list[Path]:
     if whole.is_file() or not index.is_file():
         return [whole]
     return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor of a model's files is one of its weights. Older files of Llama's kind also hold rotary frequencies, which
+    follow from `config.json`; transformers leaves them out, too."""
+    return not name.endswith(_COMPUTED)
 
 
 def sample_hash(folder: Path) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncflow.attestation import MODULUS
 from asyncflow.bit_sums import sum_over
 from asyncflow.engines.lora_files import PREFIX, WEIGHTS_FILE, A, B, check_lora_files, linear_of, spec_in
-from asyncflow.model_folder import read_json, weight_files
+from asyncflow.model_folder import is_weight, read_json, weight_files
 from asyncflow.types import LoraSpec, UserError
 
 
@@ -87,6 +87,7 @@ def sum_of_base(base: Path, dtype: str) -> int:
     total = 0
     for file in weight_files(base):
         with safe_open(file, framework="pt") as opened:
-            names = [name for name in opened.keys() if not (is_tied and name == "lm_head.weight")]  # noqa: SIM118
-            total += sum_over((opened.get_tensor(name) for name in names), getattr(torch, dtype))
+            names = filter(is_weight, opened.keys())
+            kept = [name for name in names if not (is_tied and name == "lm_head.weight")]
+            total += sum_over((opened.get_tensor(name) for name in kept), getattr(torch, dtype))
     return total % MODULUS

@@ -14,6 +14,7 @@ from asyncflow.attestation import Attestation, fault_of
 from asyncflow.bit_sums import sum_of, sum_of_bits
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.vllm.weights import TensorsInFiles, shapes_of
 from asyncflow.types import HeldWeights, LoraSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncOptions
 from asyncflow.weight_sync.shared_memory import SharedMemory
@@ -69,6 +70,22 @@ async def test_an_engine_shows_that_it_has_the_version_that_was_published(
         attested = await engine.attest()
         assert fault(manifests[own], attested) == ""
         assert "generates with other weights than those of version" in fault(manifests[other], attested), "a stale version"
+    await engine.close()
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["whole", "adapter"])
+async def test_rotary_frequencies_in_a_model_s_files_are_no_weights(path: Path, tmp_path: Path, has_lora: bool) -> None:
+    """Older files of Llama's kind have them: transformers leaves them out, so neither trainer nor engine has them to add up."""
+    before, shapes, names = sum_of_base(path, "float32"), shapes_of(path), [*TensorsInFiles(path)]
+    tensors = load_file(path / "model.safetensors")
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+    save_file({**tensors, **buffers}, path / "model.safetensors", metadata={"format": "pt"})
+    assert (sum_of_base(path, "float32"), shapes_of(path), [*TensorsInFiles(path)]) == (before, shapes, names)
+    engine = engine_of(path, has_lora=has_lora, dtype="float32")
+    version = {n: t for n, t in version_of(engine, path, 1, has_lora=has_lora).items() if n not in buffers}
+    manifest = await published(tmp_path, version, 1, "float32", sum_of_base(path, "float32") if has_lora else None)
+    await engine.install(1, version)
+    assert fault(manifest, await engine.attest()) == ""
     await engine.close()
 
 

@@ -44,7 +44,7 @@ from asyncflow.engines.rollout.low_rank import AdapterRows
 from asyncflow.engines.rollout.prompt_attention import PromptAttention, PromptPiece
 from asyncflow.engines.rollout.slot_cache import SlotCache, capped
 from asyncflow.engines.rollout.step_graphs import StepGraphs
-from asyncflow.model_folder import weight_files
+from asyncflow.model_folder import is_weight, weight_files
 from asyncflow.types import Array, LoraSpec
 
 SCORED_ROWS = 256  # tokens whose logits are made together where a sequence is scored
@@ -452,4 +452,4 @@ def rotated(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:
     """Weights of a model, by name."""
-    return {name: tensor for file in weight_files(model_path) for name, tensor in load_file(file).items()}
+    return {name: tensor for file in weight_files(model_path) for name, tensor in load_file(file).items() if is_weight(name)}

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncflow.engines.rollout.checks import check_tensors
-from asyncflow.model_folder import weight_files
+from asyncflow.model_folder import is_weight, weight_files
 from asyncflow.threads import ComputeThread
 from asyncflow.types import RunError
 
@@ -178,13 +178,13 @@ class WeightsFile:
 
 
 class TensorsInFiles(Mapping[str, Tensor]):
-    """Tensors of a checkpoint's safetensors files, each read when it is asked for."""
+    """Weights in a checkpoint's safetensors files, each read when it is asked for."""
 
     def __init__(self, model_path: Path, without: Sequence[str] = ()) -> None:
         self._files: dict[str, Path] = {}
         for file in weight_files(model_path):
             with safe_open(file, framework="pt") as opened:
-                self._files |= {name: file for name in opened.keys() if name not in without}  # noqa: SIM118
+                self._files |= {name: file for name in filter(is_weight, opened.keys()) if name not in without}
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._files[name], framework="pt") as opened:
@@ -199,9 +199,9 @@ class TensorsInFiles(Mapping[str, Tensor]):
 
 
 def shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint's safetensors files, by name; nothing but the files' heads is read."""
+    """The weights in a checkpoint's safetensors files, by name; nothing but the files' heads is read."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(model_path):
         with safe_open(file, framework="pt") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in filter(is_weight, opened.keys())}
     return shapes
