@@ -3,20 +3,23 @@
     owner/name, revision, file --> which files are missing, how many bytes --> the cache's folder of that commit
 
 A process of its own, which Ctrl-C ends at once: files that are whole stay, and a connection that breaks is continued. Only files
-that a run needs are taken, of the first level. With HF_HUB_OFFLINE=1, or where the Hub cannot be reached, the cache is taken;
-HF_HOME, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own.
+that a run needs are taken, of the first level; a file that is named is taken wherever it is. With HF_HUB_OFFLINE=1, or where the
+Hub cannot be reached, the cache is taken; HF_HOME, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     DryRunError,
     GatedRepoError,
@@ -34,19 +37,36 @@ NOT_TAKEN: Final = ("*/*", "consolidated*", "*adapter*")  # copies for other lib
 REPORTS: Final = 20  # times at most that a download's progress is reported
 
 
-def download(repo: str, revision: str | None, patterns: list[str], report: Callable[[str], None]) -> str:
-    """Folder of the cache with these files of a repository. Raises `UserError`. `report`: takes lines about the progress."""
-    where: dict[str, Any] = {"repo_id": repo, "revision": revision, "allow_patterns": patterns, "ignore_patterns": list(NOT_TAKEN)}
+def download(
+    repo: str, revision: str | None, report: Callable[[str], None], *, file: str | None = None, has_weights: bool = True
+) -> str:
+    """Folder of the cache with what a run needs of a repository, or with `file` alone; without `has_weights`, with no weights.
+
+    Raises `UserError`, also for a repository that has no weights of the format. `report`: takes lines about the progress.
+    """
+    where: dict[str, Any] = {"repo_id": repo, "revision": revision}
+    if file is None:
+        patterns = [*FACTS, *(WEIGHTS if has_weights else ())]
+        where |= {"allow_patterns": patterns, "ignore_patterns": [*NOT_TAKEN]}
+    else:
+        where |= {"allow_patterns": [glob.escape(file)]}
     name = repo if revision is None else f"{repo}@{revision}"
     try:
         try:
-            files = [file for file in snapshot_download(**where, dry_run=True) if file.will_download]
+            files = [each for each in snapshot_download(**where, dry_run=True) if each.will_download]
         except DryRunError:  # the Hub cannot be asked: the cache may have it, or this says what is wrong
-            return snapshot_download(**where)
+            return _with_file(snapshot_download(**where), name, file)
+        if file is None and not _has_weights(repo, revision):
+            raise UserError(
+                f"{name} has no weights in safetensors format: write them with transformers' save_pretrained, or name one of its "
+                f"GGUF files, such as {repo}/NAME.gguf, if it has any"
+            )
         total = sum(file.file_size for file in files)
         if total:
             report(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB")
-        return snapshot_download(**where, tqdm_class=_bar(name, total, report))
+        return _with_file(snapshot_download(**where, tqdm_class=_bar(name, total, report)), name, file)
+    except UserError:
+        raise
     except RevisionNotFoundError as error:
         raise UserError(f"the Hugging Face Hub has no revision {revision!r} of {repo}: name a branch, a tag or a commit") from error
     except GatedRepoError as error:
@@ -68,6 +88,25 @@ def download(repo: str, revision: str | None, patterns: list[str], report: Calla
     except Exception as error:  # of many libraries: the Hub's, its HTTP client's
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{name} cannot be had from the Hugging Face Hub: {lines[0]} (files that are whole stay)") from error
+
+
+def _has_weights(repo: str, revision: str | None) -> bool:
+    """Whether there are files of weights to be taken, by the Hub's list; no file is asked for."""
+
+    def is_of(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch(name, pattern) for pattern in patterns)
+
+    names = HfApi().list_repo_files(repo, revision=revision)
+    return any(is_of(name, WEIGHTS) and not is_of(name, NOT_TAKEN) for name in names)
+
+
+def _with_file(folder: str, name: str, file: str | None) -> str:
+    """The folder, which has the file."""
+    if file is not None and not (Path(folder) / file).is_file():
+        raise UserError(
+            f"{name} has no file {file} on the Hugging Face Hub, or the cache has it not: look at the list of its files"
+        )
+    return folder
 
 
 def _bar(name: str, total: int, report: Callable[[str], None]) -> type[tqdm]:
@@ -102,9 +141,9 @@ def main() -> int:
     parser.add_argument("--file", help="this file alone, such as a GGUF file")
     parser.add_argument("--facts", action="store_true", help="no weights")
     arguments = parser.parse_args()
-    patterns = [arguments.file] if arguments.file else [*FACTS, *(() if arguments.facts else WEIGHTS)]
+    asked: dict[str, Any] = {"file": arguments.file, "has_weights": not arguments.facts}
     try:
-        print(download(arguments.repo, arguments.revision, patterns, lambda line: print(line, flush=True)), flush=True)
+        print(download(arguments.repo, arguments.revision, lambda line: print(line, flush=True), **asked), flush=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ Parameters are counted on a model without memory (torch's meta device); the byte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,11 @@ from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import accelerators, memory_of_accelerator
 from asyncflow.engines.families import why_not_generated, why_not_packed
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS
+from asyncflow.engines.train.model.lora import shapes_for
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.run.factories import make_schedule, train_engine_options
-from asyncflow.run.models.model_source import Log, folder_of
+from asyncflow.run.models.model_source import HubName, Log, check_folder, folder_of
 from asyncflow.run.preparation.memory import GIB, Shapes, host_parts, lines, rollout_parts, training_parts
 from asyncflow.settings import apply_override
 from asyncflow.types import UserError
@@ -35,7 +37,10 @@ PROMPT_TOKENS = 512
 
 
 async def checked(path: str, overrides: Sequence[str], scratch: Path, log: Log = print) -> list[str]:
-    """Lines about a model. `overrides`: of a run's configuration. Raises `UserError` if it is no causal language model."""
+    """Lines about a model. `overrides`: of a run's configuration.
+
+    Raises `UserError` if it is no causal language model, or has no weights that a run reads.
+    """
     tree: dict[str, Any] = {"model": {"path": path}, "data": {"path": "generated:arithmetic"}}
     for override in overrides:
         apply_override(tree, override)
@@ -43,10 +48,15 @@ async def checked(path: str, overrides: Sequence[str], scratch: Path, log: Log =
     folder = await folder_of(path, scratch, log, has_weights=False)
     if not (fields := read_json(folder / "config.json")):
         raise UserError(f"{path} is no folder with a model in Hugging Face format: it has no config.json")
+    if HubName.of(path) is None:  # of a repository on the Hub its list of files was asked
+        check_folder("model.path", folder, path)
     module = _module(path, folder)
+    adapter = _adapter(config, module)
     context = _context(config, module)
-    lines = [*_model(path, folder, module), *_training(config, fields), *_rollout(config, fields, context)]
-    return [*lines, *_memory(config, fields, module, context)]
+    lines = [*_model(path, folder, module), *_training(config, fields, adapter), *_rollout(config, fields, context)]
+    if isinstance(adapter, UserError):
+        return [*lines, "memory          not known: it gets no adapter"]
+    return [*lines, *_memory(config, fields, module, context, adapter)]
 
 
 def _module(path: str, folder: Path) -> Any:
@@ -73,10 +83,22 @@ def _model(path: str, folder: Path, module: Any) -> Iterator[str]:
         yield f"tokenizer       end tokens {', '.join(map(str, tokenizer.end_token_ids))}; {template}"
 
 
-def _training(config: Config, fields: Mapping[str, Any]) -> Iterator[str]:
+def _adapter(config: Config, module: Any) -> int | UserError | None:
+    """Parameters of the adapter that is to be trained, None without one; or why the model does not get it."""
+    if config.lora is None:
+        return None
+    try:
+        return sum(math.prod(shape) for shape in shapes_for(module, config.lora).values())
+    except UserError as error:
+        return error
+
+
+def _training(config: Config, fields: Mapping[str, Any], adapter: int | UserError | None) -> Iterator[str]:
     """Verdicts of the train engines on a model, a line each."""
     for name in TRAIN_ENGINE_CHECKS:
         try:
+            if isinstance(adapter, UserError):
+                raise adapter
             build("train engine", name, {"options": train_engine_options(config), "fields": fields}, TRAIN_ENGINE_CHECKS)
         except (UserError, KeyError) as error:
             yield f"train.engine    {name}: no: {error if isinstance(error, UserError) else f'config.json has no {error}'}"
@@ -122,9 +144,9 @@ def _shapes(fields: Mapping[str, Any], module: Any) -> Shapes:
     return replace(Shapes.of({**named, **fields}), counted=module.num_parameters())
 
 
-def _memory(config: Config, fields: Mapping[str, Any], module: Any, context: int) -> Iterator[str]:
+def _memory(config: Config, fields: Mapping[str, Any], module: Any, context: int, adapter: int | None) -> Iterator[str]:
     try:
-        shapes = _shapes(fields, module)
+        shapes = replace(_shapes(fields, module), counted_adapter=adapter)
     except UserError as error:
         count, sum_bytes = module.num_parameters(), 8 if config.train.accumulate == "exact" else 4
         training, rollout = (4 + sum_bytes + 8) * count / GIB, (4 if config.rollout.dtype == "float32" else 2) * count / GIB

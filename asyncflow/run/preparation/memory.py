@@ -48,6 +48,8 @@ class Shapes:
     has_qk_norm: bool
     counted: int | None = None
     """Parameters of the model itself, where somebody has counted them: the formulas are those of Llama and its like."""
+    counted_adapter: int | None = None
+    """Parameters of the adapter, likewise."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Shapes:
@@ -92,6 +94,8 @@ class Shapes:
 
     def of_adapter(self, lora: LoraSpec) -> int:
         """Parameters of a low-rank adapter: rank x (inputs + outputs) of each target."""
+        if self.counted_adapter is not None:
+            return self.counted_adapter
         queries, others = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = {
             "q_proj": self.hidden + queries,

@@ -7,12 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.model_folder import read_json
 from asyncflow.run.models.model_check import checked
+from asyncflow.types import LoraSpec, UserError
 from tests.families import write_model
+from tests.unit.engines.train.training import train_options
 
 
 @pytest.mark.parametrize(("name", "context"), [("mistral, windows", 6), ("gemma2, windows", 6), ("gemma2", 128), ("mistral", 128)])
@@ -30,6 +34,36 @@ async def test_slots_are_for_contexts_that_the_engine_takes(name: str, context: 
     (verdict,) = [line for line in await checked(str(path), [f"model.max_context_tokens={context}"], tmp_path) if "slots:" in line]
     assert "slots: yes" in verdict
     await SlotEngine(path, num_slots=2, max_context=context).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "verdict"),
+    [
+        ("gpt2", "{rank: 8}", "no: model.lora: the model has no linear layers of the kind that gets an adapter"),
+        ("llama", "{targets: [qproj]}", "no: model.lora.targets: the model has no linear layer 'qproj'"),
+        ("phi3", "{targets: [qkv_proj]}", "yes"),
+        ("mixtral", "{rank: 4}", "yes"),
+    ],
+)
+async def test_an_adapter_is_counted_and_refused_as_the_trainer_does(name: str, lora: str, verdict: str, tmp_path: Path) -> None:
+    path = write_model(name, tmp_path / "model")
+    told = "\n".join(await checked(str(path), [f"model.lora={lora}"], tmp_path))
+    assert f"torch: {verdict}" in told
+    options = train_options(lora=LoraSpec(**{"rank": 16, "alpha": 32.0, **yaml.safe_load(lora)}))
+    if verdict == "yes":
+        count = sum(parameter.numel() for parameter in OneRank(path, options).policy.parameters.values())
+        assert f"{count:,} parameters of the adapter" in told
+    else:
+        assert "parameters of the adapter" not in told
+        with pytest.raises(UserError, match=verdict.removeprefix("no: ")):
+            OneRank(path, options)
+
+
+async def test_a_folder_without_weights_is_refused_as_a_run_refuses_it(tmp_path: Path) -> None:
+    path = write_model("llama", tmp_path / "model")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="has no weights in safetensors format"):
+        await checked(str(path), [], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "mamba"])

@@ -121,6 +121,43 @@ def test_the_facts_of_a_model_come_without_its_weights(hub: Hub, tmp_path: Path)
         check_folder("model.path", folder, NAME)
 
 
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_model_with_weights_of_another_format_alone_is_refused_before_anything_is_downloaded(
+    hub: Hub, tmp_path: Path, has_weights: bool
+) -> None:
+    (hub.revisions[NAME]["main"] / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=f"{NAME} has no weights in safetensors format"):
+        fetched(NAME, tmp_path, has_weights=has_weights)
+    assert not [path for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path]
+
+
+@pytest.mark.parametrize("file", ["BF16/x.gguf", "x-adapter[1].gguf", "consolidated.gguf"])
+def test_a_file_of_a_repository_comes_wherever_it_is_and_alone(hub: Hub, tmp_path: Path, file: str) -> None:
+    there = hub.revisions[NAME]["main"] / file
+    there.parent.mkdir(exist_ok=True)
+    there.write_bytes(b"GGUF of the tests")
+    for _ in range(2):  # downloaded, and of the cache
+        done = hub_file(file)
+        assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.splitlines()[-1])
+    assert [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()] == [file]
+    assert (folder / file).read_bytes() == b"GGUF of the tests"
+
+
+def test_a_file_that_a_repository_does_not_have_is_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=f"{NAME} has no file BF16/y.gguf on the Hugging Face Hub"):
+        fetched(f"{NAME}/BF16/y.gguf", tmp_path)
+    fetched(NAME, tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=f"{NAME} has no file BF16/y.gguf on the Hugging Face Hub, or the cache has it not"):
+        fetched(f"{NAME}/BF16/y.gguf", tmp_path)
+
+
+def hub_file(file: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncflow.run.models.hub_download", NAME, "--file", file]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_a_connection_that_breaks_is_continued_in_the_middle_of_a_file(hub: Hub, tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(25 << 20)  # huggingface_hub writes 10 MiB at a time
     (hub.revisions[NAME]["main"] / WEIGHTS).write_bytes(content)
