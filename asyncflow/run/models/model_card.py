@@ -5,12 +5,11 @@ configuration, metrics, evaluations --> README.md in the model's folder --> hub_
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
+import shlex
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +42,32 @@ async def push_model(
     assert name is not None
     (folder / CARD_FILE).write_text(model_card(config, rows, evaluations), encoding="utf-8")
     options = ["--private"] if config.model.private else []
+    pushed = _pushed(folder, HubName.of(config.model.path))
     try:
-        with _pushed(folder, HubName.of(config.model.path)) as pushed:
-            url = (await run_module("asyncflow.run.models.hub_push", log, str(pushed), name, *options))[-1]
+        url = (await run_module("asyncflow.run.models.hub_push", log, str(pushed), name, *options))[-1]
     except (UserError, RunError) as error:
-        log(f"the model could not be pushed to the Hugging Face Hub: {error}; it is in {folder}: hf upload {name} {folder}")
-    else:
-        log(f"the model is at {url}")
+        command = shlex.join(["hf", "upload", name, str(pushed), *options])
+        log(f"the model could not be pushed to the Hugging Face Hub: {error}; it is in {folder}, and to push it: {command}")
+        return
+    log(f"the model is at {url}")
+    if pushed != folder:
+        shutil.rmtree(pushed)
 
 
-@contextlib.contextmanager
-def _pushed(folder: Path, base: HubName | None) -> Iterator[Path]:
-    """Context with the folder as others get it: an adapter's base is where it was found on the Hub, not on this machine."""
+def _pushed(folder: Path, base: HubName | None) -> Path:
+    """Folder as others get it: an adapter's base is where it was found on the Hub, not on this machine. A copy, where it is another
+    one."""
     settings = read_json(folder / ADAPTER_CONFIG)
     if not settings or base is None:
-        yield folder
-        return
+        return folder
     found = Path(str(settings["base_model_name_or_path"]))  # a snapshot of huggingface_hub's is named by its commit
     revision = found.name if found.parent.name == "snapshots" else base.revision
     settings |= {"base_model_name_or_path": base.repo, "revision": revision}
-    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-        pushed = Path(shutil.copytree(folder, Path(scratch) / "adapter"))
-        (pushed / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        yield pushed
+    pushed = folder.with_name(f"{folder.name}-to-push")
+    shutil.rmtree(pushed, ignore_errors=True)
+    shutil.copytree(folder, pushed)
+    (pushed / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    return pushed
 
 
 def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[EvaluationRow]) -> str:
