@@ -154,3 +154,14 @@ def test_processor_and_instruction_set_are_printed_with_each_figure(
 @pytest.mark.parametrize(("target", "met"), [("<= 1", True), ("< 1", False), ("< 1.01", True), (">= 1", True), (None, True)])
 def test_a_target_below_a_bound_is_not_met_at_it(benchmark_module: Benchmark, target: str | None, met: bool) -> None:
     assert benchmark_module("figures").Figure("a ratio", 1.0, "", target).met is met
+
+
+@pytest.mark.parametrize(("lines", "status", "wrong"), [(1, 0, 0), (1, -11, 1), (2, 1, 1)])
+def test_families_that_a_crash_leaves_out_are_something_wrong(
+    lines: int, status: int, wrong: int, benchmark_module: Benchmark, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = "".join(["llama: as it should be Findings()\n", "opt: ValueError: no\n"][:lines])
+    done = subprocess.CompletedProcess([], status, told)
+    models = benchmark_module("models")
+    monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: done)
+    assert [figure.value for figure in models.of_families(tmp_path)] == [1, wrong]
