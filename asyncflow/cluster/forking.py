@@ -250,7 +250,8 @@ class ForkServer:
             answer.set_result(child)
 
     def _lost(self) -> None:
-        """The server has ended, which it never does by itself. Nobody can tell how its children end, so they are killed."""
+        """Take note that the server has ended, which it never does by itself. Nobody can tell how its children end: they are
+        killed."""
         self._is_lost = True
         assert self._loop is not None
         self._loop.remove_reader(self._socket)

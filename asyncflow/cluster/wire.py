@@ -100,7 +100,7 @@ class SimulatedPeer:
     # -- the server's end ---------------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """The client is gone, or is to go."""
+        """End the connection of a client that has gone, or is to go."""
         if not self._is_served:
             return
         self._is_served = False

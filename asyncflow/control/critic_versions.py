@@ -24,8 +24,8 @@ class CriticVersions:
 
     @remote
     async def publish(self, version: int, manifest: Manifest | None) -> None:
-        """The critic has published a version. Versions only rise; anything else is a `ValueError`. Without a manifest it is there
-        already for a loop that waits: in the engine that has trained it."""
+        """Take note of a version that the critic has published. Versions only rise; anything else is a `ValueError`. Without a
+        manifest it is there already for a loop that waits: in the engine that has trained it."""
         if version <= self.newest.version:
             raise ValueError(f"version {version} of the critic was published after version {self.newest.version}")
         self.newest = Target(version, manifest)

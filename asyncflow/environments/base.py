@@ -98,7 +98,7 @@ class Episode(Protocol):
         """The environment's answer to a turn. Raises `EnvironmentFailure`."""
 
     def end(self) -> None:
-        """The episode has ended, or is not wanted any more. Returns at once."""
+        """End the episode: it is over, or is not wanted any more. Returns at once."""
 
 
 class Environments(Protocol):

@@ -153,5 +153,5 @@ class PooledEpisode:
         return (await self._pool.ask(self._process, question, EpisodeStepped)).result
 
     def end(self) -> None:
-        """The episode has ended, or is not wanted any more. Returns at once."""
+        """End the episode: it is over, or is not wanted any more. Returns at once."""
         self._pool.end(self._process, self._number)

@@ -110,7 +110,7 @@ class Admissions:
         return min(num_to_admit(candidates.num_missing, self._shape.oversampling), left)
 
     def put_back(self, surplus: Sequence[int]) -> None:
-        """The prompts of these groups are the next ones to be taken."""
+        """Put back the prompts of these groups: they are the next ones to be taken."""
         self._source.put_back([self.prompts.pop(group) for group in sorted(surplus)])
 
     def _admitted(self, step: int, groups: Mapping[int, Prompt], num_newest: int = 0) -> tuple[list[GroupMeta], Batch]:

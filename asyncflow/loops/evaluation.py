@@ -192,7 +192,7 @@ class Evaluations:
         self._waiting: dict[int, Manifest | None] = {0: None} if held_out.is_due(0) else {}  # at most one with weights
 
     def published(self, manifest: Manifest) -> None:
-        """The trainer has published a version."""
+        """Take note of a version that the trainer has published."""
         if self._held_out.is_due(manifest.version):
             for late in [version for version in self._waiting if version]:
                 del self._waiting[late]

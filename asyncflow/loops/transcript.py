@@ -116,7 +116,7 @@ class Transcript:
         return self._sequences[-1]
 
     def branched(self, prompt_ids: Array) -> None:
-        """A branch begins, with a prompt of its own (int64)."""
+        """Begin a branch, with a prompt of its own (int64)."""
         self._sequences.append(CapturedSequence(len(self._sequences), prompt_ids))
         self.num_tokens += len(prompt_ids)
 

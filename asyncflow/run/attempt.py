@@ -114,8 +114,8 @@ class Attempt:
             self._folder.write_job(msgspec.structs.replace(self._folder.job, door=door))
 
     def _look_after(self, worker: str) -> None:
-        """A worker's connection has ended. Its process ends as well, or connects again; one that hangs is killed, as a death that
-        the run knows how to go on from."""
+        """Look after a worker whose connection has ended. Its process ends as well, or connects again; one that hangs is killed,
+        which is a death as any other."""
         if (pid := self.cluster.pids().get(worker)) is not None and not self.driver.ledger.is_stopping:
             patience = self._config.queue.lease_seconds
             asyncio.get_running_loop().call_later(patience, self._kill_if_it_hangs, worker, pid)
@@ -143,7 +143,7 @@ class Attempt:
         control_socket(self._config.run_dir).unlink(missing_ok=True)
 
     async def _settle(self, grace: float) -> None:
-        """The cluster's workers have ended: others that need storage units are waited for."""
+        """Wait for others that need storage units, when the cluster's workers have ended."""
         if launch_of(os.environ) and not await self.driver.hub.have_left("trainer/", grace):
             self.driver.log(f"the trainers that torchrun has started did not end within {grace:g} s")
         await self.driver.settle()

@@ -50,10 +50,10 @@ class Listener:
         """Take note of something worth a line."""
 
     def group(self, step: int) -> None:
-        """A group of the step has been trained."""
+        """Event: a group of the step has been trained."""
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
-        """A step is committed; its metrics."""
+        """Event: a step is committed; its metrics."""
 
     def evaluation(self, row: EvaluationRow) -> None:
-        """An evaluation is finished; its figures."""
+        """Event: an evaluation is finished; its figures."""

@@ -255,7 +255,7 @@ class Driver:
         return Server(self.services, self.disconnected, credentials=self._credentials, arena=memory)
 
     def disconnected(self, client_key: str) -> None:
-        """A client has gone: what it held is handed out again, and nothing is waited for on its behalf."""
+        """Forget a client that has gone: what it held is handed out again, and nothing is waited for on its behalf."""
         worker = client_key.partition("@")[0]
         self.transfer_queue.abandon(client_key)
         for versions in self.all_versions:

@@ -34,7 +34,7 @@ class Health:
             versions.is_silent, versions.on_stale = self._is_silent, self._stale
 
     def died(self, worker: str, why: str, is_final: bool) -> None:
-        """A worker's process has ended, and is started again or not."""
+        """Take note of a worker's death. `is_final`: it is not started again."""
         self._log(f"worker {worker} {why}")
         if (versions := self._versions(worker)) is not None:
             versions.died(worker, is_final)

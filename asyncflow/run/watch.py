@@ -105,7 +105,7 @@ class Watch:
         return idle >= LOGGED_SHARE * self._driver.config.run.stall_timeout_seconds
 
     async def ended(self, why: str) -> str:
-        """The run ends: the last situation says `why`. Returns what waited for what, in words."""
+        """Write the last situation, which says `why` the run ends. Returns what waited for what, in words."""
         self._has_ended, situation = True, self.situations.now(ended=why)
         if self._folder is not None:
             if self._writing is not None:

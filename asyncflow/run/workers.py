@@ -196,7 +196,7 @@ async def train_worker(name: str, run_dir: Path) -> None:
 
 
 async def leave(run: RunConnection, *ends: ToClose | None) -> None:
-    """The worker has nothing left to do: it waits for the run's end, and closes what is its own of these."""
+    """Wait for the run's end, when the worker has nothing left to do, and close what is its own of these."""
     run.reporter.recorder.waiting("stop")
     for end in ends:
         if end is not None:

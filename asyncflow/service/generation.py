@@ -185,8 +185,8 @@ class OutsideEngine:
         return [await outcome for outcome in outcomes]
 
     def installed(self, version: int, attested: Attestation | None = None) -> None:
-        """The client generates under this version from now on, with what it has `attested`. Raises `RunError` where another one is
-        to be installed."""
+        """Note that the client generates under this version from now on, with what it has `attested`. Raises `RunError` where
+        another one is to be installed."""
         if version == self.version and self._install is None:
             return  # said twice
         if version != self._install:
@@ -205,7 +205,7 @@ class OutsideEngine:
             waiting.set_result(outcome)
 
     def stop(self, why: str = "") -> None:
-        """The run is stopping, or the client has gone; with a reason, it is to join anew."""
+        """Stop: the run is stopping, or the client has gone; with a reason, it is to join anew."""
         self._is_over, self._why_over = True, self._why_over or why
         for row in list(self._outcomes):
             self.resolve(row, why or "the run is stopping")

@@ -103,7 +103,7 @@ class HostedRun:
 
     @contextlib.asynccontextmanager
     async def _between_attempts(self) -> AsyncIterator[None]:
-        """An attempt ends, and so do its clients' sessions, as those of a server that was killed: they join the next attempt."""
+        """End the sessions of an attempt's clients, as those of a server that was killed: they join the next attempt."""
         workers, self._workers = self._workers, None
         if workers is not None:
             await workers.close(GONE)
@@ -224,7 +224,7 @@ class HostedRun:
         return step < self.run.driver.ledger.ledger.committed
 
     def begin_training(self, *, is_fresh: bool) -> TrainerSession:
-        """A client trains from now on; see `OutsideWorkers.begin_training`."""
+        """Take a client that trains; see `OutsideWorkers.begin_training`."""
         self._check_trained_outside()
         return self.workers.begin_training(is_fresh=is_fresh)
 

@@ -122,7 +122,7 @@ class Callers:
         self._refused: OrderedDict[str, Bucket] = OrderedDict()
 
     def enter(self, key: str) -> None:
-        """A request of a key begins. Raises `Busy`, and then it has not."""
+        """Count a request of a key as under way. Raises `Busy`, and then it is not."""
         limits, under_way = self._limits, self._under_way.get(key, 0)
         if under_way >= limits.under_way:
             raise Busy(f"{under_way} requests of this key are under way", 1.0)
@@ -136,7 +136,7 @@ class Callers:
         self._under_way[key] -= 1
 
     def refuse(self, address: str) -> None:
-        """A request had no valid key. Raises `Busy` where an address has too many of them."""
+        """Count a request without a valid key. Raises `Busy` where an address has too many of them."""
         rate = self._limits.refusals_per_second
         bucket = self._refused.pop(address, None) or Bucket(rate, 2 * rate)
         self._refused[address] = bucket

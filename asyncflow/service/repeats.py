@@ -48,7 +48,7 @@ class Repeats:
         return None
 
     def end(self, request: tuple[str, ...], answer: WholeAnswer | None) -> None:
-        """The request has been answered, or, with None, has had no effect."""
+        """Keep the answer of a request, or, with None, note that it has had no effect."""
         self._under_way.pop(request).set_result(None)
         if answer is None or len(answer.body) > self._max_bytes:
             return

@@ -167,7 +167,7 @@ class Audit:
         self.committed += 1
 
     def finished(self, steps: int, dead: int) -> None:
-        """The run is over, after so many steps as it should have had, and with so many rows that failed."""
+        """Check the end of the run, which should have had so many steps, and so many rows that failed."""
         if self.committed != steps:
             self.violated(f"{self.committed} of {steps} steps were committed")
             return

@@ -160,14 +160,15 @@ def _rollout_cuts(
 
 
 def _evaluator_cuts(after: Span | None) -> Cuts:
-    """An evaluator waits for the next version that is due, and, while one is evaluated, for prompts and rewards."""
+    """Causes of an evaluator's wait: the next version that is due, and, while one is evaluated, prompts and rewards."""
     if after is None:
         return [(math.inf, STOP)]
     return [(math.inf, INTERVAL if after.task == "install" else DATA)]
 
 
 def _task_cuts(wait: Span, after: Span | None, step: _StepMoments | None) -> Cuts:
-    """The trainer, or a task before it, waits for groups of a step: first until they are begun, then until they are there."""
+    """Causes of a wait of the trainer, or of a task before it, for groups of a step: first until they are begun, then until they
+    are there."""
     if after is None or after.step < 0:
         return [(math.inf, STOP)]
     if step is None:

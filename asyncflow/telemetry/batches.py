@@ -47,7 +47,7 @@ class BatchLog:
             self._groups.setdefault(int(batch.groups[0]), batch)
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
-        """The step's update is done; its rows are there until this returns."""
+        """Write the step, whose update is done; its rows are there until this returns."""
         batches, self._groups = [*self._groups.values()], {}
         if batches:
             await asyncio.to_thread(self._write, step, batches)

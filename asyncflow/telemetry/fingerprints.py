@@ -102,7 +102,7 @@ class StepLog(Protocol):
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
-        """The step's update is done, if there was one. Its groups are there until this returns."""
+        """Write the step, whose update is done, if there was one. Its groups are there until this returns."""
 
 
 class FingerprintLog:
@@ -129,7 +129,7 @@ class FingerprintLog:
         self._logprobs += [(result.loss_tokens, *result.logprob_differences) for result in results if result.is_computed]
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
-        """The step's update is done, if there was one."""
+        """Write the line of the step, whose update is done, if there was one."""
         tokens, equal, differences = zip(*self._logprobs, strict=True) if self._logprobs else ((), (), ())
         tensors = dict(await engine.fingerprint())
         line = StepPrint(step, [*self._groups.values()], tensors, sum(tokens), sum(equal), max(differences, default=0.0).hex())

@@ -81,12 +81,12 @@ class Recorder:
                 self._counts[name] = self._counts.get(name, 0) + amount
 
     def waiting(self, cause: str) -> None:
-        """The lane is idle, for this cause."""
+        """Show the lane as idle, for this cause."""
         self.enter("wait", cause=cause)
 
     @contextmanager
     def busy(self, task: str, **fields: str | int) -> Iterator[None]:
-        """The lane does `task` inside the block, and is in its former state again after it."""
+        """Show the lane as busy with `task` inside the block, and in its former state again after it."""
         before_task, before_fields = self._task, self._fields
         self.enter(task, **fields)
         try:
@@ -95,7 +95,7 @@ class Recorder:
             self.enter(before_task, **before_fields)
 
     def held(self, cause: str) -> AbstractContextManager[None]:
-        """The lane is idle inside the block, for this cause, and is in its former state again after it."""
+        """Show the lane as idle inside the block, for this cause, and in its former state again after it."""
         return self.busy("wait", cause=cause)
 
     def off_lane(self, task: str, start: float, end: float | None = None, **fields: str | int) -> None:

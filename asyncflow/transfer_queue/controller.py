@@ -208,7 +208,7 @@ class Controller:
         return [(request.worker.rpartition("@")[0] or request.worker, request.since) for request in parked]
 
     def abandon(self, worker: str) -> None:
-        """A client has gone (its `client_key`): all that it held is delivered again."""
+        """Forget a client that has gone (its `client_key`): all that it held is delivered again."""
         self.subscription.end_leases(self.table.abandon(worker))
         self._serve()
 

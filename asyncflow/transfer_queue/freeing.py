@@ -55,7 +55,7 @@ class Writes:
         return bool(self._arriving) and any(meta.group in self._arriving for meta in metas)
 
     def arrive(self, metas: Iterable[GroupMeta]) -> None:
-        """Groups have been admitted and are about to be written."""
+        """Take note of groups that have been admitted and are about to be written."""
         self._arriving.update(meta.group for meta in metas)
 
     def arrived(self, metas: Sequence[GroupMeta]) -> None:

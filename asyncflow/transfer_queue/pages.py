@@ -226,8 +226,8 @@ class Pages:
             page.num_rows -= 1
 
     def settle(self, page: Page, groups: Iterable[int], now: float, *, is_first: bool = False) -> None:
-        """Groups of a page after their rows have moved: queue those that are ready now, at the front of their queue if `is_first`,
-        unqueue those that are not any more, and forget those (and a page) without rows."""
+        """Settle groups of a page after their rows have moved: queue those that are ready now, at the front of their queue if
+        `is_first`, unqueue those that are not any more, and forget those (and a page) without rows."""
         ready: dict[int, list[int]] = {}
         for group in groups:
             position = group - page.first_group

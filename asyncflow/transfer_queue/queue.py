@@ -129,7 +129,7 @@ class TransferQueue:
         return TransferQueueClient(self.places)
 
     def abandon(self, client: str) -> None:
-        """A client has gone: what it held is delivered again."""
+        """Forget a client that has gone: what it held is delivered again."""
         for controller in self.controllers.values():
             controller.abandon(client)
 

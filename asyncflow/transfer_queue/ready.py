@@ -100,7 +100,7 @@ class ReadyQueues:
         return kind
 
     def forget(self, kind: Kind, num_groups: int) -> None:
-        """Groups of this kind are gone, and so is the kind with its last one."""
+        """Forget groups of this kind that are gone, and the kind with its last one."""
         kind.num_groups -= num_groups
         if not kind.num_groups:
             del self.kinds[kind.number], self._kind_of[kind.key]

@@ -145,7 +145,7 @@ class FrameParser:
         return self._cut(is_reserved=True)
 
     def close(self) -> None:
-        """The stream has ended: release what a half frame has reserved."""
+        """Release what a half frame has reserved, when the stream has ended."""
         if self._assembly is not None:
             self._release(self._assembly.num_bytes)
             self._assembly = None

@@ -35,13 +35,13 @@ class Owner(Protocol):
     parser: FrameParser
 
     def received(self, frames: list[Frame]) -> None:
-        """Bytes have been received; these frames are complete by them."""
+        """Event: bytes have been received; these frames are complete by them."""
 
     def drained(self) -> None:
-        """The stream was full, and is not any more."""
+        """Event: the stream was full, and is not any more."""
 
     def lost(self, why: str) -> None:
-        """The other side has gone. Not called after `close`."""
+        """Event: the other side has gone. Not called after `close`."""
 
 
 class Stream(asyncio.BufferedProtocol):

@@ -27,7 +27,7 @@ class ServedSender(SharedMemorySender):
         return msgspec.structs.replace(await super().publish(version, source), served_at=self._served_at)
 
     def gone(self, key: str) -> None:
-        """A client has hung up."""
+        """Event: a client has hung up."""
 
     async def close(self) -> None:
         """See `WeightSender.close`."""

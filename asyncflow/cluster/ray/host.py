@@ -127,7 +127,7 @@ class RayHost:
             self._process.kill()
 
     def leave(self) -> None:
-        """The worker has ended, and there will be no other."""
+        """Release what the worker had: it has ended, and there will be no other."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         if self._folders is not None:

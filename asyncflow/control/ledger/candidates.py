@@ -50,7 +50,8 @@ class Candidates:
             self._is_varied[group] = is_varied
 
     def fail(self, group: int, row: int) -> bool:
-        """A row will never have a reward; with the last of them the group is degenerate. False: it had failed already."""
+        """Take note that a row will never have a reward; with the last of them the group is degenerate. False: it had failed
+        already."""
         rows = self.rows[group]
         if row not in rows:
             return False

@@ -330,7 +330,8 @@ class Ledger:
         return found
 
     def commit(self, step: int, task: str = "train") -> list[StepTotals]:
-        """The step is final for a task: the figures of its updates. Steps commit in order; anything else is a `ValueError`."""
+        """Make the step final for a task. Returns the figures of its updates. Steps commit in order; anything else is a
+        `ValueError`."""
         totals = [self.totals(step, task, update) for update in range(self._updates.num_updates)]
         if step != self._committed[task]:
             raise ValueError(f"step {step} cannot be committed after {self._committed[task]} steps")

@@ -174,7 +174,7 @@ class Drafting:
         self._search_seconds = seconds / num_slots
 
     def passed(self, num_rows: int, seconds: float, *, has_drafts: bool) -> None:
-        """A step without prompts, of so many rows, has taken so long."""
+        """Take note of the seconds of a step without prompts, of so many rows."""
         left = FORGETTING[has_drafts]
         self._hits, self._tries = ACCEPTANCE + left * (self._hits - ACCEPTANCE), 1.0 + left * (self._tries - 1.0)
         self._seconds.add(num_rows, seconds)

@@ -115,7 +115,7 @@ class MissingKeys:
         return work
 
     def fed(self, work: PassWork) -> list[Claim]:
-        """The tokens behind prompts have keys. Returns the claims that have all of theirs, which end here."""
+        """Note that the tokens behind prompts have their keys. Returns the claims that have all of theirs, which end here."""
         for claim, tokens in work.fed:
             claim.num_cached += len(tokens)
         self._turns = deque(claim for claim in self._turns if not claim.has_all)

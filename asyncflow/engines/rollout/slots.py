@@ -324,7 +324,7 @@ class Slots:
         return self._free.pop()
 
     def _occupy(self, claim: Claim) -> None:
-        """The next rows are those of the claim, without tokens of their own so far."""
+        """Give the next rows to the claim; they have no tokens of their own so far."""
         request, count, start = claim.request, len(claim.slots), len(claim.request.after)
         rows = slice(self._num_active, self._num_active + count)
         self._slots[rows] = claim.slots

@@ -150,7 +150,7 @@ class CallTranscript:
         return self._from(place, [{"role": "user", "content": prompt[len(text) :]}], joints, b"")._replace(text=prompt)
 
     def end(self, call: CapturedCall, response: SampledTokens, answer: Message) -> None:
-        """The answer has been sampled; `answer`: the message that the client gets."""
+        """Add the answer, which has been sampled; `answer`: the message that the client gets."""
         call.sequence.sample(response)
         place = _AnswerEnd(call.sequence, len(call.sequence.pieces), [*call.messages, call.joints.answer(response.token_ids)])
         if call.text is None:

@@ -93,7 +93,7 @@ class TrainDesk:
 
     @remote
     async def report_taken(self, why_not: str) -> None:
-        """The engine has taken what `update` gave it, or, with a reason, has not, and asks again."""
+        """Take note that the engine has taken what `update` gave it, or, with a reason, has not, and asks again."""
         if why_not:
             self._published = asyncio.get_running_loop().create_future()
         if self._verdict is not None and not self._verdict.done():
@@ -138,7 +138,7 @@ class TrainDesk:
         self._on_progress()
 
     def leave(self, session: str) -> None:
-        """The session has gone: what it had not acknowledged is for others."""
+        """Forget a session that has gone: what it had not acknowledged is for others."""
         for group in self._groups.values():
             if group.taken_by == session and not group.is_trained:
                 group.taken_by = ""

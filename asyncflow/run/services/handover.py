@@ -42,7 +42,7 @@ class Handover:
         return worker in self._may_stay
 
     def left(self, worker: str) -> None:
-        """A worker's connection has ended."""
+        """Take note that a worker's connection has ended."""
         self._connected.discard(worker)
         self._changed.notify()
 

@@ -146,7 +146,7 @@ class RunFolder:
             self._log(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
 
     def note_end(self) -> None:
-        """The run has ended in order, last of all: say so of the model that this attempt has saved."""
+        """Note beside the model that this attempt has saved that the run has ended in order. To be called last of all."""
         if self._model_version is not None:
             self._folder.note_model(self._model_version)
 
@@ -239,7 +239,7 @@ class RunFolder:
         return self._folder.model_version == steps and (not self._has_critic or self._folder.critic_version == steps)
 
     def _report_end(self, prepared: Prepared, resumed: Resumed | None) -> None:
-        """The run is finished, with its model: nothing is to be done."""
+        """Say that the run is finished, with its model: nothing is to be done."""
         run_dir, steps = self._config.run_dir, self._config.run.steps
         self._log(
             f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; raise "

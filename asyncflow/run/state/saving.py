@@ -130,8 +130,8 @@ class CheckpointCoordinator:
             self._steps, self._order, self._is_behind = self._admitted(), self._order_now(), False
 
     async def close(self) -> None:
-        """The run stops: prompts that were pushed when its last checkpoint was begun already are kept beside that, and, where it
-        matters, that no row is lost."""
+        """Keep prompts that were pushed after the last checkpoint was begun beside that and, where it matters, a note that no
+        row is lost. To be called when the run stops."""
         is_whole = not self._loses_rows()
         has_news = self._has_more or (is_whole and not self._record.is_deterministic)
         if has_news and self.settled == self._version and self._version in self._checkpoints.versions():
@@ -159,7 +159,8 @@ class CheckpointCoordinator:
 
     @remote
     async def begin(self, version: int, place: CheckpointPlace = "disk") -> list[Manifest]:
-        """The trainers begin to write the checkpoint of the last committed version. Returns what they are to keep of older weights.
+        """Begin the checkpoint of the last committed version, which the trainers write. Returns what they are to keep of older
+        weights.
 
         Raises `ValueError` for another version.
         """
@@ -183,8 +184,8 @@ class CheckpointCoordinator:
 
     @remote
     async def written(self, version: int, place: CheckpointPlace = "disk", held_seconds: float = 0.0, why: str = "") -> None:
-        """The trainers' files are there, for which training was held up so long, or could not be written, and why: make them a
-        checkpoint. Returns when it is one, or has been left out."""
+        """Make the trainers' files a checkpoint, for which training was held up so long, or leave it out, if they could not be
+        written, and why. Returns when it is one, or has been left out."""
         try:
             await self._own.pop((place, version))
         except OSError as error:
@@ -213,7 +214,7 @@ class CheckpointCoordinator:
 
     @remote
     async def critic_written(self, version: int, why: str, place: CheckpointPlace = "disk") -> None:
-        """The critic's files are there, or could not be written, and why. Returns at once."""
+        """Take note that the critic's files are there, or could not be written, and why. Returns at once."""
         self._parts[place, version] = why
         self._came.notify()
 

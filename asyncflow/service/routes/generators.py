@@ -214,7 +214,7 @@ def add_installs(router: APIRouter, hosted: HostedRun) -> None:
 
     @router.post("/generators/{worker}/installed", tags=["generators"])
     async def installed(worker: Name, body: Installed) -> PolicyVersion:
-        """The worker generates under this version from now on."""
+        """Say that the worker generates under this version from now on."""
         given = body.attested
         attested = None
         if given is not None:

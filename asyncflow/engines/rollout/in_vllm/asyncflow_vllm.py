@@ -94,7 +94,7 @@ class FileWeights(WeightTransferEngine):
         self.model.load_weights(_tensors(buffer, update_info))
 
     def finish_weight_update(self) -> None:
-        """The model computes again, with the new weights."""
+        """Have the model compute again, with the new weights."""
         finalize_layerwise_reload(self.model, self.model_config)
         # An output layer that shares the embedding's weight is not loaded by itself, so the reload leaves its packed copy as it was
         # (vLLM 0.32.0, CPU): all logits would come from the head of the weights before. Elsewhere this does nothing.

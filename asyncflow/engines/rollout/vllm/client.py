@@ -290,7 +290,7 @@ class VllmClient:
         await self._ask("POST", "/update_weights", {"update_info": update_info}, headers=ON_ITS_OWN)
 
     async def finish_weight_update(self, version: int) -> None:
-        """The weights are whole, and have this name."""
+        """Tell the server that the weights are whole, and have this name."""
         await self._ask("POST", "/finish_weight_update", {"weight_version": str(version)})
 
     async def close(self) -> None:

@@ -170,7 +170,8 @@ class ServerHandle:
             raise RunError(f"{self.host.name} is not wanted any more")
 
     def lost(self, start: int, why: Exception) -> None:
-        """The server is of no use any more, as was seen after its start number `start`. Has it brought back in the background."""
+        """Take note that the server is of no use, as was seen after its start number `start`, and bring it back in the
+        background."""
         if not self.is_up or start != self.num_starts or self._is_closed:
             return
         self.is_up, self.why_down = False, f"{self.host.name} was lost ({why})"
