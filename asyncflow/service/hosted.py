@@ -113,7 +113,7 @@ class HostedRun:
     async def under_way(self) -> None:
         """Wait while the run is resumed after a worker's death: a request that comes meanwhile is answered by the next attempt."""
         if self._run is not None and self._run.is_resuming:
-            await self.under_way()
+            await self._run.under_way()
 
     async def _watch(self, run: StepwiseRun) -> None:
         """Notice that a worker has died, or the run has failed, also while nobody waits for it: resume it, or stop."""
