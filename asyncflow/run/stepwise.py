@@ -47,6 +47,7 @@ class StepwiseRun:
         self.job = Job(config, listener, resume=resume, is_served=journal is not None, journal=journal)
         self.steps_done = 0
         self._resuming, self._between = asyncio.Lock(), between
+        self._failure: Exception | None = None  # why no other attempt could be begun
 
     async def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""
@@ -107,10 +108,17 @@ class StepwiseRun:
         return self._resuming.locked()
 
     async def _follow(self, attempt: Attempt, death: WorkerDied) -> None:
-        """Resume the run after a death that has ended this attempt. Of several calls the first one does."""
+        """Resume the run after a death that has ended this attempt. Of several calls the first one does; where it cannot, all
+        raise its error."""
         async with self._resuming:
+            if self._failure is not None:
+                raise self._failure
             if self._attempt is attempt:
-                await self._resume_after(death)
+                try:
+                    await self._resume_after(death)
+                except Exception as error:
+                    self._failure = error
+                    raise
 
     async def _resume_after(self, death: WorkerDied) -> None:
         ledger = self.driver.ledger
