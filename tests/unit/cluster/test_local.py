@@ -314,8 +314,8 @@ async def started(tmp_path: Path) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_who_outstarts_the_others_is_not_waited_for_and_is_ended_last(cluster: LocalCluster, tmp_path: Path) -> None:
-    server = replace(spec(tmp_path, "serves", "server"), outstarts_others=True)
+async def test_who_outlives_the_others_is_not_waited_for_and_is_ended_last(cluster: LocalCluster, tmp_path: Path) -> None:
+    server = replace(spec(tmp_path, "serves", "server"), outlives_others=True)
     await cluster.start([server, spec(tmp_path, "asks", "client"), spec(tmp_path, "stays", "late")])
     waiting = asyncio.create_task(cluster.wait(lambda *_: None))
     assert not await cluster.end("late", 0.5)
@@ -329,8 +329,8 @@ async def test_who_outstarts_the_others_is_not_waited_for_and_is_ended_last(clus
     assert settled == [{"server"}] and cluster.pids() == {}
 
 
-async def test_who_outstarts_the_others_is_ended_even_if_they_could_not_settle(cluster: LocalCluster, tmp_path: Path) -> None:
-    await cluster.start([replace(spec(tmp_path, "serves", "server"), outstarts_others=True)])
+async def test_who_outlives_the_others_is_ended_even_if_they_could_not_settle(cluster: LocalCluster, tmp_path: Path) -> None:
+    await cluster.start([replace(spec(tmp_path, "serves", "server"), outlives_others=True)])
 
     async def settle() -> None:
         raise ValueError("in vain")
@@ -377,8 +377,8 @@ async def test_workers_that_are_kept_and_not_started_again_end_when_the_cluster_
 
 
 @pytest.mark.usefixtures("soon")
-async def test_who_outstarts_the_others_is_started_again_until_they_have_settled(cluster: LocalCluster, tmp_path: Path) -> None:
-    server = replace(spec(tmp_path, "serves", "server", max_restarts=3), outstarts_others=True)
+async def test_who_outlives_the_others_is_started_again_until_they_have_settled(cluster: LocalCluster, tmp_path: Path) -> None:
+    server = replace(spec(tmp_path, "serves", "server", max_restarts=3), outlives_others=True)
     await cluster.start([server, spec(tmp_path, "stays")])
     deaths = Deaths()
     waiting = asyncio.create_task(cluster.wait(deaths))
