@@ -92,7 +92,7 @@ class Environment(Protocol):
 
 
 class Episode(Protocol):
-    """One episode, as `produce` sees it."""
+    """Episode in an environment, as `produce` sees it."""
 
     async def step(self, action: Action) -> TurnResult:
         """The environment's answer to a turn. Raises `EnvironmentFailure`."""
