@@ -191,10 +191,12 @@ class Driver:
         """The order of the data, and what enters the queue at each step."""
         source = SeededOrder(prepared.prompts, self.config.run.seed, resumed.state.position if resumed is not None else 0)
         if resumed is not None:
-            source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
+            for saved in resumed.state.pushed:
+                source.push([as_prompt(saved)], saved.after)
             source.num_pushed = resumed.state.num_pushed
         going_on, prompts = kept(resumed)
-        source.push(prompts)
+        for prompt, put in zip(prompts, going_on.prompts, strict=True):
+            source.push([prompt], put.after)
         steps = resumed.steps if resumed is not None else {}
         before = AdmittedBefore(first=self._first, steps=steps, rows=going_on.rows, prompt_hashes=going_on.hashes)
         columns = {column.name for column in self.queue.schema.columns}

@@ -44,7 +44,7 @@ from asyncflow.run.preparation.prompts import left_out_lines, source_of, tokeniz
 from asyncflow.run.records.step_rows import StepRows
 from asyncflow.run.situations import Situations
 from asyncflow.run.state.driver_state import Resumed
-from asyncflow.run.state.journal import Journal, Kept
+from asyncflow.run.state.journal import Journal, Kept, PutPrompt
 from asyncflow.run.state.resume import evaluated_versions
 from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.watch import Watch
@@ -91,8 +91,9 @@ class Job(Listener):
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._folder = RunFolder(config, self.listener.log, resume=resume)
         self._num_restarts = 0
-        self._pushed: list[Mapping[str, Any]] = []  # prompts, by this process; before it there were `_num_pushed_before`
+        self._pushed: list[PutPrompt] = []  # by this process; before it there were `_num_pushed_before`
         self._num_pushed_before = 0
+        self._next_place = 0  # of the attempts before: see `SeededOrder`
         self._has_trained = False  # this attempt, a group
         self._interrupted = asyncio.Event()
         self._changed = Signal()
@@ -207,6 +208,7 @@ class Job(Listener):
         self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
         attempt = self.attempt
         assert attempt is not None, "a worker has died"
+        self._next_place = max(self._next_place, attempt.driver.source.next_place)
         self._staying = attempt.cluster if await attempt.abandon() else None
         await attempt.close()
         self.attempt = None
@@ -282,12 +284,14 @@ class Job(Listener):
                     f"row {number} of {name} has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} "
                     f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
                 )
-        self.driver.source.push(prompts)
+        after = max(self.driver.source.next_place, self._next_place)  # steps that are made again keep their prompts
+        self.driver.source.push(prompts, after)
         self.driver.saves.pushed()
+        put = [PutPrompt(after, dict(row)) for row in new]
         if self.journal is not None:
-            self.journal.add_prompts(new)
+            self.journal.add_prompts(put)
         else:
-            self._pushed += new
+            self._pushed += put
         self.driver.signal.notify()  # the feed may wait for them
 
     def held(self) -> dict[str, int]:
@@ -374,7 +378,7 @@ class Job(Listener):
             kept = Kept(self._pushed[num_pushed - self._num_pushed_before :], rows)
         if not kept.prompts:
             return kept, ()
-        source = source_of(config, [dict(row) for row in kept.prompts], "the prompts that were put")
+        source = source_of(config, [prompt.row for prompt in kept.prompts], "the prompts that were put")
         return kept, tokenize(config, self._tokenizer, source, self.prepared.tools)
 
     def _is_done(self) -> bool:

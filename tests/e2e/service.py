@@ -29,10 +29,14 @@ class Served:
     def start(self, *options: str) -> None:
         """Start the server, again perhaps, and wait until it answers."""
         self.command = self._background("serve", self.config, "--listen", self.address, *options)
+        self.url = self.read_until("serving").split(" at ")[1].split(",")[0]
+
+    def read_until(self, words: str) -> str:
+        """Read what the server prints, until a line has these words. Returns the line."""
         deadline = time.monotonic() + patience(60)
-        while "serving" not in (line := self.command.stdout.readline()):
+        while words not in (line := self.command.stdout.readline()):
             assert line and time.monotonic() < deadline, self.command.communicate()
-        self.url = line.split(" at ")[1].split(",")[0]
+        return line
 
     def client(self, **options: Any) -> Client:
         return Client.connect(self.url, key_file=self.key_file, **options)

@@ -76,27 +76,31 @@ def test_a_trainers_death_does_not_end_a_served_run(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """Its clients make requests as before: those that come while the run is resumed wait. The bits are those of a run without a
-    death, with prompts that were put before and after it."""
+    death, with prompts that were put before and after it, whether there is a checkpoint by then or not."""
     expected: dict[str, np.ndarray] = {}
-    for name in ("whole", "killed"):
-        tree = small(run={"steps": 3, "name": name}, schedule="synchronous", train={"accumulate": "exact"})
+    for name in ("whole", "killed", "begun-again"):
+        kept = {"in_memory": False} if name == "begun-again" else {}
+        tree = small(run={"steps": 5, "name": name}, schedule="synchronous", train={"accumulate": "exact"}, checkpoint=kept)
         served = Served(background, tmp_path, tree)
         with served.client() as client:
             client.init_engines()
-            assert client.step() is not None
+            assert [client.step() is not None for _ in range(3)] == [True] * 3
+            if name == "begun-again":  # what is put while steps are made again enters none of them
+                kill_trainer(served.run_dir)
+                served.read_until("; the run is resumed from")
             client.put_prompts_data(PROMPTS[:4])
             if name == "killed":
                 kill_trainer(served.run_dir)
-                wait_for(lambda: client.status()["committed"] == 1)  # it waits for the attempt that follows
+                served.read_until("; the run is resumed from")
+                wait_for(lambda: client.status()["committed"] == 3)  # it waits for the attempt that follows
             client.put_prompts_data(PROMPTS[4:])
             steps = [client.step() for _ in range(3)]
-            assert [step is not None for step in steps] == [True, True, False] and sorted(client.steps()) == [0, 1, 2]
+            assert [step is not None for step in steps] == [True, True, False] and sorted(client.steps()) == [*range(5)]
             client.stop()
         assert served.command.wait(patience(60)) == 0
         found = load_file(served.run_dir / "model" / "model.safetensors")
         expected = expected or found
         assert all(np.array_equal(found[key], expected[key]) for key in expected)
-    assert rows(served.run_dir / "metrics.jsonl")[-1]["run/num_resumes"] == 1
 
 
 def test_a_mistake_in_the_configuration_is_told_to_who_starts_the_run(

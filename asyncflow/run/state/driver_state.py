@@ -33,10 +33,11 @@ VERSIONS_DIR: Final = "versions"
 
 
 class SavedPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt in a checkpoint: see `Prompt`."""
+    """Prompt in a checkpoint: see `Prompt`; and of one that was pushed, see `Pushed`."""
 
     ids: list[int]
     example: dict[str, Any]
+    after: int = 0
 
 
 class DriverState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,9 +100,9 @@ def as_prompt(saved: SavedPrompt) -> Prompt:
     return Prompt(np.array(saved.ids, np.int64), saved.example)
 
 
-def as_saved(prompt: Prompt) -> SavedPrompt:
+def as_saved(prompt: Prompt, after: int = 0) -> SavedPrompt:
     """Prompt as a checkpoint has it."""
-    return SavedPrompt(prompt.ids.tolist(), dict(prompt.example))
+    return SavedPrompt(prompt.ids.tolist(), dict(prompt.example), after)
 
 
 def data_hash(prompts: Sequence[Prompt]) -> str:

@@ -104,7 +104,8 @@ def copy_origin(config: Config, record: ForkRecord, log: Callable[[str], None]) 
     before, position, data = resumed.state, 0, ""
     pushed: list[SavedPrompt] = []
     if "data" in keep:  # what was admitted and not trained comes first
-        pushed = [prompt for _, groups in sorted(before.steps.items()) for _, prompt in sorted(groups.items())] + before.pushed
+        admitted = [prompt for _, groups in sorted(before.steps.items()) for _, prompt in sorted(groups.items())]
+        pushed = [*admitted, *(msgspec.structs.replace(prompt, after=0) for prompt in before.pushed)]  # it counts anew
         position, data = before.position, before.data
     state = DriverState(
         version=version,

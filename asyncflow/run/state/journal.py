@@ -34,12 +34,19 @@ MAX_BYTES: Final = 256 << 20
 """Size of the rows' file from which rows of committed steps are taken out."""
 
 
+class PutPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt that was put, as a row of the data. `after`: see `asyncflow.data.order.Pushed`."""
+
+    after: int
+    row: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Rows that a run resumes with beside its checkpoint: rows of the data that were put and are in none, and completed rows.
-    `hashes`: by group, of the prompt that its rows answer."""
+    """Rows that a run resumes with beside its checkpoint: prompts that were put and are in none, and completed rows. `hashes`: by
+    group, of the prompt that its rows answer."""
 
-    prompts: Sequence[Mapping[str, Any]] = ()
+    prompts: Sequence[PutPrompt] = ()
     rows: Batch | None = None
     hashes: Mapping[int, int] = field(default_factory=dict)
 
@@ -60,12 +67,12 @@ class Journal:
         for path in (self._prompts_path, self._rows_path):
             path.unlink(missing_ok=True)
 
-    def add_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep prompts that were put, as rows of data."""
+    def add_prompts(self, prompts: Sequence[PutPrompt]) -> None:
+        """Keep prompts that were put."""
         if self._prompts is None:
             self._cut(self._prompts_path, self._prompts_path.read_bytes().rfind(b"\n") + 1 if self._prompts_path.exists() else 0)
             self._prompts = self._prompts_path.open("ab", buffering=0)
-        self._prompts.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        self._prompts.write(b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
 
     def add_rows(self, rows: Batch, hashes: Array) -> None:
         """Keep completed rows of a group; `hashes` int64 [n], of their prompts."""
@@ -96,7 +103,7 @@ class Journal:
         gives (`outputs`): what other tasks have added is made again.
         """
         lines = self._prompts_path.read_bytes().split(b"\n")[:-1] if self._prompts_path.exists() else []
-        prompts = [msgspec.json.decode(line) for line in lines[num_prompts:]]
+        prompts = [msgspec.json.decode(line, type=PutPrompt) for line in lines[num_prompts:]]
         frames = [_of_groups(batch, self._group_bits, first_group) for batch in self._frames()]
         frames = [batch for batch in frames if len(batch)]
         hashes = {

@@ -33,7 +33,7 @@ import numpy as np
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import Config, dump
 from asyncflow.control.signal import Signal
-from asyncflow.data.order import SeededOrder
+from asyncflow.data.order import Pushed, SeededOrder
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.context import RunContext
@@ -268,7 +268,7 @@ class CheckpointCoordinator:
         steps = {step: {group: admissions.prompts[group] for group in groups} for step, groups in open_groups.items()}
         return {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
 
-    def _order_now(self) -> tuple[int, list[Prompt], int]:
+    def _order_now(self) -> tuple[int, list[Pushed[Prompt]], int]:
         return self._source.position, list(self._source.pushed), self._source.num_pushed
 
     def _driver_state(self) -> DriverState:
@@ -280,7 +280,7 @@ class CheckpointCoordinator:
             config=dump(self._config),
             data=self._data,
             position=position,
-            pushed=[as_saved(prompt) for prompt in pushed],
+            pushed=[as_saved(each.item, each.after) for each in pushed],
             steps={step: {group: as_saved(prompt) for group, prompt in groups.items()} for step, groups in self._steps.items()},
             record=self._state,
             num_pushed=num_pushed,

@@ -58,3 +58,20 @@ def test_without_items_of_its_own_an_order_has_what_was_pushed() -> None:
     order.push([1, 2])
     assert order.has(2) and not order.has(3) and order.take(2) == [1, 2] and order.num_pushed == 2
     assert SeededOrder([1], 0).has(100)
+
+
+@pytest.mark.parametrize("taken_before", [0, 2, 3, 5, 8])
+def test_what_was_pushed_keeps_its_place_in_a_run_that_resumes_from_before(taken_before: int) -> None:
+    """It is pushed again at the start, and comes where it came the first time, what was put back before it."""
+    whole, placed = SeededOrder(ITEMS, seed=1), []
+    expected = whole.take(3)
+    for pushed in (["x", "y"], ["z"]):
+        whole.put_back([expected.pop()])
+        placed.append((pushed, whole.next_place))
+        whole.push(*placed[-1])
+        expected += whole.take(4)
+    resumed = SeededOrder(ITEMS, seed=1)
+    for pushed, after in placed:
+        resumed.push(pushed, after)
+    assert [*resumed.take(taken_before), *resumed.take(len(expected) - taken_before)] == expected
+    assert [each for each in expected if each in "xyz"] == ["x", "y", "z"] and expected.index("x") == 3

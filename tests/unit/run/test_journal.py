@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncflow.run.state.journal import Journal
+from asyncflow.run.state.journal import Journal, PutPrompt
 from asyncflow.types import Batch, Ragged
 
 OUTPUTS = ("response_ids", "reward")
+
+A, B = PutPrompt(0, {"question": "a"}), PutPrompt(1, {"question": "b"})
 
 
 def rows(*indices: int, token: int = 7, **extra: np.ndarray) -> Batch:
@@ -25,12 +27,12 @@ def hashes(batch: Batch, value: int = 5) -> np.ndarray:
 def test_prompts_and_rows_come_back_but_for_those_that_a_checkpoint_has(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 1)
     for n in range(4):
-        journal.add_prompts([{"question": f"q{n}"}])
+        journal.add_prompts([PutPrompt(2 * n, {"question": f"q{n}"})])
     for group in range(3):
         batch = rows(2 * group, 2 * group + 1)
         journal.add_rows(batch, hashes(batch, 10 + group))
     found = Journal(tmp_path, 1).read(3, 1, None, OUTPUTS)
-    assert found.prompts == [{"question": "q3"}]
+    assert found.prompts == [PutPrompt(6, {"question": "q3"})]
     assert found.rows is not None and found.rows.indices.tolist() == [2, 3, 4, 5] and found.hashes == {1: 11, 2: 12}
     assert set(found.rows.columns) == set(OUTPUTS) and found.rows.ragged("response_ids")[2].tolist() == [11]
     empty = Journal(tmp_path / "other", 1).read(0, 0, None, OUTPUTS)
@@ -50,19 +52,19 @@ def test_rows_of_a_checkpoint_are_joined_each_once_by_what_generation_gives(tmp_
 
 def test_what_was_not_written_whole_is_cut_off_and_more_may_follow(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 1)
-    journal.add_prompts([{"question": "a"}])
+    journal.add_prompts([A])
     batch = rows(0, 1)
     journal.add_rows(batch, hashes(batch))
     journal.close()
-    for name, torn in (("prompts.jsonl", b'{"question": "ha'), ("rows.afp", (tmp_path / "rows.afp").read_bytes()[:-3])):
+    for name, torn in (("prompts.jsonl", b'[3,{"question": "ha'), ("rows.afp", (tmp_path / "rows.afp").read_bytes()[:-3])):
         with (tmp_path / name).open("ab") as file:
             file.write(torn)
     again = Journal(tmp_path, 1)
-    assert again.read(0, 0, None, OUTPUTS).prompts == [{"question": "a"}]
-    again.add_prompts([{"question": "b"}])
+    assert again.read(0, 0, None, OUTPUTS).prompts == [A]
+    again.add_prompts([B])
     again.add_rows(rows(2, 3), hashes(rows(2, 3)))
     found = Journal(tmp_path, 1).read(0, 0, None, OUTPUTS)
-    assert found.prompts == [{"question": "a"}, {"question": "b"}]
+    assert found.prompts == [A, B]
     assert found.rows is not None and found.rows.indices.tolist() == [0, 1, 2, 3]
 
 

@@ -15,6 +15,7 @@ from asyncflow.checkpoint import folder
 from asyncflow.config import parse
 from asyncflow.control.ledger import TaskPlan
 from asyncflow.control.modes import Delayed
+from asyncflow.data.order import Pushed
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.factories import shape_of
 from asyncflow.run.records.record import RecordState
@@ -202,13 +203,13 @@ def test_prompts_that_were_pushed_after_a_checkpoint_was_begun_are_kept_beside_i
         )
         await saves.begin(1)
         await saves.written(1)
-        source.position, source.pushed = 7, [Prompt(np.arange(3), {"answer": "1"})]
+        source.position, source.pushed = 7, [Pushed(Prompt(np.arange(3), {"answer": "1"}), 5)]
         saves.pushed()
         await saves.close()
         checkpoints = checkpoints_of(saves._config)
         alone, state = (read_driver(checkpoints.path(1), added).state for added in (None, checkpoints.added(1)))
         assert (alone.position, alone.pushed) == (6, [])
-        assert (state.position, state.pushed) == (7, [SavedPrompt([0, 1, 2], {"answer": "1"})])
+        assert (state.position, state.pushed) == (7, [SavedPrompt([0, 1, 2], {"answer": "1"}, after=5)])
 
     asyncio.run(main())
 
