@@ -229,14 +229,14 @@ class FakeVllm:
         told: dict[str, Any] = {"weights": [], "lora": [], "lora_rank": 0}
         if has_weights:
             for name, data in self.tensors.items():
-                told["weights"].append([name, len(data) // self.size, sum_of_bits(data, self.size), 0, []])
+                told["weights"].append([[name], len(data) // self.size, sum_of_bits(data, self.size), 0, []])
         if lora in self.loras and self.fault() != "unbound":
             folder = self.loras[lora][1]
             fields = json.loads((folder / "adapter_config.json").read_text())
             told["lora_rank"], scaling = fields["r"], fields["lora_alpha"] / fields["r"]
             for name, data in tensors_of(folder / "adapter_model.safetensors").items():
                 found = sum_of_bits(scaled(data, scaling) if ".lora_B." in name else data, modulus=1 << 64)
-                told["lora"].append([name.removeprefix("base_model.model."), len(data) // 4, found, 0, []])
+                told["lora"].append([[name.removeprefix("base_model.model.")], len(data) // 4, found, 0, []])
         return told
 
     async def answer(self, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.attestation import fault_of
 from asyncflow.bit_sums import sum_of
@@ -155,6 +156,42 @@ async def test_what_a_server_does_not_load_is_found_at_the_first_install(planted
             planted.write_text("")
             await engine.install(version, tensors)
             assert await fault(engine, version, tensors, dtype=dtype) == ""
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+async def test_experts_are_updated_and_attested(planted: Path, tmp_path: Path, kind: str) -> None:
+    """By the names that the trainer has for them: all experts of a layer in one tensor. Their matrices are filled up by the
+    kernel. vLLM 0.32.0 by itself leaves them as they come from the file, and its CPU's kernel reads them as packed."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 40, "moe_intermediate_size": 40, "vocab_size": 512}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(kind, **sizes, **counts, num_experts=4, num_local_experts=4, max_position_embeddings=256)
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(tmp_path / "model")
+    for file in MODEL.glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path / "model")
+    prompt = np.arange(5, 40)
+
+    async def difference(engine: VllmEngine) -> float:
+        found, logits = await engine.log_probs(prompt), model(torch.from_numpy(prompt)[None]).logits[0, :-1]
+        assert found is not None
+        return float(np.abs(found - logits.log_softmax(-1).gather(1, torch.from_numpy(prompt[1:])[:, None])[:, 0].numpy()).max())
+
+    async with opened(tmp_path / "model") as engine:
+        assert await difference(engine) < 1e-4
+        for version in (1, 2):
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * version)
+            tensors = {name: parameter.clone() for name, parameter in model.named_parameters()}
+            planted.write_text("nothing")
+            await engine.install(version, tensors)
+            assert f"in {len(tensors)} of {len(tensors)} parts" in await fault(engine, version, tensors)
+            planted.write_text("")
+            await engine.install(version, tensors)
+            assert await fault(engine, version, tensors) == "" and await difference(engine) < 1e-4
 
 
 async def refused_without_the_key(address: str) -> None:

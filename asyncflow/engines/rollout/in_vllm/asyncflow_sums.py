@@ -4,7 +4,8 @@
     a packed copy, which its kernel alone reads  --> columns of the matrix: what the kernel gives for rows with a single 1, which is
                                                      exact to the bit; the sum of theirs
 
-A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`. Nothing here knows what
+A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer are
+summed up together, since kernels order and fill up their matrices as they like. Nothing here knows what
 the sums should be, or was given to an update. Of layers that compute with anything else than their weights as they are, quantised
 ones above all, nothing can be told.
 """
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
@@ -27,9 +29,10 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
-"""[name of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over].
+"""[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over].
 
-Columns are counted over all workers, and there are none where the sum is over all that this one has."""
+Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
+no elements are counted."""
 
 
 class CannotTell(Exception):
@@ -64,6 +67,9 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
             name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
             names = _names(model, name)
             method = getattr(module, "quant_method", None)
+            if type(method) is UnquantizedFusedMoEMethod:
+                yield _of_experts(module, paths[0], own_name, parameter.data, dtype)
+                continue
             if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
                 raise CannotTell(f"{name} is applied by {type(method).__name__}")
             is_embedding = type(method) is UnquantizedEmbeddingMethod
@@ -83,6 +89,25 @@ def _names(model: nn.Module, name: str) -> list[str]:
     return [f"{parent}.{each}.{own_name}".lstrip(".") for each in mapping.get(last, [last])]
 
 
+def _of_experts(module: Any, path: str, own_name: str, buffer: Tensor, dtype: torch.dtype) -> SumEntry:
+    """Of the experts that this worker has, or of its part of each: between them the workers have each of them once."""
+    config, manager = module.moe_config, module.expert_map_manager
+    if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
+        raise CannotTell(f"{path} has experts twice, or others among them")
+    if module.quant_method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
+        raise CannotTell(f"{path} is computed by MOONEP")
+    parent = path.removesuffix(".routed_experts").removesuffix("experts")
+    kind, _, end = own_name.partition("_")  # w13_weight, w2_bias
+    names = [
+        f"{parent}{of_expert.replace('base_layer.', '')}{end}"
+        for parameter, of_expert, _, _ in module.get_expert_mapping()
+        if parameter == f"experts.{kind}_"
+    ]
+    if buffer.dtype != dtype or not names or not parent.endswith("."):
+        raise CannotTell(f"{path}.{own_name} is kept in {buffer.dtype}, or under another name")
+    return [names, 0, sum_of_bits(buffer), 0, []]
+
+
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:
     if not buffer.numel() or not buffer.is_floating_point():
         raise CannotTell(f"{names[0]} is in no buffer of its own")
@@ -91,7 +116,7 @@ def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: t
         if not torch.equal(buffer.to(kept.dtype), kept):
             raise CannotTell(f"{names[0]} is kept in {kept.dtype}")
     for name, piece in _pieces(module, names, buffer):
-        yield [name, piece.numel(), sum_of_bits(piece), 0, []]
+        yield [[name], piece.numel(), sum_of_bits(piece), 0, []]
 
 
 def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEntry]:
@@ -104,7 +129,7 @@ def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEnt
     answers = module.quant_method.apply(module, rows.to(module.weight.device), None)
     begin = inputs * module.tp_rank if inputs != module.input_size else 0
     for name, piece in _pieces(module, names, answers.t()):
-        yield [name, piece.shape[0] * inputs, sum_of_bits(normal(piece)), inputs, (columns + begin).tolist()]
+        yield [[name], piece.shape[0] * inputs, sum_of_bits(normal(piece)), inputs, (columns + begin).tolist()]
 
 
 def _outputs(module: Any, names: Sequence[str]) -> list[int]:
@@ -144,7 +169,7 @@ def _lora(model: nn.Module, lora_id: int) -> tuple[list[SumEntry], int]:
         for matrix, stack in stacks.items():
             for name, buffer in zip(names, stack, strict=True):
                 piece = buffer[index]
-                found.append([f"{parent}.{name}.{matrix}.weight".lstrip("."), piece.numel(), sum_of_bits(piece, np.int64), 0, []])
+                found.append([[f"{parent}.{name}.{matrix}.weight".lstrip(".")], piece.numel(), sum_of_bits(piece, np.int64), 0, []])
     return found, manager.lora_config.max_lora_rank
 
 

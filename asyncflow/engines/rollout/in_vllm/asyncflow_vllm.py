@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -80,6 +81,12 @@ class FileWeights(WeightTransferEngine):
         if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
             finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
+        # A CPU's kernel for experts packs their weights when it is made, and not when they are loaded again (vLLM 0.32.0): it would
+        # read unpacked ones as packed. So it is made anew. Elsewhere recorded graphs have the addresses of the first.
+        if not torch.accelerator.is_available():
+            for layer in self.model.modules():
+                if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+                    method.moe_kernel = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a whole model. The base class's waits for an accelerator, and there may be none."""

@@ -2,6 +2,7 @@
 
     a buffer, in parts over the workers    the sum of its parts' sums
     one that several workers have whole    each of them
+    the experts of a layer                 the sum over all of them, whatever workers have which, under their names together
     columns that a kernel has given        the sum over the file that the server was to load, with these in the place of its own
     B of an adapter, with its scaling      the sum over its file, with the difference of what lies there from what should
 
@@ -19,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from asyncflow.attestation import Attestation, fault_of, modulus_of, sum_of_all
+from asyncflow.attestation import MODULUS, Attestation, fault_of, modulus_of, sum_of_all
 from asyncflow.bit_sums import sum_of
 from asyncflow.engines.lora_files import A, B
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
@@ -46,12 +47,14 @@ class PromisedTensors:
         dtype: str,
         *,
         tied: Mapping[str, str] | None = None,
+        wholes: Mapping[str, str] | None = None,
         adapter: str | None = None,
         scaling: float = 1.0,
     ) -> None:
-        """`tensors` may be read from files, one at a time. `tied`: other names of tensors in a server's model. `adapter`: name of
-        one, if they are its. `scaling`: of its product; vLLM multiplies B with it."""
-        self.version, self.tied, self.adapter = version, tied or {}, adapter
+        """`tensors` may be read from files, one at a time. `tied`: other names of tensors in a server's model. `wholes`: of tensors
+        that are pieces of a version's, that one's name. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM
+        multiplies B with it."""
+        self.version, self.tied, self.wholes, self.adapter = version, tied or {}, wholes or {}, adapter
         self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
         self._sums: dict[str, int] = {}
 
@@ -60,9 +63,17 @@ class PromisedTensors:
         """Names of the tensors."""
         return self._tensors.keys()
 
+    def name_of(self, name: str) -> str:
+        """Name that the tensor has here which a server's model calls so."""
+        return name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name))
+
     def sums(self) -> dict[str, int]:
-        """Sums of all tensors, by name."""
-        return {name: self.sum_of(name) for name in self._tensors}
+        """Sums of all tensors, by the names that the version has for them."""
+        found: dict[str, int] = {}
+        for name in self._tensors:
+            whole = self.wholes.get(name, name)
+            found[whole] = (found.get(whole, 0) + self.sum_of(name)) % modulus_of(name)
+        return found
 
     def sum_of(self, name: str) -> int:
         """Sum over a tensor's bits."""
@@ -121,7 +132,7 @@ class ServerAttestations:
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
         weights = self._weights
-        return PromisedTensors(weights.version, weights.tensors(), weights.dtype, tied=weights.tied)
+        return PromisedTensors(weights.version, weights.tensors(), weights.dtype, tied=weights.tied, wholes=weights.wholes)
 
     def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
         """The adapter that is this version. Blocks."""
@@ -187,19 +198,40 @@ def weight_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> li
     """Parts that a server generates with, from the sums of its workers over the model's own weights. Raises `NotAttested`."""
     parts: list[Part] = []
     for each in _by_tensor([worker.weights for worker in workers]):
-        name = each[0].name if each[0].name in promised.names else promised.tied.get(each[0].name, each[0].name)
-        parts += [([name], found) for found in promised.found(name, each)]
-    lacking = promised.names - {name for names, _ in parts for name in names}
-    if lacking:
+        names = [*dict.fromkeys(promised.name_of(name) for name in each[0].names)]
+        if len(each[0].names) == 1:
+            parts += [(names, found) for found in promised.found(names[0], each)]
+        else:
+            parts.append((names, sum(worker.found for worker in each) % MODULUS))
+    own = {name for names, _ in parts for name in names}
+    if lacking := promised.names - own:
         raise NotAttested(f"its model has no {min(lacking)}, which is in a file of the model's")
-    return parts
+    if unknown := own - promised.names:
+        raise NotAttested(f"{min(unknown)} is in its model, and in no file of the model's")
+    return _of_wholes(parts, promised.wholes) if promised.wholes else parts
+
+
+def _of_wholes(parts: Sequence[Part], wholes: Mapping[str, str]) -> list[Part]:
+    """The parts by the names of a version's tensors: those with pieces of the same tensors are one."""
+    made, joined = list[Part](), dict[frozenset[str], tuple[list[str], int]]()
+    for names, found in parts:
+        if not wholes.keys() & set(names):
+            made.append((names, found))
+            continue
+        of = frozenset(wholes.get(name, name) for name in names)
+        before, so_far = joined.get(of, ([], 0))
+        joined[of] = before + names, (so_far + found) % MODULUS
+    pieces, tensors = [name for names, _ in joined.values() for name in names], [name for of in joined for name in of]
+    if len({*pieces}) < len(pieces) or len({*tensors}) < len(tensors):
+        raise NotAttested(f"several of its layers have pieces of {min(tensors)}")
+    return [*made, *((sorted(of), found) for of, (_, found) in joined.items())]
 
 
 def lora_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
     """Adapter that a server generates with, likewise. A layer that has none has zeros, and is left out. Raises `NotAttested`."""
     parts: list[Part] = []
     for each in _by_tensor([worker.lora for worker in workers]):
-        name = each[0].name
+        (name,) = each[0].names
         if name in promised.names:
             parts += [([name], found) for found in promised.found(name, each, workers[0].lora_rank)]
         elif found := [worker.found for worker in each if worker.found]:
@@ -209,10 +241,10 @@ def lora_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list
 
 def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
     """Sum over a model's own weights, from its parts. Of a tensor with several copies, one that is another counts."""
-    found: dict[str, int] = {}
-    for (name, *_), each in parts:
-        if name not in found or (each != found[name] and each != promised.sum_of(name)):
-            found[name] = each
+    found, right = dict[tuple[str, ...], int](), promised.sums()
+    for names, each in parts:
+        if (key := (*names,)) not in found or each not in (found[key], sum_of_all(right[name] for name in names)):
+            found[key] = each
     return sum_of_all(found.values())
 
 
@@ -226,7 +258,7 @@ def _by_tensor(workers: Sequence[Sequence[FoundSum]]) -> list[tuple[FoundSum, ..
     if len({len(found) for found in workers}) != 1:
         raise NotAttested("its workers have not the same tensors")
     by_tensor = list(zip(*workers, strict=True))
-    if any(len({worker.name for worker in each}) != 1 for each in by_tensor):
+    if any(len({(*worker.names,) for worker in each}) != 1 for each in by_tensor):
         raise NotAttested("its workers have not the same tensors")
     return by_tensor
 

@@ -96,11 +96,12 @@ class ServerSettings(msgspec.Struct):
 class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     """Sum of bits over a tensor, or a part of one, in a buffer of one worker (in_vllm/asyncflow_sums.py).
 
-    `name`: the checkpoint's. `numel`: elements of the tensor that the worker has. `columns`: those of the tensor that the sum is
-    over, where the worker has `inputs` of them; empty: it is over all that the worker has.
+    `names`: the checkpoint's, one, or those of several tensors that are summed up together over all workers. `numel`: elements of
+    the one tensor that the worker has. `columns`: those of it that the sum is over, where the worker has `inputs` of them; empty:
+    it is over all that the worker has.
     """
 
-    name: str
+    names: list[str]
     numel: int
     found: int
     inputs: int

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -27,6 +27,9 @@ from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.model_folder import is_weight, weight_files
 from asyncflow.threads import ComputeThread
 from asyncflow.types import RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ALIGNMENT = 64
 
@@ -52,7 +55,30 @@ class ServerWeights:
     def _shapes(self) -> TensorShapes:
         return shapes_of(self._model_path)
 
+    @cached_property
+    def _module(self) -> PreTrainedModel:
+        """The model without its numbers: it knows how its tensors are cut for files."""
+        from transformers import AutoConfig, AutoModelForCausalLM  # it takes seconds, and few models need it
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self._model_path))
+
+    @cached_property
+    def wholes(self) -> dict[str, str]:
+        """For tensors that are pieces of a version's, in files as a rule: that one's name. A version has what the trainer's module
+        has: all experts of a layer in one tensor."""
+        if not any(".experts." in name for name in self._shapes):
+            return {}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        pieces = {name: revert_weight_conversion(self._module, {name: each}) for name, each in self._module.named_parameters()}
+        return {piece: whole for whole, cut in pieces.items() for piece in cut if piece != whole}
+
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.wholes and tensors.keys() - self._shapes.keys():
+            from transformers.core_model_loading import revert_weight_conversion
+
+            tensors = revert_weight_conversion(self._module, dict(tensors))
         return check_tensors(tensors, self._shapes, ties_head=self._ties_head)
 
     @property

@@ -43,6 +43,12 @@ class UnquantizedEmbeddingMethod:
         layer.packed = layer.weight.detach().clone()
 
 
+class UnquantizedFusedMoEMethod:
+    """Packs a layer's experts when its kernel is made."""
+
+    moe_kernel: object = "made"
+
+
 class Reload:
     """vLLM's reload, layer by layer."""
 
@@ -77,6 +83,10 @@ def module(monkeypatch: pytest.MonkeyPatch, reload: Reload) -> Iterator[Any]:
     for name, own in (
         ("vllm.distributed.weight_transfer.base", base),
         ("vllm.distributed.weight_transfer.factory", {"WeightTransferEngineFactory": factory}),
+        (
+            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+            {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+        ),
         ("vllm.model_executor.layers.vocab_parallel_embedding", {"UnquantizedEmbeddingMethod": UnquantizedEmbeddingMethod}),
         ("vllm.model_executor.model_loader.reload", of_reload),
         ("vllm.model_executor.model_loader.reload.layerwise", layerwise),
@@ -235,6 +245,13 @@ def test_a_version_is_loaded_from_the_file_that_is_mapped(module: Any, reload: R
     engine.shutdown()
     with pytest.raises(NotImplementedError, match="AsyncFlow writes the weights itself"):
         engine.trainer_send_weights(iter(()), None)
+
+
+def test_a_cpu_s_kernel_for_experts_is_made_anew_so_that_it_packs_them(module: Any, reload: Reload) -> None:
+    model = Model()
+    model.norm.quant_method = method = UnquantizedFusedMoEMethod()
+    REGISTERED["asyncflow"](model).start_weight_update()
+    assert method.moe_kernel is None
 
 
 def test_an_update_that_failed_is_ended_before_the_next_begins(module: Any, reload: Reload) -> None:

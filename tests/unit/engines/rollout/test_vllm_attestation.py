@@ -15,19 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from asyncflow.attestation import Attestation, fault_of
+from asyncflow.attestation import Attestation, fault_of, sum_of_all
 from asyncflow.bit_sums import sum_of, sum_of_bits
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import servers as servers
-from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, lora_parts, weight_parts
+from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, base_of, lora_parts, weight_parts
 from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
+from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.types import LoraSpec, RunError
 from tests.conftest import MODEL
+from tests.families import write_model
 from tests.patience import patience
 from tests.processes import kill
 from tests.unit.engines.rollout.test_vllm import LORA, adapter, changed, group_of, opened, responses, running
@@ -258,11 +261,37 @@ class BaseLinearLayerWithLoRA(nn.Module):
         self.lora_a_stacked, self.lora_b_stacked = (tuple(pair[i] for pair in stacks) for i in range(2))
 
 
+class UnquantizedFusedMoEMethod:
+    unquantized_backend = SimpleNamespace(name="CPU")
+
+
+class LikeExperts(nn.Module):
+    """As vLLM's: gate and up, and down, of all experts, of each a worker's part, in the order that a kernel likes and filled up."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, rank: int = 0, tp: int = 1) -> None:
+        super().__init__()
+        self.quant_method = UnquantizedFusedMoEMethod()
+        self.moe_config = SimpleNamespace(num_experts=4, num_logical_experts=4)
+        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+        for name, kinds, cut in (("w13_weight", ("gate", "up"), 0), ("w2_weight", ("down",), 1)):
+            own = [tensors[f"mlp.experts.{n}.{kind}_proj.weight"].chunk(tp, cut)[rank] for n in range(4) for kind in kinds]
+            packed = torch.cat([*[each.flatten() for each in reversed(own)], torch.zeros(7, dtype=own[0].dtype)])
+            self.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+
+    def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
+        return [
+            (f"experts.{'w2' if kind == 'down' else 'w13'}_", f"experts.{n}.{kind}_proj.", n, "w1")
+            for n in range(4)
+            for kind in ("gate", "up", "down")
+        ]
+
+
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs in vLLM's workers."""
     for name, own in (
         ("vllm.lora.layers.base_linear", [BaseLinearLayerWithLoRA]),
+        ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", [UnquantizedFusedMoEMethod]),
         ("vllm.model_executor.layers.linear", [UnquantizedLinearMethod]),
         ("vllm.model_executor.layers.vocab_parallel_embedding", [ParallelLMHead, UnquantizedEmbeddingMethod]),
     ):
@@ -443,6 +472,87 @@ def test_zeros_with_a_sign_and_numbers_that_a_product_may_lose_are_no_fault(sums
     assert fault_in(told(sums, model), {"linear.weight": weight}) == ""
     kept[2, 3] = 1.0
     assert "other weights" in fault_in(told(sums, model), {"linear.weight": weight})
+
+
+def experts_of(tensors: Mapping[str, Tensor], **place: int) -> Any:
+    """A worker's model that has these experts and nothing else."""
+    model, mlp, runner = nn.Module(), nn.Module(), nn.Module()
+    runner.routed_experts = LikeExperts(tensors, **place)
+    mlp.experts, model.mlp = runner, mlp
+    return model
+
+
+def experts(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor]]:
+    """Experts as a file has them, whose pieces they are, and as a version has them: all of a layer in one tensor."""
+    shapes = {"gate": (24, 32), "up": (24, 32), "down": (32, 24)}
+    tensors = {
+        f"mlp.experts.{n}.{kind}_proj.weight": torch.randn(shape).to(dtype) for n in range(4) for kind, shape in shapes.items()
+    }
+    wholes = {name: f"mlp.experts.{'down' if 'down' in name else 'gate_up'}_proj" for name in tensors}
+    version = {
+        whole: torch.cat([tensors[name].flatten() for name in tensors if wholes[name] == whole]) for whole in {*wholes.values()}
+    }
+    return tensors, wholes, version
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: Any, tp: int, dtype: torch.dtype) -> None:
+    """As pieces in files, or whole there too."""
+    tensors, wholes, version = experts(dtype)
+    workers = [experts_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
+    dtype_name = str(dtype).removeprefix("torch.")
+    for held in (tensors, version):
+        promised = PromisedTensors(1, held, dtype_name, wholes=wholes)
+        assert promised.sums() == sums_of(version, dtype)
+        found = weight_parts(told(sums, *workers, dtype=dtype), promised)
+        assert fault_of(Attestation(found), 1, promised.sums()) == ""
+        assert base_of(found, promised) == sum_of_all(promised.sums().values())
+    workers[-1].mlp.experts.routed_experts.w2_weight.data[5] += 1
+    found = weight_parts(told(sums, *workers, dtype=dtype), promised)
+    assert "in 1 of 2 parts, mlp.experts.down_proj the first" in fault_of(Attestation(found), 1, promised.sums())
+    assert base_of(found, promised) != sum_of_all(promised.sums().values())
+    apart = PromisedTensors(1, tensors, dtype_name)
+    found = weight_parts(told(sums, *workers, dtype=dtype), apart)
+    assert "mlp.experts.0.down_proj.weight the first" in fault_of(Attestation(found), 1, apart.sums())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_version_s_experts_are_cut_as_the_model_s_files_have_them(name: str, tmp_path: Path) -> None:
+    path = write_model(name, tmp_path / "model")
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    version = {key: parameter.detach() * 1.5 for key, parameter in module.named_parameters()}
+    in_files = {key: tensor * 1.5 for key, tensor in load_file(path / "model.safetensors").items()}
+    assert version.keys() != in_files.keys()
+    for given in (version, in_files):
+        weights = ServerWeights(path, "float32", 1)
+        weights.hold(given)
+        held = weights.tensors()
+        assert held.keys() == in_files.keys() and all(torch.equal(held[key], in_files[key]) for key in held)
+        promised = PromisedTensors(1, held, "float32", wholes=weights.wholes)
+        assert promised.sums() == sums_of(version, torch.float32)
+        weights.close()
+        weights.close_thread()
+    with pytest.raises(ValueError, match=r"missing .*experts\.0"):
+        weights.hold({key: tensor for key, tensor in version.items() if "gate_up" not in key})
+    plain = ServerWeights(MODEL, "float32", 1)
+    assert plain.wholes == {} and "_module" not in vars(plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: vars(layer.moe_config).update(num_experts=6), "has experts twice"),
+        (lambda layer: vars(layer.expert_map_manager).update(num_fused_shared_experts=1), "or others among them"),
+        (lambda layer: setattr(layer.quant_method, "unquantized_backend", SimpleNamespace(name="MOONEP")), "computed by MOONEP"),
+        (lambda layer: layer.double(), "w13_weight is kept in torch.float64"),
+    ],
+)
+def test_experts_that_cannot_be_told_are_not(sums: Any, change: Callable[[Any], None], why: str) -> None:
+    model = experts_of(experts()[0])
+    change(model.mlp.experts.routed_experts)
+    (worker,) = told(sums, model)
+    assert why in worker.why and not worker.weights
 
 
 def quantised(model: Any) -> None:
