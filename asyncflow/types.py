@@ -232,9 +232,6 @@ class WeightSource(Protocol):
 
     A model that is sharded over processes has a source in each that exports. All of them iterate, since each tensor is gathered
     from all; what is gathered comes out of one of them, that of data-parallel rank 0, and the others' iterations yield nothing.
-
-    A source may have a method `cast(specs)` as well, which returns the same weights in the dtypes of other specs: where they lie
-    on a device that casts them sooner than the host.
     """
 
     specs: Mapping[str, TensorSpec]

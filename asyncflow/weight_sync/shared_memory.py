@@ -54,10 +54,7 @@ class SharedMemorySender:
     async def publish(self, version: int, source: WeightSource) -> Manifest:
         """See `WeightSender.publish`."""
         async with self._one_by_one:
-            specs = wire_specs(source.specs, self._dtype)
-            if specs != source.specs and (cast := getattr(source, "cast", None)) is not None:
-                source = cast(specs)
-            filling = await self._thread.run(self._begin, version, source.specs, specs)
+            filling = await self._thread.run(self._begin, version, source.specs)
             arrived: list[tuple[str, Tensor]] = []
             async for named in source.tensors():
                 arrived.append(named)
@@ -89,7 +86,8 @@ class SharedMemorySender:
         await self._thread.run(self._files.close)
         self._thread.close()
 
-    def _begin(self, version: int, source: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> Filling:
+    def _begin(self, version: int, source: Mapping[str, TensorSpec]) -> Filling:
+        specs = wire_specs(source, self._dtype)
         if self._layout is None:
             self._layout = FileLayout(specs)
         elif specs != self._layout.specs:

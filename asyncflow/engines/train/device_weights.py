@@ -58,9 +58,9 @@ class CopyStream:
         return pinned(num_bytes)
 
     def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy `source` to `target`, cast to its dtype on the device. Returns a function that waits until it is there."""
+        """Begin to copy `source` to `target`. Returns a function that waits until the copy is complete."""
         with self._stream:
-            target.copy_(source.to(target.dtype), non_blocking=True)
+            target.copy_(source, non_blocking=True)
         return self._stream.record_event().synchronize
 
 
@@ -69,18 +69,13 @@ class DeviceWeights(WeightSource):
 
     are_lasting = are_gathered = False
 
-    def __init__(self, tensors: Mapping[str, Tensor], copies: CopyStream, specs: Mapping[str, TensorSpec] | None = None) -> None:
-        """`specs`: what the tensors are to be on the host; None: what they are."""
+    def __init__(self, tensors: Mapping[str, Tensor], copies: CopyStream) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
-        self.specs: Mapping[str, TensorSpec] = specs or {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
+        self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
         self._copies = copies
 
-    def cast(self, specs: Mapping[str, TensorSpec]) -> WeightSource:
-        """See `WeightSource`. They are cast on the device: fewer bytes come to the host, and it casts none."""
-        return DeviceWeights(self._tensors, self._copies, specs)
-
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
-        largest = max(self._memory_of(name)[1] for name in self._tensors)
+        largest = max(tensor.nbytes for tensor in self._tensors.values())
         used, free = self._copies.memory(largest), self._copies.memory(largest)
         copy, is_there = self._begin(next(iter(self._tensors)), used)
         for name, following in pairwise([*self._tensors, ""]):
@@ -94,11 +89,6 @@ class DeviceWeights(WeightSource):
         """Return at once: nothing is gathered."""
 
     def _begin(self, name: str, memory: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        source, (dtype, num_bytes) = self._tensors[name], self._memory_of(name)
-        target = memory[:num_bytes].view(dtype).view(source.shape)
+        source = self._tensors[name]
+        target = memory[: source.nbytes].view(source.dtype).view(source.shape)
         return target, self._copies.begin(target, source)
-
-    def _memory_of(self, name: str) -> tuple[torch.dtype, int]:
-        """Dtype on the host, and the bytes that it takes."""
-        dtype: torch.dtype = getattr(torch, self.specs[name].dtype)
-        return dtype, self._tensors[name].numel() * dtype.itemsize

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from asyncflow.engines.train.device_weights import DeviceWeights
-from asyncflow.types import HeldWeights, TensorSpec
-from asyncflow.weight_sync.base import WeightSyncOptions
-from asyncflow.weight_sync.shared_memory import SharedMemorySender
-from asyncflow.weight_sync.staging import wire_specs
 
 
 class Fake:
@@ -64,37 +59,3 @@ async def test_each_tensor_is_whole_when_it_comes_and_while_it_is_used_and_the_n
         assert names == list(source.specs) == sorted(tensors)
         assert len(copies.waited_in) == count and threading.get_ident() not in copies.waited_in
         await source.gathered()
-
-
-async def test_they_come_in_the_dtypes_that_were_asked_for_and_take_no_more_memory_than_those() -> None:
-    tensors, copies = weights(9), Fake(is_late=True)
-    whole = DeviceWeights(tensors, copies)
-    source = whole.cast(wire_specs(whole.specs, "bfloat16"))
-    found = {name: copy.clone() async for name, copy in source.tensors()}
-    assert {str(copy.dtype) for copy in found.values()} == {"torch.bfloat16", "torch.int64"}
-    assert all(copy.equal(tensors[name].to(copy.dtype)) for name, copy in found.items()) and len(found) == 9
-    assert {spec.dtype for spec in source.specs.values()} == {"bfloat16", "int64"}
-    assert [len(memory) for memory in copies.memories] == [64, 64]
-
-
-async def test_a_version_is_published_with_what_was_cast_on_the_device(tmp_path: Path) -> None:
-    """Its file is that of weights which the host casts."""
-    tensors = {f"w{n}": torch.randn(300, 7) for n in range(3)}
-
-    class Source(HeldWeights):
-        were_cast = False
-
-        def cast(self, specs: Mapping[str, TensorSpec]) -> HeldWeights:
-            self.were_cast = True
-            return HeldWeights({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()})
-
-    digests, sums = [], []
-    for number, source in enumerate((Source(tensors), HeldWeights(tensors))):
-        options = WeightSyncOptions(directory=tmp_path / str(number), dtype="bfloat16", attested_dtype="bfloat16")
-        sender = SharedMemorySender(options, "one")
-        manifest = await sender.publish(1, source)
-        digests.append(manifest.hash)
-        sums.append(manifest.sums)
-        await sender.close()
-        assert isinstance(source, Source) is getattr(source, "were_cast", False)
-    assert len({*digests}) == 1 and sums[0] == sums[1]
