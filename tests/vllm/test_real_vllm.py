@@ -158,10 +158,11 @@ async def test_what_a_server_does_not_load_is_found_at_the_first_install(planted
             assert await fault(engine, version, tensors, dtype=dtype) == ""
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-async def test_experts_are_updated_and_attested(planted: Path, tmp_path: Path, kind: str) -> None:
-    """By the names that the trainer has for them: all experts of a layer in one tensor. Their matrices are filled up by the
-    kernel. vLLM 0.32.0 by itself leaves them as they come from the file, and its CPU's kernel reads them as packed."""
+TARGETS = {"q_proj": 128, "v_proj": 64}
+
+
+def experts_of(kind: str, folder: Path) -> Any:
+    """A random model of four experts a layer, whose matrices kernels fill up, in a folder."""
     sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 40, "moe_intermediate_size": 40, "vocab_size": 512}
     counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(kind, **sizes, **counts, num_experts=4, num_local_experts=4, max_position_embeddings=256)
@@ -170,10 +171,17 @@ async def test_experts_are_updated_and_attested(planted: Path, tmp_path: Path, k
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.requires_grad_(False).copy_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(folder)
     for file in MODEL.glob("tokenizer*.json"):
-        shutil.copy(file, tmp_path / "model")
-    prompt = np.arange(5, 40)
+        shutil.copy(file, folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+async def test_experts_are_updated_and_attested(planted: Path, tmp_path: Path, kind: str) -> None:
+    """By the names that the trainer has for them: all experts of a layer in one tensor. vLLM 0.32.0 by itself leaves them as they
+    come from the file, and its CPU's kernel reads them as packed."""
+    model, prompt = experts_of(kind, tmp_path / "model"), np.arange(5, 40)
 
     async def difference(engine: VllmEngine) -> float:
         found, logits = await engine.log_probs(prompt), model(torch.from_numpy(prompt)[None]).logits[0, :-1]
@@ -192,6 +200,20 @@ async def test_experts_are_updated_and_attested(planted: Path, tmp_path: Path, k
             planted.write_text("")
             await engine.install(version, tensors)
             assert await fault(engine, version, tensors) == "" and await difference(engine) < 1e-4
+
+
+async def test_an_adapter_beside_experts_is_attested_with_them_as_its_base(planted: Path, tmp_path: Path) -> None:
+    experts_of("qwen3_moe", tmp_path / "model")
+    base, generator = sum_of_base(tmp_path / "model", "float32"), torch.Generator().manual_seed(1)
+    sizes = {f"model.layers.{layer}.self_attn.{name}": outputs for layer in range(2) for name, outputs in TARGETS.items()}
+    tensors = {f"{name}.lora_A.weight": torch.randn(8, 64, generator=generator) * 0.05 for name in sizes}
+    tensors |= {f"{name}.lora_B.weight": torch.randn(size, 8, generator=generator) * 0.05 for name, size in sizes.items()}
+    async with opened(tmp_path / "model", lora=LoraSpec(rank=8, alpha=16.0, targets=(*TARGETS,))) as engine:
+        await engine.install(1, tensors)
+        assert await fault(engine, 1, tensors, base) == "" and "for another base" in await fault(engine, 1, tensors, base + 1)
+        planted.write_text("unbound")
+        await engine.install(2, tensors)
+        assert "generates with other weights than those of version 2 in 8 of 8 parts" in await fault(engine, 2, tensors, base)
 
 
 async def refused_without_the_key(address: str) -> None:

@@ -508,6 +508,10 @@ def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: An
         found = weight_parts(told(sums, *workers, dtype=dtype), promised)
         assert fault_of(Attestation(found), 1, promised.sums()) == ""
         assert base_of(found, promised) == sum_of_all(promised.sums().values())
+    for worker in workers:  # which may have adapters
+        layer = worker.mlp.experts.routed_experts
+        layer.quant_method = SimpleNamespace(old_quant_method=layer.quant_method)
+    assert weight_parts(told(sums, *workers, dtype=dtype), promised) == found
     workers[-1].mlp.experts.routed_experts.w2_weight.data[5] += 1
     found = weight_parts(told(sums, *workers, dtype=dtype), promised)
     assert "in 1 of 2 parts, mlp.experts.down_proj the first" in fault_of(Attestation(found), 1, promised.sums())
