@@ -431,7 +431,8 @@ RAY: Final = _wait(
     "Ray",
     "an answer of Ray, or of a host that it has placed",
     "cluster/ray/cluster.py:RayCluster._look_apart RayCluster._look_for_devices RayCluster.stop"
-    " cluster/ray/connection.py:RayConnection._begin_cluster RayConnection.disconnect _answers cluster/ray/guard.py:guard"
+    " cluster/ray/connection.py:RayConnection._begin_cluster RayConnection.answer RayConnection.disconnect _answers"
+    " cluster/ray/guard.py:guard"
     " cluster/ray/host.py:RayHost.__init__ RayHost._end_predecessor RayHost._read RayHost._wait RayHost.listen"
     " cluster/ray/places.py:RayPlaces._leave cluster/ray/process.py:RayProcess._follow RayProcess._kill",
     ends="HOST_SECONDS (30 s), UNAVAILABLE_SECONDS (60 s)",

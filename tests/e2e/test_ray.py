@@ -186,6 +186,7 @@ def test_a_run_whose_ray_dies_says_so_and_saves_its_model(ray_dies: RayDies, tmp
     command, _, errors = ray_dies(5000, 1, "train.max_restarts=0")
     run_dir = tmp_path / "runs" / "test"
     assert command.returncode == 1 and "its host is gone" in errors and "worker trainer/0" in errors, errors
+    assert re.search("(gcs_server|raylet) has ended", (run_dir / "logs" / "ray.log").read_text())
     assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
 
 

@@ -141,11 +141,11 @@ class RayCluster(SupervisedCluster):
             self._places.check_open()
         try:
             host = place.host or place.begin_host()
-            is_remote = await host.node.remote() != self._connection.node
+            is_remote = await self._connection.answer(host.node.remote()) != self._connection.node
         except import_ray().exceptions.RayError:  # gone since the worker's last start
             place.end_host()
             host = place.begin_host()
-            is_remote = await host.node.remote() != self._connection.node
+            is_remote = await self._connection.answer(host.node.remote()) != self._connection.node
         sees_run = await self._sees_run(host)
         letter = Letter(
             name=place.spec.name,
@@ -157,9 +157,10 @@ class RayCluster(SupervisedCluster):
             environment=self._environment(place, is_remote=is_remote),
             files=self._files() if is_remote and not sees_run else {},
         )
-        pid = await host.start.remote(msgspec.msgpack.encode(letter))
+        pid = await self._connection.answer(host.start.remote(msgspec.msgpack.encode(letter)))
         place.has_begun = True
-        return RayProcess(host, pid, log, partial(self._places.end_silent_host, place, host), is_here=not is_remote)
+        end_host = partial(self._places.end_silent_host, place, host)
+        return RayProcess(host, pid, log, self._connection, end_host, is_here=not is_remote)
 
     def _environment(self, place: WorkerPlace, *, is_remote: bool) -> dict[str, str]:
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}

@@ -4,8 +4,8 @@ the driver.
     RayConnection (driver) --joins--> Ray, on this node and others | Ray, on this one alone <--starts-- `start`, below guard.py
 
 consumes: the cluster's address, or none; the environment, which has what Ray is to know
-waits for: a cluster that is being started, `start_seconds` at most; an answer of its head
-is unblocked by: the guard, which tells the address; the cluster that listens there
+waits for: a cluster that is being started, `start_seconds` at most; an answer of its head; answers of hosts, as long as who asks
+is unblocked by: the guard, which tells the address, and ends when the cluster has; the cluster that listens there
 
 Ray takes its settings from the environment of the process when it is imported. What a cluster of our own needs there is taken out
 again when the run is over.
@@ -23,10 +23,10 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from asyncflow.cluster.ray.guard import PATIENCE
 from asyncflow.cluster.ray.host import write_private
@@ -34,6 +34,8 @@ from asyncflow.cluster.ray.requirements import RayOptions
 from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOCAL_CPUS: Final = 1024
 """CPUs that a cluster started here says it has: workers share the cores, as those of `local` do."""
@@ -68,6 +70,7 @@ class RayConnection:
         self._is_ours = False  # whether this object has connected the process to Ray
         self._scratch: Path | None = None  # of a cluster that was started for this run
         self._guard: asyncio.subprocess.Process | None = None  # its owner
+        self._guard_end: asyncio.Task[int] | None = None
         self._environment_before: dict[str, str | None] = {}  # of what such a cluster has changed in it
 
     async def connect(self, options: RayOptions) -> None:
@@ -119,6 +122,7 @@ class RayConnection:
                 sys.executable, "-m", "asyncflow.cluster.ray.guard", str(self._scratch),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, start_new_session=True,
             )  # fmt: skip
+        self._guard_end = asyncio.create_task(self._guard.wait())
         assert self._guard.stdout is not None
         try:
             async with asyncio.timeout(seconds):
@@ -133,6 +137,22 @@ class RayConnection:
         """Raises `ConnectionError` when the head does not answer."""
         if not await _answers(self.head):
             raise ConnectionError(f"the head of the Ray cluster at {self.head} does not answer")
+
+    async def answer(self, asked: Awaitable[T]) -> T:
+        """An answer of Ray, or of a host. Raises `ConnectionError` as soon as the cluster that was started for this run has ended.
+
+        Ray itself would look for it for a minute. An owner that was killed has ended nothing: there may still be workers.
+        """
+        answer = asyncio.ensure_future(asked)
+        try:
+            if self._guard_end is not None:
+                await asyncio.wait([answer, self._guard_end], return_when=asyncio.FIRST_COMPLETED)
+                is_there = answer.done() and answer.exception() is None
+                if not is_there and self._guard_end.done() and self._guard_end.result() >= 0:
+                    raise ConnectionError("the Ray cluster that was started for this run has ended, of which logs/ray.log tells")
+            return await answer
+        finally:
+            answer.cancel()
 
     async def may_be_asked(self) -> bool:
         """Whether Ray is there, and is to be asked anything still."""

@@ -42,11 +42,14 @@ def guard(folder: Path) -> None:
         door = starter.stdout.fileno()
         if address := starter.stdout.readline() if door in select.select([0, door], [], [])[0] else b"":
             own = psutil.Process(starter.pid)
-            watched = [own, *(process for process in own.children() if process.name() in ("gcs_server", "raylet"))]
+            watched = {process.name(): process for process in own.children() if process.name() in ("gcs_server", "raylet")}
+            watched["the process that started them"] = own
             os.write(1, address)
-            while all(map(_is_alive, watched)):
+            while not (gone := [name for name, process in watched.items() if not _is_alive(process)]):
                 if select.select([0], [], [], LOOK_SECONDS)[0] and not os.read(0, 4096):
                     break
+            if gone:
+                print(f"{', '.join(gone)} has ended, and all of Ray is ended with it", file=sys.stderr, flush=True)
     finally:
         while left := psutil.Process().children(recursive=True):
             for process in left:

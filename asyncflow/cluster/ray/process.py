@@ -5,7 +5,7 @@
 
 consumes: a worker's output and end, as its host tells
 waits for: the host's next word; one that is out of reach or hangs, UNAVAILABLE_SECONDS at most
-is unblocked by: the worker's output or end; the loss of its host
+is unblocked by: the worker's output or end; the loss of its host; the end of a cluster that was started for the run
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from asyncflow.cluster.ray.connection import ASK_SECONDS, HOST_SECONDS, first_sentence, import_ray
+from asyncflow.cluster.ray.connection import ASK_SECONDS, HOST_SECONDS, RayConnection, first_sentence, import_ray
 
 LOST_STATUS: Final = 1  # of a worker whose host is gone
 UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach or hang, and its worker lives on; more than LISTEN_SECONDS
@@ -26,11 +26,20 @@ class RayProcess:
 
     stdin = None  # the host has it
 
-    def __init__(self, host: Any, pid: int, log: Path, end_host: Callable[[], Awaitable[None]], *, is_here: bool) -> None:
+    def __init__(
+        self,
+        host: Any,
+        pid: int,
+        log: Path,
+        connection: RayConnection,
+        end_host: Callable[[], Awaitable[None]],
+        *,
+        is_here: bool,
+    ) -> None:
         """`end_host` ends the host, and the worker with it. `is_here`: it is on the driver's node."""
         self.pid, self.is_here = pid, is_here
         self.returncode: int | None = None
-        self._host, self._end_host = host, end_host
+        self._host, self._connection, self._end_host = host, connection, end_host
         self._following = asyncio.create_task(self._follow(log))
         self._killing: asyncio.Task[None] | None = None
 
@@ -69,15 +78,15 @@ class RayProcess:
             while self.returncode is None:
                 try:
                     async with asyncio.timeout(UNAVAILABLE_SECONDS):
-                        output, self.returncode = await self._host.listen.remote()
+                        output, self.returncode = await self._connection.answer(self._host.listen.remote())
                     answered_at = now()
-                except (TimeoutError, errors.RayError) as error:
+                except (TimeoutError, ConnectionError, errors.RayError) as error:
                     is_unavailable = isinstance(error, errors.ActorUnavailableError)
                     if is_unavailable and now() - answered_at < UNAVAILABLE_SECONDS:
                         await asyncio.sleep(ASK_SECONDS)  # the network may come back, and its worker with it
                         continue
                     why = first_sentence(error)
-                    if not isinstance(error, errors.RayError):
+                    if isinstance(error, TimeoutError):
                         why = f"it has not answered for {UNAVAILABLE_SECONDS:g} s"
                     if is_unavailable or isinstance(error, TimeoutError):  # it may come back, and is somebody else's then
                         await self._end_host()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncflow.cluster import base
-from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.ray import cluster as ray_cluster
 from asyncflow.cluster.ray import connection as ray_connection
 from asyncflow.cluster.ray import places as ray_places
@@ -308,7 +308,7 @@ async def test_one_that_is_being_started_again_when_it_leaves_is_gone_when_it_ha
 
 
 async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path: Path) -> None:
-    _, ray = make(1)
+    cluster, ray = make(1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down") for _ in range(3)]
     ended: list[bool] = []
@@ -316,7 +316,7 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     async def end_host() -> None:
         ended.append(True)
 
-    process = ray_process.RayProcess(actor, 1, tmp_path / "log", end_host, is_here=True)
+    process = ray_process.RayProcess(actor, 1, tmp_path / "log", cluster._connection, end_host, is_here=True)
     await until(lambda: actor.calls.count("listen") == 4)
     assert process.returncode is None
     actor.errors = [ActorUnavailableError("the network is down")]
@@ -326,7 +326,7 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
 
 
 async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _, ray = make(1)
+    cluster, ray = make(1)
     monkeypatch.setattr(ray_process, "UNAVAILABLE_SECONDS", 0.1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down")] * 10_000
@@ -335,9 +335,39 @@ async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pyt
     async def end_host() -> None:
         ended.append(True)
 
-    process = ray_process.RayProcess(actor, 1, tmp_path / "log", end_host, is_here=True)
+    process = ray_process.RayProcess(actor, 1, tmp_path / "log", cluster._connection, end_host, is_here=True)
     assert await asyncio.wait_for(process.wait(), patience(60.0)) == ray_process.LOST_STATUS
     assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and ended
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_the_end_of_the_run_s_own_cluster_is_the_end_of_its_hosts(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hangs: bool, is_killed: bool
+) -> None:
+    """Its owner says so, as it ends; one that was killed itself says nothing, and hosts are waited for as everywhere."""
+    cluster, ray = make(1)
+    guard, goes = tmp_path / "guard", tmp_path / "goes"
+    guard.write_text(f"#!/bin/sh\necho here\nuntil [ -e {goes} ]; do sleep 0.01; done\n{'kill -9 $$' if is_killed else ''}\n")
+    guard.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(guard))
+    monkeypatch.setattr(ray_connection, "_was_imported_alone", True)
+    if is_killed:
+        monkeypatch.setattr(ray_process, "UNAVAILABLE_SECONDS", 0.3)
+    assert await cluster._connection._begin_cluster(patience(60.0)) == "here"
+    await cluster.start([WorkerSpec("trainer/0", "m:f", needs={"CPU": 1.0})])
+    waiting = asyncio.create_task(cluster.wait(lambda name, why, is_final: None))
+    host = ray.actors[0]
+    if hangs:
+        await until(lambda: "listen" in host.calls)
+    else:
+        host.errors = [ActorUnavailableError("the network is down")] * 100_000
+    goes.touch()
+    ended = "the Ray cluster that was started for this run has ended, of which logs/ray.log tells"
+    lost = "it has not answered for 0.3 s" if hangs else "the network is down"
+    with pytest.raises(WorkerDied, match=f"worker trainer/0 .* its host is gone: {lost if is_killed else ended}"):
+        await asyncio.wait_for(waiting, patience(20.0))
+    await asyncio.wait_for(cluster.stop(0.0), patience(60.0))
 
 
 async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(
