@@ -165,7 +165,7 @@ def _lora(model: nn.Module, lora_id: int) -> tuple[list[SumEntry], int]:
         names = manager.packed_modules_mapping.get(last, [last])
         stacks = {"lora_A": layer.lora_a_stacked, "lora_B": layer.lora_b_stacked}
         if not isinstance(layer, BaseLinearLayerWithLoRA) or len(stacks["lora_A"]) != len(names):
-            if any(bool(stack[index].any()) for stack in (*stacks["lora_A"], *stacks["lora_B"])):
+            if any(bool(stack[index].any()) for stack in _stacks(layer)):
                 raise CannotTell(f"an adapter of {path} is applied by {type(layer).__name__}")
             continue
         for matrix, stack in stacks.items():
@@ -173,6 +173,14 @@ def _lora(model: nn.Module, lora_id: int) -> tuple[list[SumEntry], int]:
                 piece = buffer[index]
                 found.append([[f"{parent}.{name}.{matrix}.weight".lstrip(".")], piece.numel(), sum_of_bits(piece, np.int64), 0, []])
     return found, manager.lora_config.max_lora_rank
+
+
+def _stacks(layer: Any) -> Iterator[Tensor]:
+    """A layer's matrices of all adapters, whose number is the first dimension of each."""
+    kinds = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b") if hasattr(layer, "w13_lora_a_stacked") else ("lora_a", "lora_b")
+    for kind in kinds:
+        stacked = getattr(layer, f"{kind}_stacked")
+        yield from [stacked] if isinstance(stacked, Tensor) else stacked  # the output layer has one
 
 
 def normal(tensor: Tensor) -> Tensor:

@@ -687,6 +687,33 @@ def test_an_adapter_that_has_more_than_the_version_is_another(sums: Any) -> None
     assert fault_in_lora(workers, less) == "", "a layer without an adapter has zeros"
 
 
+def output_layer(*, has_one: bool) -> Any:
+    """As vLLM's: all adapters in one tensor."""
+    low, up = torch.zeros(2, 1, LARGEST_RANK, 64), torch.zeros(2, 1, 140, LARGEST_RANK)
+    up[1, 0, 3, 2] = float(has_one)
+    return SimpleNamespace(lora_a_stacked=low, lora_b_stacked=up)
+
+
+def experts_with_lora(*, has_one: bool) -> Any:
+    """As vLLM's: each matrix's adapters in one tensor, and besides a list of pieces by adapter, expert and matrix."""
+    stacks = {f"{kind}_stacked": (torch.zeros(2, 4, 8, 8),) for kind in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")}
+    stacks["w2_lora_b_stacked"][0][1, 3, 2, 1] = float(has_one)
+    pieces = [torch.zeros(1, 8) for _ in range(24)]
+    return SimpleNamespace(**stacks, lora_a_stacked=pieces, lora_b_stacked=pieces)
+
+
+@pytest.mark.parametrize("layer", [output_layer, experts_with_lora])
+def test_layers_whose_adapters_are_not_told_may_be_there_as_long_as_they_have_none(sums: Any, layer: Callable[..., Any]) -> None:
+    tensors = checkpoint()
+    lora = lora_of(tensors)
+    model = with_lora(model_of(tensors), lora, rank=0, tp=1)
+    model.lora_manager.modules["model.other"] = layer(has_one=False)
+    assert fault_in_lora(told(sums, model, lora_id=5), lora) == ""
+    model.lora_manager.modules["model.other"] = layer(has_one=True)
+    (worker,) = told(sums, model, lora_id=5)
+    assert worker.why == "an adapter of model.other is applied by SimpleNamespace"
+
+
 def test_sums_are_asyncflows_own(sums: Any) -> None:
     """Nothing of AsyncFlow is imported beside vLLM."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
