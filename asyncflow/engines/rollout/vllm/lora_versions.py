@@ -11,10 +11,7 @@ of its own looks up once: this one does without transformers.
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +22,13 @@ from typing import TYPE_CHECKING, Final
 
 from asyncflow.engines.lora import check_lora, read_lora
 from asyncflow.engines.lora_files import write_lora
-from asyncflow.types import LoraSpec, RunError, UserError
+from asyncflow.engines.rollout.vllm.look_up import look_up
+from asyncflow.types import LoraSpec, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
-_LOOK_UP_SECONDS: Final = 600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,18 +74,8 @@ class LoraVersions:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the adapter that the trainer has, by name."""
-        module, given = "asyncflow.engines.train.adapter_shapes", (str(self._model_path), str(self.spec.rank), *self.spec.targets)
-        command = [sys.executable, "-m", module, *given]
-        try:
-            found = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_UP_SECONDS, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise RunError(
-                f"the adapter's shapes were not found within {_LOOK_UP_SECONDS:g} s: is the machine overloaded?"
-            ) from error
-        if found.returncode:
-            last = (found.stderr.strip().splitlines() or ["nothing was said"])[-1]
-            raise (UserError if found.returncode == 2 else RunError)(f"the adapter's shapes are not known: {last}")
-        return {name: (rows, columns) for name, (rows, columns) in json.loads(found.stdout.splitlines()[-1]).items()}
+        found = look_up("adapter_shapes", "the adapter's shapes", self._model_path, self.spec.rank, *self.spec.targets)
+        return {name: (rows, columns) for name, (rows, columns) in found.items()}
 
     def tensors(self, version: LoraVersion) -> dict[str, Tensor]:
         """Tensors in a version's files, float32; of the base none."""

@@ -17,19 +17,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from asyncflow.engines.rollout.checks import check_tensors
+from asyncflow.engines.rollout.vllm.look_up import look_up
 from asyncflow.model_folder import is_weight, weight_files
 from asyncflow.threads import ComputeThread
 from asyncflow.types import RunError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _ALIGNMENT = 64
 
@@ -56,29 +54,27 @@ class ServerWeights:
         return shapes_of(self._model_path)
 
     @cached_property
-    def _module(self) -> PreTrainedModel:
-        """The model without its numbers: it knows how its tensors are cut for files."""
-        from transformers import AutoConfig, AutoModelForCausalLM  # it takes seconds, and few models need it
+    def _pieces(self) -> dict[str, tuple[str, int, int]]:
+        """Rows of a version's tensors that are tensors of their own in files: see `asyncflow.engines.train.file_pieces`."""
+        if not any(".experts." in name for name in self._shapes):
+            return {}
+        return {name: tuple(piece) for name, piece in look_up("file_pieces", "the experts' tensors", self._model_path).items()}
 
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self._model_path))
-
-    @cached_property
+    @property
     def wholes(self) -> dict[str, str]:
         """For tensors that are pieces of a version's, in files as a rule: that one's name. A version has what the trainer's module
         has: all experts of a layer in one tensor."""
-        if not any(".experts." in name for name in self._shapes):
-            return {}
-        from transformers.core_model_loading import revert_weight_conversion
-
-        pieces = {name: revert_weight_conversion(self._module, {name: each}) for name, each in self._module.named_parameters()}
-        return {piece: whole for whole, cut in pieces.items() for piece in cut if piece != whole}
+        return {name: whole for name, (whole, *_) in self._pieces.items()}
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self.wholes and tensors.keys() - self._shapes.keys():
-            from transformers.core_model_loading import revert_weight_conversion
-
-            tensors = revert_weight_conversion(self._module, dict(tensors))
+        cut = {
+            name: _rows(tensors[whole], first, count, self._shapes[name])
+            for name, (whole, first, count) in self._pieces.items()
+            if name in self._shapes and whole in tensors and whole not in self._shapes
+        }
+        if cut:
+            gone = {whole for whole, *_ in self._pieces.values()}
+            tensors = {**{name: tensor for name, tensor in tensors.items() if name not in gone}, **cut}
         return check_tensors(tensors, self._shapes, ties_head=self._ties_head)
 
     @property
@@ -138,6 +134,11 @@ class ServerWeights:
         """Give up both files; a server that has mapped one keeps it."""
         self._file.close()
         self.next_file.close()
+
+
+def _rows(tensor: Tensor, first: int, count: int, shape: tuple[int, ...]) -> Tensor:
+    rows = (tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor)[first : first + count]
+    return rows.reshape(shape) if rows.numel() == math.prod(shape) else rows  # which `check_tensors` names
 
 
 class WeightsFile:
