@@ -1,6 +1,6 @@
 """Pieces that a model's files have of the module's tensors: `python -m asyncflow.engines.train.file_pieces FOLDER` prints them.
 
-    config.json --> transformers' modules on the meta device --numbers of rows, cut as for files--> {name in files: [tensor, row, rows]}
+    config.json --> transformers' modules on the meta device --their rows, cut as for files--> {name in files: [tensor, row, rows]}
 
 A process of its own for rollout workers, which do without transformers. The module has all experts of a layer in one tensor, say,
 and the files have each expert's matrices. What files have under the module's own names is left out, and so is what is no range of
