@@ -69,7 +69,7 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
             method = getattr(module, "quant_method", None)
             method = getattr(method, "old_quant_method", method)  # of experts that may have adapters
             if type(method) is UnquantizedFusedMoEMethod:
-                yield _of_experts(module, method, [paths[0], own_name], parameter.data, dtype)
+                yield _of_experts(module, method, paths[0], own_name, parameter.data, dtype)
                 continue
             if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
                 raise CannotTell(f"{name} is applied by {type(method).__name__}")
@@ -90,9 +90,8 @@ def _names(model: nn.Module, name: str) -> list[str]:
     return [f"{parent}.{each}.{own_name}".lstrip(".") for each in mapping.get(last, [last])]
 
 
-def _of_experts(module: Any, method: Any, place: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> SumEntry:
-    """Of the experts that this worker has, or of its part of each: between them the workers have each of them once."""
-    path, own_name = place
+def _of_experts(module: Any, method: Any, path: str, own_name: str, buffer: Tensor, dtype: torch.dtype) -> SumEntry:
+    """Sum over the experts that this worker has, or its part of each: between them the workers have each of them once."""
     config, manager = module.moe_config, module.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
         raise CannotTell(f"{path} has experts twice, or others among them")

@@ -145,7 +145,7 @@ class ServerAttestations:
         Of one that is lost meanwhile nothing is said: it is checked when it comes back. Raises `RunError` where all are lost.
         """
         lora = self._lora
-        promised = self.whole() if lora is None else await asyncio.to_thread(self.adapter, lora, lora.current)
+        promised = await (asyncio.to_thread(self.whole) if lora is None else asyncio.to_thread(self.adapter, lora, lora.current))
         sums: dict[VllmClient, list[WorkerSums]] = {}
 
         async def ask(_: ServerHandle, client: VllmClient) -> None:
@@ -184,7 +184,7 @@ class ServerAttestations:
             if self._lora is None:
                 return Attestation(await asyncio.to_thread(weight_parts, workers, promised))
             if client not in self._bases:
-                base = self.whole()
+                base = await asyncio.to_thread(self.whole)
                 self._bases[client] = await asyncio.to_thread(lambda: base_of(weight_parts(workers, base), base))
             return Attestation(await asyncio.to_thread(lora_parts, workers, promised), self._bases[client])
         except NotAttested as why_not:
@@ -241,9 +241,11 @@ def lora_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list
 
 def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
     """Sum over a model's own weights, from its parts. Of a tensor with several copies, one that is another counts."""
-    found, right = dict[tuple[str, ...], int](), promised.sums()
+    found: dict[tuple[str, ...], int] = {}
     for names, each in parts:
-        if (key := (*names,)) not in found or each not in (found[key], sum_of_all(right[name] for name in names)):
+        key = (*names,)
+        is_other = key in found and each != found[key]  # else nothing is read from files
+        if key not in found or (is_other and each != sum_of_all(promised.sums()[name] for name in names)):
             found[key] = each
     return sum_of_all(found.values())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
 import shutil
 import sys
@@ -539,6 +540,11 @@ def test_a_version_s_experts_are_cut_as_the_model_s_files_have_them(name: str, t
         weights.close_thread()
     with pytest.raises(ValueError, match=r"missing .*experts\.0"):
         weights.hold({key: tensor for key, tensor in version.items() if "gate_up" not in key})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "of-somebody-s-own"}))
+    unknown = ServerWeights(path, "float32", 1)
+    unknown.hold(in_files)
+    assert unknown.wholes == {} and unknown.tensors().keys() == in_files.keys(), "its versions come as its files do"
     plain = ServerWeights(MODEL, "float32", 1)
     assert plain.wholes == {}
 
