@@ -38,15 +38,15 @@ PROBE_EVERY: Final = 16
 TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.2}
 """Nats a token by which log-probs of the same weights may differ on average, where an end computes in this dtype."""
 UNSUMMED_TOLERANCE: Final = 1.0
-"""The same of an engine that cannot sum up its weights: they may be quantised."""
+"""The same of an engine whose weights are quantised, or may be, since it cannot sum them up."""
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Short sequence, and the trainer's log-probs of its tokens after the first under a version, at a temperature."""
+    """Short sequence, and the trainer's log-probs of its tokens after the first under a version, at temperature 1: vLLM's servers
+    do not divide the logits of prompts by another."""
 
     token_ids: list[int]
     log_probs: list[float]
-    temperature: float = 1.0
 
 
 class Probing(NamedTuple):
@@ -64,12 +64,13 @@ class Attestation(msgspec.Struct, frozen=True):
 
     `parts` None: the engine cannot tell. `base`: sum over the model's own weights, where a version is an adapter over them; else
     None. `log_probs`: of a probe's tokens after the first, if the engine was asked for them and can tell; those of several servers
-    stand one after another.
+    stand one after another. `is_quantised`: the sums are those of quantised weights, whose log-probs differ by more.
     """
 
     parts: list[tuple[list[str], int]] | None
     base: int | None = None
     log_probs: list[float] | None = None
+    is_quantised: bool = False
 
 
 def new_probing(vocabulary: int, max_context: int, dtypes: Sequence[str]) -> Probing:
@@ -117,7 +118,8 @@ def fault_of_probe(attested: Attestation, version: int, probe: Probe, tolerance:
     given, trainers, count = attested.log_probs, probe.log_probs, len(probe.log_probs)
     if not given or len(given) % count:
         return f"the engine gives {len(given)} log-probs of the probe sequence's {count}"
-    allowed = tolerance if attested.parts is not None else max(tolerance, UNSUMMED_TOLERANCE)
+    is_exact = attested.parts is not None and not attested.is_quantised
+    allowed = tolerance if is_exact else max(tolerance, UNSUMMED_TOLERANCE)
     for begin in range(0, len(given), count):
         found = given[begin : begin + count]
         differences = [abs(own - right) for own, right in zip(found, trainers, strict=True)]

@@ -88,10 +88,9 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeData:
-    """Sequence of which the trainer has computed log-probs at a temperature."""
+    """Sequence of which the trainer has computed log-probs, at temperature 1."""
 
     token_ids: list[int]
-    temperature: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,7 +236,7 @@ class JoinedGenerator:
         from asyncflow.attestation import Attestation
 
         score: Any = getattr(self._engine, "log_probs", None)
-        found = None if score is None else await score(np.array(probe.token_ids, np.int64), temperature=probe.temperature)
+        found = None if score is None else await score(np.array(probe.token_ids, np.int64))
         if found is None:
             return attested
         parts, base = (None, None) if attested is None else (attested.parts, attested.base)

@@ -152,9 +152,10 @@ class RolloutEngine(Protocol):
         """
         return None
 
-    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array | None:
+    async def log_probs(self, token_ids: Array) -> Array | None:
         """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under what tokens are now generated
-        with; an engine of several servers gives those of each, one after another. Optional; None: it cannot tell."""
+        with, at temperature 1; an engine of several servers gives those of each, one after another. Optional; None: it cannot
+        tell."""
         return None
 
     async def export_weights(self) -> WeightSource | None:
@@ -387,10 +388,13 @@ class ClassifierEngine(Protocol):
 class LogProbEngine(Protocol):
     """Engine that computes log-probs, for a task such as the reference that needs nothing else from a model."""
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    async def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """Log-probs (float32) of the tokens of R responses (int64) to a prompt (int64 [Lp]), without gradient.
 
-        `target_ids`: other tokens whose log-probs are taken in their places, as in `MicroBatch`.
+        `target_ids`: other tokens whose log-probs are taken in their places, as in `MicroBatch`. `temperature` of the distribution;
+        None: the run's.
         """
         ...
 

@@ -160,7 +160,7 @@ class SleepingRolloutEngine:
     async def attest(self) -> None:
         """See `RolloutEngine.attest`: there are no weights."""
 
-    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> None:
+    async def log_probs(self, token_ids: Array) -> None:
         """See `RolloutEngine.log_probs`: there are no weights."""
 
     async def export_weights(self) -> None:
@@ -436,7 +436,9 @@ class SleepingTrainEngine:
     async def discard(self) -> None:
         """See `TrainEngine`."""
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    async def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """See `LogProbEngine`."""
         return await self.pass_over(prompt_ids, response_ids, self._costs.log_probs)
 

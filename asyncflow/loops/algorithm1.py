@@ -331,14 +331,14 @@ class Publishing:
 
 
 async def probed(engine: TrainEngine, context: LoopContext, version: int) -> Probe | None:
-    """The engine's log-probs of the probe under its present weights, which will be this version; None: nobody compares them. All
-    leaders call alike."""
+    """The engine's log-probs of the probe under its present weights, which will be this version, at temperature 1; None: nobody
+    compares them. All leaders call alike."""
     token_ids = np.array(await context.versions.probe_ids(version), np.int64)
     if not len(token_ids):
         return None
     with context.spans.busy("probe", version=version):
-        found = (await engine.log_probs(token_ids[:1], Ragged.from_arrays([token_ids[1:]], "int64"))).values
-    return Probe(token_ids.tolist(), found.tolist(), context.shape.temperature) if np.isfinite(found).all() else None
+        found = (await engine.log_probs(token_ids[:1], Ragged.from_arrays([token_ids[1:]], "int64"), temperature=1.0)).values
+    return Probe(token_ids.tolist(), found.tolist()) if np.isfinite(found).all() else None
 
 
 async def publish(

@@ -315,7 +315,7 @@ class Rollout:
         score: Callable[..., Awaitable[Array | None]] | None = getattr(self._engine, "log_probs", None)
         if score is None:
             return None
-        found = await score(np.array(probe.token_ids, np.int64), temperature=probe.temperature)
+        found = await score(np.array(probe.token_ids, np.int64))
         return None if found is None else found.tolist()
 
     def _serve(self, target: Target) -> None:

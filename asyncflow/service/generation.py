@@ -104,7 +104,7 @@ class OutsideEngine:
         """See `RolloutEngine`: what the client has said of its weights, if anything. It checks the hash of the file in any case."""
         return self._attested
 
-    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array | None:
+    async def log_probs(self, token_ids: Array) -> Array | None:
         """See `RolloutEngine.log_probs`: those of a probe are in what the client has said of its weights."""
         return None
 

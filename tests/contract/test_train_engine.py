@@ -208,11 +208,12 @@ async def test_log_probs_are_of_the_distribution_sampled_from(
     batch = make_micro_batch()
     model = AutoModelForCausalLM.from_pretrained(model_path("qwen3-tiny"), dtype=torch.float32).eval()
     engine = make_engine(model_path("qwen3-tiny"), temperature=temperature, log_prob_chunk_tokens=7)
-    with torch.no_grad():
-        expected = torch.cat(reference_log_probs(model, batch, temperature)).numpy()
-    found = await engine.log_probs(batch.prompt_ids, batch.response_ids)
-    assert found.values.dtype == np.float32 and found.offsets.tolist() == batch.response_ids.offsets.tolist()
-    np.testing.assert_allclose(found.values, expected, atol=1e-5)
+    for own in (None, 1.3):  # that of the run, or another one
+        with torch.no_grad():
+            expected = torch.cat(reference_log_probs(model, batch, own or temperature)).numpy()
+        found = await engine.log_probs(batch.prompt_ids, batch.response_ids, temperature=own)
+        assert found.values.dtype == np.float32 and found.offsets.tolist() == batch.response_ids.offsets.tolist()
+        np.testing.assert_allclose(found.values, expected, atol=1e-5)
 
 
 async def test_a_loss_that_is_not_finite_adds_nothing(

@@ -157,7 +157,7 @@ def test_a_client_generates_under_the_laws_of_any_worker(
                 each.installed(0)
             path = each.fetch_weights(1, tmp_path / "weights.safetensors")
             assert path.stat().st_size > 1_000_000
-            assert work.probe is not None and len(work.probe.token_ids) == 16 and work.probe.temperature == 1.0
+            assert work.probe is not None and len(work.probe.token_ids) == 16
             wrongs = Attestation([(["model.norm.weight"], 7)]), Attestation(None, None, [-99.0] * 15)
             for wrong in wrongs if each is other else ():
                 each.installed(1, wrong)  # it generates with anything else, and is to load the version again

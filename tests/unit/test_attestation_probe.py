@@ -39,7 +39,7 @@ from tests.unit.test_attestation import (
 __all__ = ["path"]  # the fixture
 
 
-async def probe_by(trainer: TorchEngine, probing: Probing, tensors: Mapping[str, Tensor], temperature: float = 1.0) -> Probe:
+async def probe_by(trainer: TorchEngine, probing: Probing, tensors: Mapping[str, Tensor]) -> Probe:
     """What a trainer with these weights makes of it, as its loop asks for it."""
     with torch.no_grad():
         for name, parameter in one_rank(trainer).policy.parameters.items():
@@ -54,7 +54,6 @@ async def probe_by(trainer: TorchEngine, probing: Probing, tensors: Mapping[str,
 
     context: Any = SimpleNamespace(
         versions=SimpleNamespace(probe_ids=probe_ids),
-        shape=SimpleNamespace(temperature=temperature),
         spans=SimpleNamespace(busy=busy),
     )
     probe = await probed(trainer, context, 2)
@@ -87,7 +86,7 @@ def micro_batch() -> MicroBatch:
 
 async def told_by(engine: SlotEngine | TransformersEngine, probe: Probe) -> Attestation:
     """As a rollout worker reports it."""
-    found = await engine.log_probs(np.array(probe.token_ids), temperature=probe.temperature)
+    found = await engine.log_probs(np.array(probe.token_ids))
     attested = await engine.attest()
     return Attestation(attested.parts, attested.base, found.tolist())
 
@@ -162,16 +161,17 @@ async def test_right_weights_are_let_through_and_a_planted_fault_is_found_with_b
 
 
 @pytest.mark.parametrize("path", ["qwen2"], indirect=True)
-async def test_the_general_engine_says_the_same_at_the_run_s_temperature(path: Path) -> None:
+async def test_a_probe_is_scored_at_temperature_1_whatever_the_run_s_is(path: Path) -> None:
     slots, trainer = engine_of(path, has_lora=False), torch_engine(path, temperature=0.7)
     general = TransformersEngine(path, num_slots=2, max_context=64, stop_ids=[])
     tensors = strong_version(slots, path, has_lora=False)
-    probe = await probe_by(trainer, new_probing(96, 64, ["float32"]), tensors, temperature=0.7)
+    probe = await probe_by(trainer, new_probing(96, 64, ["float32"]), tensors)
     for engine in (slots, general):
         await engine.install(2, tensors)
         assert fault_of_probe(await told_by(engine, probe), 2, probe, 1e-5) == ""
-        assert fault_of_probe(await told_by(engine, Probe(probe.token_ids, probe.log_probs)), 2, probe, 1e-3), "at temperature 1"
         await engine.close()
+    sampled = await trainer.log_probs(np.array(probe.token_ids[:1]), Ragged.from_arrays([np.array(probe.token_ids[1:])], "int64"))
+    assert np.abs(sampled.values - probe.log_probs).max() > 1e-3, "at the run's"
     await trainer.close()
 
 

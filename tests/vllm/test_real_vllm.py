@@ -28,6 +28,7 @@ from asyncflow.bit_sums import sum_of
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors
 from asyncflow.engines.rollout.vllm.client import RequestRefused, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.hosts import OwnServer
@@ -156,6 +157,51 @@ async def test_what_a_server_does_not_load_is_found_at_the_first_install(planted
             planted.write_text("")
             await engine.install(version, tensors)
             assert await fault(engine, version, tensors, dtype=dtype) == ""
+
+
+async def test_a_server_that_quantises_by_rows_is_attested_and_its_faults_are_found(planted: Path) -> None:
+    """To fp8, a scale to each row: what its sums are compared with is quantised here, by the same rule and other code."""
+    original = load_file(MODEL / "model.safetensors")
+    async with opened(MODEL, dtype="bfloat16", arguments={"quantization": "fp8_per_channel"}) as engine:
+        for version, (name, words) in enumerate((("nothing", "in 27 of 27 parts"), ("half", "in 13 of 27 parts")), 1):
+            tensors = {key: tensor * (1 + 0.3 * version) for key, tensor in original.items()}
+            planted.write_text(name)
+            await engine.install(version, tensors)
+            assert words in await fault(engine, version, tensors, dtype="bfloat16")
+            planted.write_text("")
+            await engine.install(version, tensors)
+            attested = await engine.attest()
+            assert attested is not None and attested.is_quantised
+            assert await fault(engine, version, tensors, dtype="bfloat16") == ""
+
+
+async def test_what_cannot_be_summed_up_is_probed_while_paused_and_what_was_under_way_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, plain = np.arange(5, 21), PromisedTensors.found
+
+    def cannot_tell(*_: Any) -> list[int]:
+        raise NotAttested("it is quantised")
+
+    async with opened(MODEL) as engine:
+        monkeypatch.setattr(PromisedTensors, "found", cannot_tell)
+        await engine.install(1, changed())
+        assert await engine.attest() is None
+        stream = engine.generate(np.arange(9), samples=range(8), sampling=Sampling(1.0, 200), key=SampleKey(3, 9))
+        pending = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.3)
+        await engine.pause()
+        await engine.install(2, load_file(MODEL / "model.safetensors"))
+        assert await engine.attest() is None
+        found = await engine.log_probs(ids)
+        await engine.resume()
+        responses = [await pending, *[response async for response in stream]]
+        assert sorted(response.sample for response in responses) == [*range(8)]
+        assert all(response.version_spans[-1, 1] == 2 for response in responses[1:])
+        after = await engine.log_probs(ids)
+        assert found is not None and after is not None and np.abs(found - after).max() < 1e-5
+        monkeypatch.setattr(PromisedTensors, "found", plain)
+        assert await fault(engine, 2, load_file(MODEL / "model.safetensors")) == ""
 
 
 TARGETS = {"q_proj": 128, "v_proj": 64}

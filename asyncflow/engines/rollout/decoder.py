@@ -260,7 +260,7 @@ class Decoder:
             self.cache.share(first, others, len(prompt))
         return logits_PV
 
-    def log_probs(self, token_ids: Array, adapter: int = INSTALLED, temperature: float = 1.0) -> Array:
+    def log_probs(self, token_ids: Array, adapter: int = INSTALLED) -> Array:
         """Log-probs (float32 [L - 1]) of the tokens of one sequence (int64 [L]) after its first, with the adapter of this number.
         The cache is neither used nor changed. At most `SCORED_ROWS` rows of logits exist at a time."""
         num_tokens = len(token_ids)
@@ -275,7 +275,7 @@ class Decoder:
         targets_T = self._on_device(np.append(token_ids[1:], [0, *inert]))
         chosen = []
         for begin in range(0, len(h_TE), SCORED_ROWS):
-            logits_CV = self._logits(h_TE[begin : begin + SCORED_ROWS]) / temperature
+            logits_CV = self._logits(h_TE[begin : begin + SCORED_ROWS])
             targets_C1 = targets_T[begin : begin + SCORED_ROWS, None]
             chosen.append(logits_CV.log_softmax(-1).gather(1, targets_C1).squeeze(1))
         scored: Array = torch.cat(chosen)[: num_tokens - 1].cpu().numpy()

@@ -170,7 +170,7 @@ class SlotEngine(ThreadedEngine):
         self._adapters.forget(adapter)  # whatever has its number next is handed in behind this
         await asyncio.wrap_future(gone)
 
-    async def log_probs(self, token_ids: Array, adapter: str | None = None, *, temperature: float = 1.0) -> Array:
+    async def log_probs(self, token_ids: Array, adapter: str | None = None) -> Array:
         """Log-probs (float32 [L - 1]) of the tokens of a sequence (int64 [L]) after its first, under the installed weights, or
         with an adapter of this name.
 
@@ -183,7 +183,7 @@ class SlotEngine(ThreadedEngine):
             raise ValueError(f"{len(token_ids)} tokens exceed the engine's context of {self.max_context}")
         self._check_open()
         with self._adapters.named(adapter).request() as number:
-            return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids, number, temperature)))
+            return await asyncio.wrap_future(self._hand_in(partial(self._decoder.log_probs, token_ids, number)))
 
     async def attest(self, adapter: str | None = None) -> Attestation:
         """Happens between two decode steps, see `RolloutEngine.attest`; of an adapter of this name, if one is given. The sum of a

@@ -98,7 +98,7 @@ class TransformersEngine(ThreadedEngine):
             try:
                 difference = largest_difference(
                     rows,
-                    partial(self._log_probs, temperature=1.0),
+                    self._log_probs,
                     vocab_size=self._vocab_size,
                     max_context=self.max_context,
                     windows=windows_of(config.get_text_config()),
@@ -131,15 +131,15 @@ class TransformersEngine(ThreadedEngine):
     def _attest(self) -> Attestation:
         return Attestation([([name], sum_of_bits(parameter)) for name, parameter in self._parameters.items()])
 
-    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array:
+    async def log_probs(self, token_ids: Array) -> Array:
         """Happens between two tokens, see `RolloutEngine.log_probs`."""
         self._check_open()
-        return await asyncio.wrap_future(self._hand_in(partial(self._log_probs, token_ids, temperature)))
+        return await asyncio.wrap_future(self._hand_in(partial(self._log_probs, token_ids)))
 
     @torch.no_grad()
-    def _log_probs(self, token_ids: Array, temperature: float) -> Array:
+    def _log_probs(self, token_ids: Array) -> Array:
         ids_1L = torch.from_numpy(token_ids)[None].to(self._model.device)
-        logits_LV = self._model(input_ids=ids_1L, use_cache=False).logits[0, :-1].float() / temperature
+        logits_LV = self._model(input_ids=ids_1L, use_cache=False).logits[0, :-1].float()
         chosen_L1 = logits_LV.log_softmax(-1).gather(1, ids_1L[0, 1:, None])
         found: Array = chosen_L1.squeeze(1).cpu().numpy()
         return found

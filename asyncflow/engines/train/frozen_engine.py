@@ -34,8 +34,10 @@ class FrozenEngine(LogProbEngine):
         """Compute with so many threads from the next call on."""
         await self._thread.run(torch.set_num_threads, count)
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
-        return await self._thread.run(self._model.response_log_probs, prompt_ids, response_ids, target_ids)
+    async def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
+        return await self._thread.run(self._model.response_log_probs, prompt_ids, response_ids, target_ids, temperature)
 
     async def close(self) -> None:
         self._thread.close()

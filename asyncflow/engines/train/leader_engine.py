@@ -146,9 +146,11 @@ class LeaderEngine(TrainingEngine[PolicyTraining], TrainEngine):
             await asyncio.wait([asyncio.wrap_future(written)])
         await self.close()
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    async def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """See `LogProbEngine.log_probs`. The log-probs are those under the policy's current weights."""
-        return await self._lead("log_probs", prompt_ids, response_ids, target_ids)
+        return await self._lead("log_probs", prompt_ids, response_ids, target_ids, temperature)
 
     async def export_weights(self) -> WeightSource:
         """See `TrainEngine.export_weights`. The weights are float32."""

@@ -114,8 +114,10 @@ class OneRank(OneModel, PolicyTraining):
         super().load_state(folder)
         self._changed()
 
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
-        return self.policy.response_log_probs(prompt_ids, response_ids, target_ids)
+    def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
+        return self.policy.response_log_probs(prompt_ids, response_ids, target_ids, temperature)
 
     def _whole(self, name: str) -> Tensor:
         return self.policy.parameters[name].detach()

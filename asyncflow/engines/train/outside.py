@@ -82,7 +82,9 @@ class OutsideTrainEngine:
         self._updates += 1  # the step is over
         await self._desk.discard()
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+    async def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """Raises `RuntimeError`: no model is computed here."""
         raise RuntimeError("a run that is trained from outside computes no log-probs")
 

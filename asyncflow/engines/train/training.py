@@ -104,7 +104,9 @@ class PolicyTraining(Training):
     specs: Mapping[str, TensorSpec]
 
     @abstractmethod
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """See `LogProbEngine.log_probs`."""
 
     def gather(self, name: str) -> Tensor | None:

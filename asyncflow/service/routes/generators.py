@@ -80,7 +80,6 @@ class PromptAnswer(BaseModel):
 
 class ProbeAnswer(BaseModel):
     token_ids: list[int]
-    temperature: float
 
 
 class PromptsAnswer(BaseModel):
@@ -126,7 +125,7 @@ class AttestedWeights(Body):
     base: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     """The sum over the model's own weights, where a version is an adapter over them."""
     log_probs: Annotated[list[float], Field(max_length=MAX_PROBED)] | None = None
-    """Log-probs of the probe's tokens after its first, with the weights that the client now generates with."""
+    """Log-probs of the probe's tokens after its first, at temperature 1, with the weights that the client now generates with."""
 
 
 class Installed(Body):
@@ -189,7 +188,7 @@ def add_rows(router: APIRouter, hosted: HostedRun) -> None:
         prompts = [_as_answer(prompt, session.decode(prompt.prompt_ids), bits) for prompt in work.prompts]
         manifest = session.files.manifest
         probe = manifest.probe if manifest is not None and manifest.version == work.install else None
-        asked = None if probe is None else ProbeAnswer(token_ids=probe.token_ids, temperature=probe.temperature)
+        asked = None if probe is None else ProbeAnswer(token_ids=probe.token_ids)
         return PromptsAnswer(version=work.version, prompts=prompts, install=work.install, is_over=work.is_over, probe=asked)
 
     @router.post("/generators/{worker}/experience", tags=["generators"])

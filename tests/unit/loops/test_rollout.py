@@ -674,23 +674,23 @@ async def test_what_the_engine_makes_of_a_probe_is_told_with_what_it_attests(mon
     """Elements in the wrong places: all sums are right, and the second install is."""
     monkeypatch.setattr(rollout, "RETRY_SECONDS", (0.01, 0.01))
     async with a_worker("periodic") as world:
-        asked: list[tuple[list[int], float]] = []
+        asked: list[list[int]] = []
 
         async def attest() -> Attestation:
             return Attestation([(["a"], 7)])
 
-        async def log_probs(token_ids: np.ndarray, *, temperature: float) -> np.ndarray:
-            asked.append((token_ids.tolist(), temperature))
+        async def log_probs(token_ids: np.ndarray) -> np.ndarray:
+            asked.append(token_ids.tolist())
             return np.array([-1.0, -2.0 if len(asked) > 1 else -9.0], np.float32)
 
         world.engine.attest, world.engine.log_probs = attest, log_probs  # type: ignore[attr-defined]
         world.versions.probing = Probing([4, 5, 6], 0.2)
-        probe = Probe(await world.versions.probe_ids(1), [-1.0, -2.0], 0.5)
+        probe = Probe(await world.versions.probe_ids(1), [-1.0, -2.0])
         await world.versions.publish(Manifest("i", 1, "", "", 0, {}, sums={"a": 7}, probe=probe))
         while len(asked) < 2:
             await asyncio.sleep(0.005)
         await loop_turns()
-        assert asked == [([4, 5, 6], 0.5)] * 2 and world.engine.done.count("install 1") == 2
+        assert asked == [[4, 5, 6]] * 2 and world.engine.done.count("install 1") == 2
         assert world.versions.attested == {WORKER: True} and not world.versions.stale
         await world.publish(2)
         assert len(asked) == 2 and world.engine.version == 2, "nobody compares what has no probe"

@@ -3,11 +3,12 @@
     a buffer that kernels read as it lies        --> the sum of its bits
     a packed copy, which its kernel alone reads  --> columns of the matrix: what the kernel gives for rows with a single 1, which is
                                                      exact to the bit; the sum of theirs
+    fp8, a scale to each row (`fp8_per_channel`) --> the sum over the matrix that they stand for, in float32
 
 A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer are
 summed up together, since kernels order and fill up their matrices as they like. Nothing here knows what
-the sums should be, or was given to an update. Of layers that compute with anything else than their weights as they are, quantised
-ones above all, nothing can be told.
+the sums should be, or was given to an update. Of layers that compute with anything else than their weights as they are, other
+quantised ones above all, nothing can be told.
 """
 
 from __future__ import annotations
@@ -26,10 +27,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 LEAST_COLUMNS = 16
 LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a thousand has changed, as in a step in bfloat16
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+FP8_PER_CHANNEL = "fp8_per_channel"
+FP8_METHOD, FP8_KERNELS = "Fp8PtpcOnlineLinearMethod", ("ChannelWiseTorchFP8ScaledMMLinearKernel", "CutlassFP8ScaledMMLinearKernel")
+"""What vLLM 0.32.0 calls a layer's method, and the kernels that read both buffers as they lie."""
+MOST_ROWS = 1024  # that exist in float32 at a time
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
-"""[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over].
+"""[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over,
+how it is quantised]. The last is left out where it is not.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
 no elements are counted."""
@@ -71,7 +77,12 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
             if type(method) is UnquantizedFusedMoEMethod:
                 yield _of_experts(module, method, paths[0], own_name, parameter.data, dtype)
                 continue
-            if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            is_fp8 = type(method).__name__ == FP8_METHOD
+            if is_fp8 and own_name != "bias":
+                if own_name == "weight":  # with its scales
+                    yield from _of_fp8(module, method, names)
+                continue
+            if method is not None and not is_fp8 and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
                 raise CannotTell(f"{name} is applied by {type(method).__name__}")
             is_embedding = type(method) is UnquantizedEmbeddingMethod
             is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
@@ -131,6 +142,17 @@ def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEnt
     begin = inputs * module.tp_rank if inputs != module.input_size else 0
     for name, piece in _pieces(module, names, answers.t()):
         yield [[name], piece.shape[0] * inputs, sum_of_bits(normal(piece)), inputs, (columns + begin).tolist()]
+
+
+def _of_fp8(module: Any, method: Any, names: Sequence[str]) -> Iterator[SumEntry]:
+    kernel, scales_N1 = type(method.fp8_linear).__name__, module.weight_scale.data
+    if kernel not in FP8_KERNELS or module.weight.dtype != torch.float8_e4m3fn or scales_N1.shape != (module.weight.shape[1], 1):
+        raise CannotTell(f"{names[0]} is read by {kernel}, in {module.weight.dtype}")
+    rows_NK = module.weight.data.t()
+    for (name, rows), (_, scales) in zip(_pieces(module, names, rows_NK), _pieces(module, names, scales_N1), strict=True):
+        cuts = [slice(begin, begin + MOST_ROWS) for begin in range(0, len(rows), MOST_ROWS)]
+        found = sum(sum_of_bits((rows[cut].float() * scales[cut].float()).contiguous()) for cut in cuts)
+        yield [[name], rows.numel(), found % (1 << 32), 0, [], FP8_PER_CHANNEL]
 
 
 def _outputs(module: Any, names: Sequence[str]) -> list[int]:

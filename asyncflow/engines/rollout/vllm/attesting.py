@@ -4,6 +4,7 @@
     one that several workers have whole    each of them
     the experts of a layer                 the sum over all of them, whatever workers have which, under their names together
     columns that a kernel has given        the sum over the file that the server was to load, with these in the place of its own
+    a matrix in fp8, with its scales       the sum over the file, with the difference of what it stands for from what it should
     B of an adapter, with its scaling      the sum over its file, with the difference of what lies there from what should
 
 So what lies in a server as it should has the sum that its tensor has, and anything else another one. Of columns that no kernel was
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence, Set
 from weakref import WeakKeyDictionary
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from asyncflow.attestation import MODULUS, Attestation, fault_of, modulus_of, sum_of_all
@@ -112,6 +114,8 @@ class PromisedTensors:
             if found != own and not bool(matrix.isfinite().all()):
                 raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
             found += self.sum_of(name) - own
+        elif parts[0].quantised:
+            found += self.sum_of(name) - sum_of(name, quantised(self._tensor(name), parts[0].quantised))
         elif name.endswith(B) and self._scaling != 1:
             found += self.sum_of(name) - sum_of(name, self._tensor(name) * self._scaling)
         return found % modulus_of(name)
@@ -120,14 +124,28 @@ class PromisedTensors:
         return self._tensors[name].to(self._dtype)
 
 
+def quantised(matrix: Tensor, how: str) -> Tensor:
+    """What a matrix [N, K] stands for once vLLM has quantised it, float32. Raises `NotAttested` where one cannot tell.
+
+    With `fp8_per_channel` (vLLM's online quantisation) each row has a scale, its largest element by the largest number of fp8, and
+    its elements by the scale are rounded.
+    """
+    if how != "fp8_per_channel":
+        raise NotAttested(f"it is quantised by {how}")
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales_N1 = (matrix.abs().amax(-1, keepdim=True).float() / largest).clamp_min(1 / (largest * 512))
+    return (matrix / scales_N1).clamp(-largest, largest).to(torch.float8_e4m3fn).float() * scales_N1
+
+
 class ServerAttestations:
-    """Attestations of the servers of one engine."""
+    """Attestations of the servers of one engine. `are_told`: they could be made the last time."""
 
     def __init__(self, weights: ServerWeights, lora: LoraVersions | None) -> None:
         """`weights` are what the servers have, or the base of what they have: `lora`."""
         self._weights, self._lora = weights, lora
         self._bases: WeakKeyDictionary[VllmClient, int] = WeakKeyDictionary()  # a server that starts again has a new client
-        self._has_logged_why = False
+        self._has_logged_why = self._is_quantised = False
+        self.are_told = True
 
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
@@ -156,7 +174,8 @@ class ServerAttestations:
             await servers.everywhere(ask)
         found = [await self._attested(client, workers, promised) for client, workers in sums.items()]
         attested = [each for each in found if each is not None]
-        return None if len(attested) < len(found) else await asyncio.to_thread(self._merged, attested)
+        self.are_told = len(attested) == len(found)
+        return await asyncio.to_thread(self._merged, attested) if self.are_told else None
 
     async def check(self, client: VllmClient, promised: PromisedTensors) -> None:
         """Check that a server which has come back has what it was given. Raises `ServerLost` if it has anything else."""
@@ -169,7 +188,8 @@ class ServerAttestations:
     def _merged(self, attested: Sequence[Attestation]) -> Attestation:
         """Servers that have one base have the one that each should have, or are all wrong."""
         bases = {each.base for each in attested}
-        return merged(attested, bases.pop() if len(bases) == 1 else sum_of_all(self.whole().sums().values()))
+        base = bases.pop() if len(bases) == 1 else sum_of_all(self.whole().sums().values())
+        return replace(merged(attested, base), is_quantised=self._is_quantised)
 
     async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
         """Sums that a server's workers answer."""
@@ -181,6 +201,7 @@ class ServerAttestations:
         try:
             if why := [worker.why for worker in workers if worker.why]:
                 raise NotAttested(why[0])
+            self._is_quantised |= any(each.quantised for worker in workers for each in worker.weights)
             if self._lora is None:
                 return Attestation(await asyncio.to_thread(weight_parts, workers, promised))
             if client not in self._bases:

@@ -165,14 +165,14 @@ class VllmEngine(RolloutEngine):
             self._check_open()
             return await self._attestations.of_all(self._servers)
 
-    async def log_probs(self, token_ids: Array, *, temperature: float = 1.0) -> Array | None:
-        """See `RolloutEngine`. Of all servers that are up. None while the engine is paused, since servers answer nothing then, and
-        at another temperature than 1, by which vLLM does not divide the logits of prompts."""
+    async def log_probs(self, token_ids: Array) -> Array | None:
+        """See `RolloutEngine`. Of all servers that are up. Paused ones answer nothing: while the engine is paused, None if its
+        weights have sums; else what is under way is ended for this, and begins anew when the engine is resumed."""
         await self._begin()
         found: list[Array | None] = []
         async with self._one_by_one:
             self._check_open()
-            if self._is_paused or temperature != 1:
+            if self._is_paused and self._attestations.are_told:
                 return None
             name = None if self._lora is None else self._lora.current.name
             salt = f"probe {next(self._probes)}"  # by the keys of other weights it would answer what these make of it
@@ -181,7 +181,12 @@ class VllmEngine(RolloutEngine):
                 with contextlib.suppress(RequestRefused):
                     found.append(await client.prompt_log_probs(token_ids.tolist(), salt, name))
 
+            if self._is_paused:  # and requests wait at the gates
+                await self._servers.everywhere(_abort)
+                await self._servers.everywhere(lambda handle, client: client.resume())
             await self._servers.everywhere(ask)
+            if self._is_paused:
+                await self._servers.everywhere(_abort)
         given = [each for each in found if each is not None]
         return np.concatenate(given) if given else None
 
@@ -284,6 +289,10 @@ async def _clear(client: VllmClient) -> None:
     """Have a server drop its requests and its cache."""
     await client.pause("abort", clear_cache=True)
     await client.resume()
+
+
+async def _abort(_: ServerHandle, client: VllmClient) -> None:
+    await client.pause("abort", clear_cache=False)
 
 
 async def _load(client: VllmClient, version: LoraVersion) -> None:

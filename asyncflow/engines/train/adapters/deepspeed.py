@@ -123,9 +123,11 @@ class DeepSpeedTraining(GatheredTraining):
         self._zero.forget()
 
     @torch.no_grad()
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """See `LogProbEngine.log_probs`. With stage 3 all processes call at the same time."""
-        packed = pack_thrifty(prompt_ids, response_ids, self._device, target_ids)
+        packed = replace(pack_thrifty(prompt_ids, response_ids, self._device, target_ids), temperature=temperature)
         return Ragged(self._policy_log_probs(packed).cpu().numpy(), response_ids.offsets)
 
     def _weight(self, name: str) -> Tensor:
@@ -348,7 +350,7 @@ class _Policy(nn.Module):
         """
         inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
         outputs = self.module.base_model(**inputs, attention_mask=None, use_cache=False)
-        hidden_TH = packed.predicting(outputs.last_hidden_state[0], self._temperature)
+        hidden_TH = packed.predicting(outputs.last_hidden_state[0], packed.temperature or self._temperature)
         return self.module.get_output_embeddings()(hidden_TH, function)
 
 

@@ -84,9 +84,7 @@ class CausalModel:
         self.module = copy.deepcopy(self._loaded, own).eval()
         self._chunk_tokens, self._are_bits_free = options.log_prob_chunk_tokens, options.accumulate == "fp32"
         self.device, self.dtype, self.temperature = torch.device(options.device), dtype, options.temperature
-        self._divisor = self.temperature / logit_scale(self.module.config)
-        cap = logit_cap(self.module.config)
-        self._softcap: float | None = None if cap is None else cap / self.temperature
+        self._logit_scale, self._logit_cap = logit_scale(self.module.config), logit_cap(self.module.config)
         is_packed = self.module.config._attn_implementation == ATTENTION_NAME
         own_way: Way = "alone" if why_alone(self.module.config.to_dict()) else "batched"
         self.way: Way = first.way if first else "packed" if is_packed else own_way
@@ -133,12 +131,14 @@ class CausalModel:
         The hidden states are divided by the temperature, and by what else the model divides its logits by, so that their product
         with its weight gives the logits to sample from (but for the softcap). A bias of the output layer is one more column of it.
         """
-        weights = self._cast()
-        hidden_TH, head_VH = self._states(packed, weights, self._divisor), weights[self._head_name]
+        weights, temperature = self._cast(), packed.temperature or self.temperature
+        divisor = temperature / self._logit_scale
+        hidden_TH, head_VH = self._states(packed, weights, divisor), weights[self._head_name]
         if self._bias_name is not None:
-            ones_T1 = hidden_TH.new_full((len(hidden_TH), 1), 1 / self._divisor)
+            ones_T1 = hidden_TH.new_full((len(hidden_TH), 1), 1 / divisor)
             hidden_TH, head_VH = torch.cat((hidden_TH, ones_T1), 1), torch.cat((head_VH, weights[self._bias_name][:, None]), 1)
-        return hidden_TH, Head(head_VH, self._chunk_tokens, softcap=self._softcap)
+        softcap = None if self._logit_cap is None else self._logit_cap / temperature
+        return hidden_TH, Head(head_VH, self._chunk_tokens, softcap=softcap)
 
     def _cast(self) -> dict[str, Tensor]:
         """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""
@@ -191,9 +191,11 @@ class CausalModel:
         return log_probs_and_entropy(hidden_TH, head, packed.targets_T, packed.token_counts)[0]
 
     @torch.no_grad()
-    def response_log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    def response_log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the same as in training, so that the bits are the same."""
-        packed = self.pack(prompt_ids, response_ids, target_ids)
+        packed = replace(self.pack(prompt_ids, response_ids, target_ids), temperature=temperature)
         return Ragged(self.log_probs(packed).cpu().numpy(), response_ids.offsets)
 
 

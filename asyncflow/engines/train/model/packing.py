@@ -96,6 +96,7 @@ class Packed:
     response_lengths: tuple[int, ...]
     fill_tokens: int = 0  # tokens of the last segment, if it only fills up the sequence
     parts: tuple[Packed, ...] = ()  # those that were joined; none: it is one micro-batch
+    temperature: float | None = None  # of the distribution whose log-probs are taken; None: the model's own
 
     @property
     def positions_P(self) -> Tensor:

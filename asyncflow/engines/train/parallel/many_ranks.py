@@ -149,9 +149,12 @@ class ManyRanks(PolicyTraining):
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
-        packed = filled_up(pack_thrifty(prompt_ids, response_ids, self.ranks.device, target_ids), INERT_TOKENS)
+        packed = pack_thrifty(prompt_ids, response_ids, self.ranks.device, target_ids)
+        packed = replace(filled_up(packed, INERT_TOKENS), temperature=temperature)
         made = self._log_probs(self._policy, [packed])
         log_probs_T = self._pipeline.log_probs_from_last(made[0] if made else None, len(response_ids.values))
         return Ragged(log_probs_T.numpy(), response_ids.offsets)

@@ -108,7 +108,7 @@ class ShardedModel:
 
     def predicting(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
         """Hidden states [T, H] that predict the response tokens, temperature applied; on the last stage."""
-        return packed.predicting(hidden_PH, self._temperature)
+        return packed.predicting(hidden_PH, packed.temperature or self._temperature)
 
     def head(self) -> Head:
         """Output layer; on the last stage, after its forward."""

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.attestation import Attestation, fault_of, sum_of_all
 from asyncflow.bit_sums import sum_of, sum_of_bits
+from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import servers as servers
 from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, base_of, lora_parts, weight_parts
@@ -34,7 +35,7 @@ from tests.conftest import MODEL
 from tests.families import write_model
 from tests.patience import patience
 from tests.processes import kill
-from tests.unit.engines.rollout.test_vllm import LORA, adapter, changed, group_of, opened, responses, running
+from tests.unit.engines.rollout.test_vllm import LORA, adapter, changed, group_of, opened, responses, running, running_of
 from tests.vllm.servers import fake_python
 
 
@@ -178,12 +179,38 @@ async def test_each_server_is_asked_for_its_log_probs_of_a_probe_by_the_weights_
                 assert found[:3].tolist() == found[3:].tolist(), "both servers have the same"
                 seen.append(found)
             assert (seen[0] != seen[1]).all()
-            assert await engine.log_probs(ids, temperature=0.5) is None, "vLLM does not divide a prompt's logits"
             await engine.pause()
             assert await engine.log_probs(ids) is None, "it would wait for the engine to be resumed"
             await engine.resume()
             assert await engine.log_probs(ids) is not None
             (model / "scores").unlink()
+
+
+async def test_a_server_that_cannot_tell_gives_its_log_probs_while_it_is_paused_and_what_is_under_way_begins_anew(
+    model: Path, python: str
+) -> None:
+    (model / "deaf").write_text("cannot tell")
+    (model / "scores").touch()
+    ids, sampling = np.array([3, 8, 5, 9]), Sampling(1.0, 64)
+    async with opened(model, python) as engine:
+        await engine.install(1, changed(0.1))
+        assert await engine.attest() is None
+        stream = engine.generate(np.arange(3, 9), samples=[0, 1], sampling=sampling, key=SampleKey(3, 1))
+        pending = asyncio.create_task(anext(stream))
+        async with asyncio.timeout(patience(20)):
+            while await running_of(engine) < 2:
+                await asyncio.sleep(0.01)
+        await engine.pause()
+        await engine.install(2, changed(0.2))
+        assert await engine.attest() is None
+        found = await engine.log_probs(ids)
+        assert found is not None and found.shape == (3,) and not pending.done()
+        await engine.resume()
+        for response in [await pending, await anext(stream)]:
+            assert response.version_spans.tolist() == [[0, 2]]
+        await stream.aclose()
+        alone = await engine.log_probs(ids)
+        assert alone is not None and alone.tolist() == found.tolist()
 
 
 # -- what a worker sums up --------------------------------------------------------------------------------------------------
@@ -205,6 +232,25 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
 
 class Fp8LinearMethod(UnquantizedLinearMethod):
     pass
+
+
+class ChannelWiseTorchFP8ScaledMMLinearKernel:
+    pass
+
+
+class Fp8PtpcOnlineLinearMethod(UnquantizedLinearMethod):
+    """As vLLM's: a scale to each row, over all workers."""
+
+    fp8_linear: Any = ChannelWiseTorchFP8ScaledMMLinearKernel()
+
+
+def quantise(layer: Any, largest_N1: Tensor) -> None:
+    """As vLLM does: `largest_N1` of each row, of all workers."""
+    scales_N1 = (largest_N1.float() / 448).clamp_min(1 / (448 * 512))
+    rows_NK = (layer.weight / scales_N1).clamp(-448, 448).to(torch.float8_e4m3fn)
+    layer.weight = nn.Parameter(rows_NK.t(), requires_grad=False)
+    layer.weight_scale = nn.Parameter(scales_N1, requires_grad=False)
+    layer.quant_method = Fp8PtpcOnlineLinearMethod()
 
 
 class LikeLinear(nn.Module):
@@ -439,6 +485,28 @@ def test_an_output_layer_that_should_be_the_embedding_and_shares_it_no_more_is_c
         model.lm_head = ParallelLMHead(tensors["model.embed_tokens.weight"] * factor, rank=0, tp=1)
         faults = fault_in(told(sums, model), tensors)
         assert words in faults and bool(words) == bool(faults)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_quantised_to_fp8_by_rows_has_the_sums_of_the_file_and_anything_else_is_named(sums: Any, tp: int) -> None:
+    tensors, path = checkpoint(torch.bfloat16), "model.layers.0.self_attn"
+    models = [model_of(tensors, rank=rank, tp=tp, packed=False) for rank in range(tp)]
+    for model in models:
+        attention = model.model.layers[0].self_attn
+        quantise(attention.qkv_proj, attention.qkv_proj.weight.abs().amax(1, keepdim=True))
+        quantise(attention.o_proj, tensors[f"{path}.o_proj.weight"].abs().amax(1, keepdim=True))
+    workers = told(sums, *models, dtype=torch.bfloat16)
+    assert {each.names[0] for each in workers[0].weights if each.quantised} == {f"{path}.{n}_proj.weight" for n in "qkvo"}
+    assert fault_in(workers, tensors, torch.bfloat16) == ""
+    layer = models[-1].model.layers[0].self_attn.o_proj
+    for buffer, change in ((layer.weight.data.view(torch.int8), 1), (layer.weight_scale.data, 1e-4)):
+        buffer[5, 0] += change
+        words = fault_in(told(sums, *models, dtype=torch.bfloat16), tensors, torch.bfloat16)
+        assert f"in 1 of {len(tensors) if tp == 1 else 11} parts, {path}.o_proj.weight the first" in words
+        buffer[5, 0] -= change
+    layer.quant_method.fp8_linear = object()
+    (why,) = {worker.why for worker in told(sums, models[-1], dtype=torch.bfloat16)}
+    assert why == f"{path}.o_proj.weight is read by object, in torch.float8_e4m3fn"
 
 
 def test_after_as_many_seeds_as_there_are_columns_all_have_been_seen(sums: Any) -> None:

@@ -137,9 +137,11 @@ class MegatronTraining(GatheredTraining):
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None) -> Ragged:
+    def log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    ) -> Ragged:
         """See `LogProbEngine.log_probs`."""
-        packed = pack_thrifty(prompt_ids, response_ids, self._device, target_ids)
+        packed = replace(pack_thrifty(prompt_ids, response_ids, self._device, target_ids), temperature=temperature)
         log_probs_T = self._policy.log_probs(packed)
         last = dist.get_global_rank(self._core.pp_group, self._options.layout.pp - 1)
         dist.broadcast(log_probs_T, last, group=self._core.pp_group)

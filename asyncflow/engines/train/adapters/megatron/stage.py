@@ -86,7 +86,7 @@ class MegatronStage:
 
         The hidden states are those that predict the response tokens, with the temperature applied. `hidden_P1H`: `enter`'s output.
         """
-        hidden_TH = packed.predicting(hidden_P1H[:, 0], self._temperature)
+        hidden_TH = packed.predicting(hidden_P1H[:, 0], packed.temperature or self._temperature)
         own_VH = self._model.output_layer.weight  # None: tied to the embedding, which is on this stage, too
         head_VH = self._model.embedding.word_embeddings.weight if own_VH is None else own_VH
         # Rows that only fill up the vocabulary are no tokens: without the cut their logits, 0, would be in the softmax.
