@@ -34,7 +34,7 @@ async def largest_difference(engine: TransformersEngine, path: Path) -> float:
     any two tokens something else is computed, as an install's probe does."""
     rows: Any = engine._slots
     between, other = rows._between_tokens, np.arange(3, 20)
-    rows._between_tokens = lambda: (engine._log_probs(other, 1.0), between())
+    rows._between_tokens = lambda: (engine._log_probs(other), between())
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     largest, asked = 0.0, [(number, length) for number, length in enumerate((7, 7, 1, 12, 1, 2, 7))]
     prompts = [np.random.default_rng(number).integers(3, 61, length) for number, length in asked]

@@ -44,9 +44,9 @@ def test_the_other_calls_arrive_with_their_arguments() -> None:
     chosen = Hyperparameters(learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0, max_grad_norm=None)
     assert decode(encode(Call("set_hyperparameters", (chosen,)))).arguments == (chosen,)
     empty = Ragged(nothing, np.zeros(1, np.int64))
-    method, (prompt_ids, response_ids, target_ids) = decode(encode(Call("log_probs", (nothing, empty, empty))))
-    assert method == "log_probs" and len(prompt_ids) == 0 and len(response_ids) == len(target_ids) == 0
-    assert decode(encode(Call("log_probs", (nothing, empty, None)))).arguments[2] is None
+    method, (prompt_ids, response_ids, target_ids, temperature) = decode(encode(Call("log_probs", (nothing, empty, empty, 0.7))))
+    assert method == "log_probs" and temperature == 0.7 and len(prompt_ids) == 0 and len(response_ids) == len(target_ids) == 0
+    assert decode(encode(Call("log_probs", (nothing, empty, None, None)))).arguments[2:] == (None, None)
 
 
 @pytest.mark.parametrize("training", [OneRank, ManyRanks])
@@ -63,8 +63,8 @@ def test_each_call_is_a_method(training: type) -> None:
         msgspec.msgpack.encode(["evaluate", ["1"]]),
         msgspec.msgpack.encode(["optim_step", ["all"]]),
         msgspec.msgpack.encode(["optim_step", []]),
-        msgspec.msgpack.encode(["log_probs", [["object", [1], b"12345678"], [], None]]),
-        msgspec.msgpack.encode(["log_probs", [["int64", [2], b"12345678"], [["int64", [0], b""]] * 2, None]]),
+        msgspec.msgpack.encode(["log_probs", [["object", [1], b"12345678"], [], None, None]]),
+        msgspec.msgpack.encode(["log_probs", [["int64", [2], b"12345678"], [["int64", [0], b""]] * 2, None, None]]),
     ],
     ids=["nothing", "no msgpack", "no call", "no number", "no argument", "no dtype", "too short"],
 )
