@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from asyncflow.run_dir import replace
 from asyncflow.types import Array, UserError
 
 CERTIFICATE_FILE: Final = "certificate.json"
@@ -62,8 +63,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def write(self, run_dir: Path) -> None:
-        """Write the certificate into the run's folder."""
-        (run_dir / CERTIFICATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        """Write the certificate into the run's folder, whole or not at all."""
+        replace(run_dir / CERTIFICATE_FILE, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def read_certificate(run_dir: Path) -> Certificate | None:

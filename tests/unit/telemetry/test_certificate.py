@@ -83,3 +83,18 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "certificate.json").write_text('{"schedule": ')
     with pytest.raises(UserError, match="is no certificate"):
         read_certificate(tmp_path)
+
+
+def test_one_that_cannot_be_written_whole_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: a part of it would be refused as no certificate by whoever reads it."""
+    first = certificate(observed())
+    first.write(tmp_path)
+
+    def fsync(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", fsync)
+        with pytest.raises(OSError, match="No space left"):
+            certificate(observed(staleness=1)).write(tmp_path)
+    assert read_certificate(tmp_path) == first
