@@ -231,6 +231,7 @@ class JoinedGenerator:
 
     async def _probed(self, attested: Attestation | None, probe: ProbeData) -> Attestation | None:
         """The attestation with the engine's log-probs of a probe, if it can tell them."""
+        import msgspec
         import numpy as np
 
         from asyncflow.attestation import Attestation
@@ -239,8 +240,7 @@ class JoinedGenerator:
         found = None if score is None else await score(np.array(probe.token_ids, np.int64))
         if found is None:
             return attested
-        parts, base = (None, None) if attested is None else (attested.parts, attested.base)
-        return Attestation(parts, base, found.tolist())
+        return msgspec.structs.replace(attested or Attestation(None), log_probs=found.tolist())
 
     async def _tensors(self, version: int) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file

@@ -126,6 +126,8 @@ class AttestedWeights(Body):
     """The sum over the model's own weights, where a version is an adapter over them."""
     log_probs: Annotated[list[float], Field(max_length=MAX_PROBED)] | None = None
     """Log-probs of the probe's tokens after its first, at temperature 1, with the weights that the client now generates with."""
+    is_quantised: bool = False
+    """Whether the sums are those of quantised weights, whose log-probs differ by more."""
 
 
 class Installed(Body):
@@ -218,7 +220,7 @@ def add_installs(router: APIRouter, hosted: HostedRun) -> None:
         attested = None
         if given is not None:
             parts = None if given.parts is None else [(part.names, part.found) for part in given.parts]
-            attested = Attestation(parts, given.base, given.log_probs)
+            attested = Attestation(parts, given.base, given.log_probs, given.is_quantised)
         _session(hosted, worker).engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 

@@ -125,7 +125,7 @@ class PromisedTensors:
 
 
 def quantised(matrix: Tensor, how: str) -> Tensor:
-    """What a matrix [N, K] stands for once vLLM has quantised it, float32. Raises `NotAttested` where one cannot tell.
+    """Matrix, float32, that vLLM's quantised form of a matrix [N, K] stands for. Raises `NotAttested` where one cannot tell.
 
     With `fp8_per_channel` (vLLM's online quantisation) each row has a scale, its largest element by the largest number of fp8, and
     its elements by the scale are rounded.
