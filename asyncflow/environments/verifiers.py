@@ -7,7 +7,6 @@ reaches the policy as any OpenAI endpoint. The reward is the sum of the trace's 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ class Verifiers:
     episodes_per_process = 16
     is_captured = True
     is_deterministic = False
-    _served: ClassVar[dict[bytes, asyncio.Task[Any]]] = {}
+    _served: ClassVar[dict[bytes, tuple[asyncio.Future[Any], asyncio.Task[None]]]] = {}
 
     def __init__(
         self,
@@ -79,11 +78,18 @@ class Verifiers:
     async def _shared(self) -> Any:
         """The package's environment, served for as long as this process lives."""
         if self._key not in self._served:
-            self._served[self._key] = asyncio.create_task(self._serve(), name="verifiers")
-        return await asyncio.shield(self._served[self._key])
+            served = asyncio.get_running_loop().create_future()
+            self._served[self._key] = served, asyncio.create_task(self._serve(served), name="verifiers")
+        return await asyncio.shield(self._served[self._key][0])
 
-    async def _serve(self) -> Any:
-        environment = self._class(self._config)
-        stack = contextlib.AsyncExitStack()
-        await stack.enter_async_context(environment.serving())
-        return environment
+    async def _serve(self, served: asyncio.Future[Any]) -> None:
+        """Keep the servers until this task is cancelled: they end in the task that began them, or else not in order."""
+        try:
+            environment = self._class(self._config)
+            async with environment.serving():
+                served.set_result(environment)
+                await asyncio.get_running_loop().create_future()  # the end of the process
+        except Exception as error:
+            if served.done():
+                raise
+            served.set_exception(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -281,3 +282,62 @@ async def test_verifiers_rewards_are_its_own(
         (same,) = episode.end()
         assert sequence.token_ids.tolist() == same.token_ids.tolist()
     assert json.loads(json.dumps(result.info)) == {}
+
+
+TOOLS_TASKSET = """
+import os
+
+import verifiers.v1 as vf
+
+
+class Numbers(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+    @vf.tool
+    def multiply(self, a: int, b: int) -> str:
+        \"\"\"Multiply.\"\"\"
+        return f"{a * b} by {os.getpid()}"
+
+
+class ProductTask(vf.Task):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float("42" in (trace.last_reply or ""))
+
+
+class Products(vf.Taskset[ProductTask, vf.TasksetConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Numbers(vf.SharedToolsetConfig())]
+
+    def load(self):
+        for i in range(3):
+            yield ProductTask(vf.TaskData(prompt=f"{i}: 6 x 7?"), self.config.task)
+
+
+__all__ = ["Products"]
+
+if __name__ == "__main__":
+    Numbers.run()
+"""
+
+
+async def test_the_tool_servers_of_a_taskset_serve_all_its_episodes(
+    endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers")
+    (tmp_path / "products_for_test.py").write_text(TOOLS_TASKSET)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # a server is a process of its own
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+    def rule(text: str) -> str:
+        name = re.findall(r'"name": "(\w*multiply)"', text)[0]
+        return "It is 42." if "tool_response>\n42 by" in text else CALL.replace("multiply", name)
+
+    engines = [Recorded(tokenizer, rule) for _ in range(3)]
+    outcomes = [
+        await played(endpoint, engine, {"idx": index}, "verifiers", taskset="products_for_test")
+        for index, engine in enumerate(engines)
+    ]
+    assert [result.reward for result, _ in outcomes] == [1.0] * 3
+    contexts = [tokenizer.decode_all(np.array(context)) for engine in engines for context, _ in engine.record]
+    assert len({each for context in contexts for each in re.findall(r"42 by (\d+)", context)}) == 1

@@ -386,6 +386,7 @@ async def test_an_episode_of_verifiers_reaches_the_policy_by_a_key_of_its_own(in
 
     class Env(Base[TaskConfig]):
         num_served = 0
+        is_served = False
 
         def __init__(self, config: dict[str, Any]) -> None:
             self.config, self.taskset = config, ["a", "b", "c"]
@@ -393,11 +394,17 @@ async def test_an_episode_of_verifiers_reaches_the_policy_by_a_key_of_its_own(in
         @contextlib.asynccontextmanager
         async def serving(self) -> Any:
             Env.num_served += 1
-            yield
+            Env.is_served = True
+            try:
+                yield
+            finally:
+                Env.is_served = False
 
         async def run_episode(self, task: str, context: Any) -> Any:
             assert os.environ[context.client.api_key_var] == f"key of {task}"
-            await asyncio.sleep(0)
+            for _ in range(5):  # the loop closes a generator that nobody holds
+                await asyncio.sleep(0)
+            assert Env.is_served
             error = SimpleNamespace(type="ToolError", message=f"{task} broke")
             traces = [SimpleNamespace(reward=reward, errors=[error]) for reward in (1.0, 0.5)]
             return SimpleNamespace(ok=task != "c", errors=[], traces=traces)

@@ -36,6 +36,7 @@ class Echo:
         return getattr(self, "do_" + what)(rest)
     def do_say(self, rest): return f"{rest} {self.turns} {self.seed}", 0.5, self.turns == 3, {"tool_calls": 1}
     def do_raise(self, rest): raise KeyError("no " + rest)
+    async def do_cancel(self, rest): raise asyncio.CancelledError("by " + rest)
     def do_exit(self, rest): print("bye, said the environment", flush=True); os._exit(3)
     def do_eat(self, rest): eaten = [b"x" * (64 << 20) for _ in range(64)]; return None, None, True, {}
     def do_sleep(self, rest):
@@ -131,6 +132,7 @@ async def test_messages_tools_and_the_end_of_a_turn_reach_the_other_side(
     ("action", "kind", "words"),
     [
         ("raise luck", "raised", "raised KeyError: 'no luck'"),
+        ("cancel itself", "raised", "raised CancelledError: by itself"),
         ("exit", "exited", "exited with status 3; its last words: bye, said the environment"),
         ("eat", "memory", "ran out of memory"),
         ("nothing", "invalid", r"step returned 3, not \(observation, reward, done, info\)"),
@@ -138,8 +140,9 @@ async def test_messages_tools_and_the_end_of_a_turn_reach_the_other_side(
         ("unknown", "raised", "AttributeError"),
     ],
 )
-async def test_a_mistake_fails_its_episode_with_its_words(open_pool: Open, action: str, kind: str, words: str) -> None:
-    pool = await open_pool()
+@pytest.mark.parametrize("name", ["Echo", "Many"])
+async def test_a_mistake_fails_its_episode_with_its_words(open_pool: Open, name: str, action: str, kind: str, words: str) -> None:
+    pool = await open_pool(name)
     failed = await failure(pool, action)
     assert failed.kind == kind and pool.failures == {kind: 1}
     with pytest.raises(EnvironmentFailure, match=words):
