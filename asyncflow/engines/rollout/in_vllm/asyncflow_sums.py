@@ -3,18 +3,21 @@
     a buffer that kernels read as it lies        --> the sum of its bits
     a packed copy, which its kernel alone reads  --> columns of the matrix: what the kernel gives for rows with a single 1, which is
                                                      exact to the bit; the sum of theirs
-    fp8, a scale to each row (`fp8_per_channel`) --> the sum over the matrix that they stand for, in float32
+    what vLLM has quantised while it loaded      --> the sum over what it quantised, taken there, with the difference of the bits
+                                                     that lie there now from those that it made
 
 A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer are
-summed up together, since kernels order and fill up their matrices as they like. Nothing here knows what
-the sums should be, or was given to an update. Of layers that compute with anything else than their weights as they are, other
-quantised ones above all, nothing can be told.
+summed up together, since kernels order and fill up their matrices as they like. Nothing here knows what the sums should be. Of layers
+that compute with anything else than their weights as they are, or as vLLM itself has quantised them, nothing can be told.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,20 +25,21 @@ from torch import Tensor, nn
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import utils as loading
 
 LEAST_COLUMNS = 16
 LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a thousand has changed, as in a step in bfloat16
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-FP8_PER_CHANNEL = "fp8_per_channel"
-FP8_METHOD, FP8_KERNELS = "Fp8PtpcOnlineLinearMethod", ("ChannelWiseTorchFP8ScaledMMLinearKernel", "CutlassFP8ScaledMMLinearKernel")
-"""What vLLM 0.32.0 calls a layer's method, and the kernels that read both buffers as they lie."""
-MOST_ROWS = 1024  # that exist in float32 at a time
+QUANTISING = (OnlineLinearBase, OnlineMoEMethodBase)
+"""Methods of layers that vLLM quantises itself, each time that they are loaded."""
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
 """[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over,
-how it is quantised]. The last is left out where it is not.
+whether it is quantised]. The last is left out where it is not.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
 no elements are counted."""
@@ -43,6 +47,61 @@ no elements are counted."""
 
 class CannotTell(Exception):
     """Error for weights that the model computes with and that cannot be told. The text says of which part."""
+
+
+@dataclass(slots=True)
+class Quantised:
+    """What vLLM has quantised of a layer: of each parameter its dtype, and the number of elements and sum of each tensor in it; and
+    the sum of the bits that were made of them."""
+
+    loaded: dict[str, tuple[torch.dtype, list[tuple[int, int]]]]
+    made: int
+
+
+_quantised: WeakKeyDictionary[nn.Module, Quantised | str] = WeakKeyDictionary()
+"""Of each layer, or why nothing is known."""
+
+
+def watch_quantising() -> None:
+    """Have sums taken of what vLLM quantises, wherever it does: it measures its time by this context, around nothing else."""
+    within = loading.online_quantization_timing_context
+
+    @contextlib.contextmanager
+    def watched(layer: nn.Module, method: Any) -> Iterator[None]:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            with within(layer, method):  # it does nothing
+                yield
+            return
+        found: Quantised | str
+        try:
+            loaded = {name: (tensor.dtype, _parts(layer, method, tensor)) for name, tensor in _parameters(layer, method)}
+            found = Quantised(loaded, 0)
+        except Exception as error:  # of another vLLM than this was written against, maybe: it loads all the same
+            found = f"{type(error).__name__}: {error}"
+        with within(layer, method):
+            yield
+        if isinstance(found, Quantised):
+            found.made = _bits(layer)
+        _quantised[layer] = found
+
+    loading.online_quantization_timing_context = watched
+
+
+def _parameters(layer: nn.Module, method: Any) -> list[tuple[str, Tensor]]:
+    """Parameters as they were loaded. What fills up experts is whatever was in memory, and is made zeros, as some methods do."""
+    if isinstance(method, OnlineMoEMethodBase):
+        method._zero_padding(layer)
+    return [(name, parameter.data) for name, parameter in layer._parameters.items() if parameter is not None]
+
+
+def _parts(layer: Any, method: Any, tensor: Tensor) -> list[tuple[int, int]]:
+    parts = [tensor] if isinstance(method, OnlineMoEMethodBase) else torch.split(tensor, [*layer.output_partition_sizes])
+    return [(part.numel(), sum_of_bits(part)) for part in parts]
+
+
+def _bits(layer: nn.Module) -> int:
+    """Sum over the bits of all that a layer computes with."""
+    return sum(sum_of_bits(parameter.data) for parameter in layer._parameters.values() if parameter is not None)
 
 
 @torch.inference_mode()
@@ -65,6 +124,11 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
         aliases.setdefault(module, []).append(alias.replace(WRAPPED, ""))
     first_names: dict[int, str] = {}
     for module, paths in aliases.items():
+        method: Any = getattr(module, "quant_method", None)
+        method = getattr(method, "old_quant_method", method)  # of experts that may have adapters
+        if isinstance(method, QUANTISING) and module._parameters:
+            yield from _of_quantised(model, module, method, paths[0], dtype)
+            continue
         is_head = isinstance(module, ParallelLMHead) or any(path.rpartition(".")[2] == "lm_head" for path in paths)
         for own_name, parameter in module._parameters.items():
             if parameter is None:
@@ -72,17 +136,13 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
             is_shared = id(parameter) in first_names
             name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
             names = _names(model, name)
-            method = getattr(module, "quant_method", None)
-            method = getattr(method, "old_quant_method", method)  # of experts that may have adapters
             if type(method) is UnquantizedFusedMoEMethod:
-                yield _of_experts(module, method, paths[0], own_name, parameter.data, dtype)
+                if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
+                    raise CannotTell(f"{paths[0]} is computed by MOONEP")
+                names = _names_of_experts(module, paths[0], own_name, parameter.dtype, dtype)
+                yield [names, 0, sum_of_bits(parameter.data), 0, []]
                 continue
-            is_fp8 = type(method).__name__ == FP8_METHOD
-            if is_fp8 and own_name != "bias":
-                if own_name == "weight":  # with its scales
-                    yield from _of_fp8(module, method, names)
-                continue
-            if method is not None and not is_fp8 and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
                 raise CannotTell(f"{name} is applied by {type(method).__name__}")
             is_embedding = type(method) is UnquantizedEmbeddingMethod
             is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
@@ -101,13 +161,12 @@ def _names(model: nn.Module, name: str) -> list[str]:
     return [f"{parent}.{each}.{own_name}".lstrip(".") for each in mapping.get(last, [last])]
 
 
-def _of_experts(module: Any, method: Any, path: str, own_name: str, buffer: Tensor, dtype: torch.dtype) -> SumEntry:
-    """Sum over the experts that this worker has, or its part of each: between them the workers have each of them once."""
+def _names_of_experts(module: Any, path: str, own_name: str, kept: torch.dtype, dtype: torch.dtype) -> list[str]:
+    """The checkpoint's names for a parameter of experts. A worker has some of them, or its part of each: between them the workers
+    have each of them once."""
     config, manager = module.moe_config, module.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
         raise CannotTell(f"{path} has experts twice, or others among them")
-    if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
-        raise CannotTell(f"{path} is computed by MOONEP")
     parent = path.removesuffix(".routed_experts").removesuffix("experts")
     kind, _, end = own_name.partition("_")  # w13_weight, w2_bias
     names = [
@@ -115,9 +174,29 @@ def _of_experts(module: Any, method: Any, path: str, own_name: str, buffer: Tens
         for parameter, of_expert, _, _ in module.get_expert_mapping()
         if parameter == f"experts.{kind}_"
     ]
-    if buffer.dtype != dtype or not names or not parent.endswith("."):
-        raise CannotTell(f"{path}.{own_name} is kept in {buffer.dtype}, or under another name")
-    return [names, 0, sum_of_bits(buffer), 0, []]
+    if kept != dtype or not names or not parent.endswith("."):
+        raise CannotTell(f"{path}.{own_name} is kept in {kept}, or under another name")
+    return names
+
+
+def _of_quantised(model: nn.Module, module: Any, method: Any, path: str, dtype: torch.dtype) -> Iterator[SumEntry]:
+    """Sums over what was quantised; where other bits lie there than were made of it, all are others."""
+    quantised = _quantised.get(module, "nobody saw it")
+    if isinstance(quantised, str):
+        raise CannotTell(f"{path} is quantised by {type(method).__name__}: {quantised}")
+    change = _bits(module) - quantised.made
+    for own_name, (kept, parts) in quantised.loaded.items():
+        if isinstance(method, OnlineMoEMethodBase):
+            names = _names_of_experts(module, path, own_name, kept, dtype)
+            yield [names, 0, (parts[0][1] + change) % (1 << 32), 0, [], True]
+            continue
+        names = _names(model, f"{path}.{own_name}".lstrip("."))
+        if len(names) == 1:
+            parts = [(sum(numel for numel, _ in parts), sum(found for _, found in parts))]
+        if kept != dtype or len(parts) != len(names):
+            raise CannotTell(f"{names[0]} was quantised from {kept}, in {len(parts)} parts")
+        for name, (numel, found) in zip(names, parts, strict=True):
+            yield [[name], numel, (found + change) % (1 << 32), 0, [], True]
 
 
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:
@@ -142,17 +221,6 @@ def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEnt
     begin = inputs * module.tp_rank if inputs != module.input_size else 0
     for name, piece in _pieces(module, names, answers.t()):
         yield [[name], piece.shape[0] * inputs, sum_of_bits(normal(piece)), inputs, (columns + begin).tolist()]
-
-
-def _of_fp8(module: Any, method: Any, names: Sequence[str]) -> Iterator[SumEntry]:
-    kernel, scales_N1 = type(method.fp8_linear).__name__, module.weight_scale.data
-    if kernel not in FP8_KERNELS or module.weight.dtype != torch.float8_e4m3fn or scales_N1.shape != (module.weight.shape[1], 1):
-        raise CannotTell(f"{names[0]} is read by {kernel}, in {module.weight.dtype}")
-    rows_NK = module.weight.data.t()
-    for (name, rows), (_, scales) in zip(_pieces(module, names, rows_NK), _pieces(module, names, scales_N1), strict=True):
-        cuts = [slice(begin, begin + MOST_ROWS) for begin in range(0, len(rows), MOST_ROWS)]
-        found = sum(sum_of_bits((rows[cut].float() * scales[cut].float()).contiguous()) for cut in cuts)
-        yield [[name], rows.numel(), found % (1 << 32), 0, [], FP8_PER_CHANNEL]
 
 
 def _outputs(module: Any, names: Sequence[str]) -> list[int]:

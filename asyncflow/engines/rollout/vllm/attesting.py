@@ -4,7 +4,7 @@
     one that several workers have whole    each of them
     the experts of a layer                 the sum over all of them, whatever workers have which, under their names together
     columns that a kernel has given        the sum over the file that the server was to load, with these in the place of its own
-    a matrix in fp8, with its scales       the sum over the file, with the difference of what it stands for from what it should
+    what vLLM has quantised                the sum over what it was quantised from, if what was made of that lies there
     B of an adapter, with its scaling      the sum over its file, with the difference of what lies there from what should
 
 So what lies in a server as it should has the sum that its tensor has, and anything else another one. Of columns that no kernel was
@@ -114,27 +114,12 @@ class PromisedTensors:
             if found != own and not bool(matrix.isfinite().all()):
                 raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
             found += self.sum_of(name) - own
-        elif parts[0].quantised:
-            found += self.sum_of(name) - sum_of(name, quantised(self._tensor(name), parts[0].quantised))
         elif name.endswith(B) and self._scaling != 1:
             found += self.sum_of(name) - sum_of(name, self._tensor(name) * self._scaling)
         return found % modulus_of(name)
 
     def _tensor(self, name: str) -> Tensor:
         return self._tensors[name].to(self._dtype)
-
-
-def quantised(matrix: Tensor, how: str) -> Tensor:
-    """Matrix, float32, that vLLM's quantised form of a matrix [N, K] stands for. Raises `NotAttested` where one cannot tell.
-
-    With `fp8_per_channel` (vLLM's online quantisation) each row has a scale, its largest element by the largest number of fp8, and
-    its elements by the scale are rounded.
-    """
-    if how != "fp8_per_channel":
-        raise NotAttested(f"it is quantised by {how}")
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    scales_N1 = (matrix.abs().amax(-1, keepdim=True).float() / largest).clamp_min(1 / (largest * 512))
-    return (matrix / scales_N1).clamp(-largest, largest).to(torch.float8_e4m3fn).float() * scales_N1
 
 
 class ServerAttestations:
@@ -201,7 +186,7 @@ class ServerAttestations:
         try:
             if why := [worker.why for worker in workers if worker.why]:
                 raise NotAttested(why[0])
-            self._is_quantised |= any(each.quantised for worker in workers for each in worker.weights)
+            self._is_quantised |= any(each.is_quantised for worker in workers for each in worker.weights)
             if self._lora is None:
                 return Attestation(await asyncio.to_thread(weight_parts, workers, promised))
             if client not in self._bases:

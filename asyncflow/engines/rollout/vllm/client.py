@@ -98,7 +98,7 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
 
     `names`: the checkpoint's, one, or those of several tensors that are summed up together over all workers. `numel`: elements of
     the one tensor that the worker has. `columns`: those of it that the sum is over, where the worker has `inputs` of them; empty:
-    it is over all that the worker has. `quantised`: how, "" if it is not; the sum is over what the matrix stands for, in float32.
+    it is over all that the worker has. `is_quantised`: the sum is over what was quantised, if what was made of that lies there.
     """
 
     names: list[str]
@@ -106,7 +106,7 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     found: int
     inputs: int
     columns: list[int]
-    quantised: str = ""
+    is_quantised: bool = False
 
 
 class WorkerSums(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
@@ -234,23 +235,50 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
     pass
 
 
-class ChannelWiseTorchFP8ScaledMMLinearKernel:
-    pass
+class OnlineLinearBase(UnquantizedLinearMethod):
+    """As vLLM's, which quantises a layer when it is loaded: an element to fp8, with a scale to each row of this worker's part."""
+
+    kept = torch.float8_e4m3fn
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        scales_N1 = layer.weight.abs().amax(1, keepdim=True).float() / 448
+        layer.weight = nn.Parameter((layer.weight / scales_N1).to(self.kept).t(), requires_grad=False)
+        layer.weight_scale = nn.Parameter(scales_N1, requires_grad=False)
+        layer._already_called_process_weights_after_loading = True
 
 
-class Fp8PtpcOnlineLinearMethod(UnquantizedLinearMethod):
-    """As vLLM's: a scale to each row, over all workers."""
-
-    fp8_linear: Any = ChannelWiseTorchFP8ScaledMMLinearKernel()
+class Int8Online(OnlineLinearBase):
+    kept = torch.int8
 
 
-def quantise(layer: Any, largest_N1: Tensor) -> None:
-    """As vLLM does: `largest_N1` of each row, of all workers."""
-    scales_N1 = (largest_N1.float() / 448).clamp_min(1 / (448 * 512))
-    rows_NK = (layer.weight / scales_N1).clamp(-448, 448).to(torch.float8_e4m3fn)
-    layer.weight = nn.Parameter(rows_NK.t(), requires_grad=False)
-    layer.weight_scale = nn.Parameter(scales_N1, requires_grad=False)
-    layer.quant_method = Fp8PtpcOnlineLinearMethod()
+class OnlineMoEMethodBase:
+    """As vLLM's. What fills up the experts is whatever was in memory."""
+
+    def _zero_padding(self, layer: Any) -> None:
+        for parameter in layer.parameters():
+            parameter.data[-7:] = 0
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        layer._already_called_process_weights_after_loading = True
+        for name, parameter in [*layer.named_parameters()]:
+            setattr(layer, name, nn.Parameter(parameter.to(torch.float8_e5m2), requires_grad=False))
+
+
+@contextlib.contextmanager
+def online_quantization_timing_context(layer: nn.Module, quant_method: Any) -> Iterator[None]:
+    yield
+
+
+def quantise(layer: Any, method: Any) -> None:
+    """As vLLM does, when it has loaded the layer, and again when it has loaded the model."""
+    layer.quant_method = method
+    for _ in range(2):
+        with sys.modules["vllm.model_executor.model_loader.utils"].online_quantization_timing_context(layer, method):
+            method.process_weights_after_loading(layer)
 
 
 class LikeLinear(nn.Module):
@@ -340,11 +368,17 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("vllm.lora.layers.base_linear", [BaseLinearLayerWithLoRA]),
         ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", [UnquantizedFusedMoEMethod]),
         ("vllm.model_executor.layers.linear", [UnquantizedLinearMethod]),
+        ("vllm.model_executor.layers.quantization.online.fp8", [OnlineLinearBase]),
+        ("vllm.model_executor.layers.quantization.online.moe_base", [OnlineMoEMethodBase]),
+        ("vllm.model_executor.model_loader.utils", [online_quantization_timing_context]),
         ("vllm.model_executor.layers.vocab_parallel_embedding", [ParallelLMHead, UnquantizedEmbeddingMethod]),
     ):
         parts = name.split(".")
         for count in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:count]), sys.modules.get(".".join(parts[:count]), ModuleType("vllm")))
+            module = sys.modules.get(".".join(parts[:count]), ModuleType("vllm"))
+            monkeypatch.setitem(sys.modules, ".".join(parts[:count]), module)
+            if count > 1:
+                monkeypatch.setattr(sys.modules[".".join(parts[: count - 1])], parts[count - 1], module, raising=False)
         for each in own:
             monkeypatch.setattr(sys.modules[name], each.__name__, each, raising=False)
     monkeypatch.syspath_prepend(str(IN_VLLM))
@@ -488,25 +522,63 @@ def test_an_output_layer_that_should_be_the_embedding_and_shares_it_no_more_is_c
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_is_quantised_to_fp8_by_rows_has_the_sums_of_the_file_and_anything_else_is_named(sums: Any, tp: int) -> None:
+@pytest.mark.parametrize("method", [OnlineLinearBase(), Int8Online()])
+def test_what_was_quantised_while_it_loaded_has_the_sums_of_the_file_and_anything_else_is_named(
+    sums: Any, tp: int, method: OnlineLinearBase
+) -> None:
     tensors, path = checkpoint(torch.bfloat16), "model.layers.0.self_attn"
     models = [model_of(tensors, rank=rank, tp=tp, packed=False) for rank in range(tp)]
-    for model in models:
-        attention = model.model.layers[0].self_attn
-        quantise(attention.qkv_proj, attention.qkv_proj.weight.abs().amax(1, keepdim=True))
-        quantise(attention.o_proj, tensors[f"{path}.o_proj.weight"].abs().amax(1, keepdim=True))
+
+    def load() -> None:
+        for model in models:
+            quantise(model.model.layers[0].self_attn.qkv_proj, method)
+            quantise(model.model.layers[0].self_attn.o_proj, method)
+
+    sums.watch_quantising()
+    load()
     workers = told(sums, *models, dtype=torch.bfloat16)
-    assert {each.names[0] for each in workers[0].weights if each.quantised} == {f"{path}.{n}_proj.weight" for n in "qkvo"}
+    assert {each.names[0] for each in workers[0].weights if each.is_quantised} == {
+        f"{path}.{name}" for name in [*(f"{n}_proj.weight" for n in "qkvo"), *(f"{n}_proj.bias" for n in "qkv")]
+    }
     assert fault_in(workers, tensors, torch.bfloat16) == ""
-    layer = models[-1].model.layers[0].self_attn.o_proj
+    num_parts, layer = len(tensors) if tp == 1 else 11, models[-1].model.layers[0].self_attn.o_proj
     for buffer, change in ((layer.weight.data.view(torch.int8), 1), (layer.weight_scale.data, 1e-4)):
         buffer[5, 0] += change
         words = fault_in(told(sums, *models, dtype=torch.bfloat16), tensors, torch.bfloat16)
-        assert f"in 1 of {len(tensors) if tp == 1 else 11} parts, {path}.o_proj.weight the first" in words
+        assert f"in 1 of {num_parts} parts, {path}.o_proj.weight the first" in words
         buffer[5, 0] -= change
-    layer.quant_method.fp8_linear = object()
-    (why,) = {worker.why for worker in told(sums, models[-1], dtype=torch.bfloat16)}
-    assert why == f"{path}.o_proj.weight is read by object, in torch.float8_e4m3fn"
+    later = {name: tensor * 2 for name, tensor in tensors.items()}  # of which this one layer was not loaded
+    stale, models[:] = layer, [model_of(later, rank=rank, tp=tp, packed=False) for rank in range(tp)]
+    load()
+    assert fault_in(told(sums, *models, dtype=torch.bfloat16), later, torch.bfloat16) == ""
+    models[-1].model.layers[0].self_attn.o_proj = stale
+    words = fault_in(told(sums, *models, dtype=torch.bfloat16), later, torch.bfloat16)
+    assert f"in 1 of {num_parts} parts, {path}.o_proj.weight the first" in words
+
+
+def test_what_was_quantised_otherwise_or_unseen_is_not_told(sums: Any) -> None:
+    path, tensors = "model.layers.0.self_attn.qkv_proj", checkpoint(torch.bfloat16)
+
+    def loaded(sizes: Sequence[int] = (64, 16, 16), dtype: torch.dtype = torch.bfloat16) -> Any:
+        model = model_of(tensors, packed=False)
+        layer = model.model.layers[0].self_attn.qkv_proj.to(dtype)
+        layer.output_partition_sizes = [*sizes]
+        quantise(layer, OnlineLinearBase())
+        assert layer.weight.dtype == torch.float8_e4m3fn, "it is loaded all the same"
+        return model
+
+    unseen = loaded()
+    sums.watch_quantising()
+    of, quantised = path.replace("qkv", "q"), f"{path} is quantised by OnlineLinearBase: "
+    for model, why in (
+        (loaded(), ""),
+        (unseen, f"{quantised}nobody saw it"),
+        (loaded([5]), f"{quantised}RuntimeError: split_with_sizes expects split_sizes to sum exactly to 96"),
+        (loaded(dtype=torch.float32), f"{of}.weight was quantised from torch.float32, in 3 parts"),
+        (loaded([64, 32]), f"{of}.weight was quantised from torch.bfloat16, in 2 parts"),
+    ):
+        (worker,) = told(sums, model, dtype=torch.bfloat16)
+        assert worker.why.startswith(why) and bool(worker.why) == bool(why)
 
 
 def test_after_as_many_seeds_as_there_are_columns_all_have_been_seen(sums: Any) -> None:
@@ -588,6 +660,23 @@ def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: An
     apart = PromisedTensors(1, tensors, dtype_name)
     found = weight_parts(told(sums, *workers, dtype=dtype), apart)
     assert "mlp.experts.0.down_proj.weight the first" in fault_of(Attestation(found), 1, apart.sums())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_that_were_quantised_are_summed_up_as_they_were_loaded(sums: Any, tp: int) -> None:
+    tensors, wholes, _ = experts()
+    workers = [experts_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
+    sums.watch_quantising()
+    for layer in (worker.mlp.experts.routed_experts for worker in workers):
+        for parameter in layer.parameters():
+            parameter.data[-7:] = torch.nan
+        quantise(layer, OnlineMoEMethodBase())
+    promised = PromisedTensors(1, tensors, "float32", wholes=wholes)
+    found = weight_parts(told(sums, *workers), promised)
+    assert fault_of(Attestation(found), 1, promised.sums()) == ""
+    workers[-1].mlp.experts.routed_experts.w2_weight.data.view(torch.int8)[5] += 1
+    found = weight_parts(told(sums, *workers), promised)
+    assert "in 2 of 2 parts, mlp.experts.gate_up_proj the first" in fault_of(Attestation(found), 1, promised.sums())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
