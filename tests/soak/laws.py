@@ -19,7 +19,7 @@ from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import parse
 from asyncflow.run.factories import make_schedule
 from asyncflow.telemetry.certificate import read_certificate
-from asyncflow.types import RunError
+from asyncflow.types import RunError, UserError
 from tests.processes import alive
 from tests.soak.modes import MODES, PROMPTS, STEPS, configuration
 
@@ -140,7 +140,11 @@ def check_end(mode: str, run_dir: Path, done: Round, expected: dict[str, str]) -
         if trainers and groups != Counter(dict.fromkeys(range(STEPS * PROMPTS), 1)):
             odd = sorted({*range(STEPS * PROMPTS)} ^ groups.keys())
             done.violations.append(f"groups were skipped or added: {odd[:8]}")
-    certificate = read_certificate(run_dir)
+    certificate = None
+    try:
+        certificate = read_certificate(run_dir)
+    except UserError as error:  # a part of one
+        done.violations.append(str(error))
     if certificate is None or certificate.steps != STEPS:
         done.violations.append("there is no certificate of the whole run")
     elif MODES[mode].is_deterministic and not MODES[mode].is_served and certificate.voided:  # a run knows nothing of its clients

@@ -83,6 +83,13 @@ def test_what_breaks_a_law_is_found_on_the_disk(tmp_path: Path, change: Change, 
     assert f"{len(done.violations)} violations" in told(done)
 
 
+def test_a_part_of_a_certificate_breaks_a_law(tmp_path: Path) -> None:
+    (tmp_path / "certificate.json").write_text('{"steps": 5, "sche')
+    done = Round(7, "periodic")
+    check_end("bounded", tmp_path, done, {})
+    assert any("certificate.json is no certificate" in why for why in done.violations)
+
+
 @pytest.mark.parametrize("rank", ["-1", ".critic"])
 def test_what_other_trainers_have_written_is_looked_at(tmp_path: Path, rank: str) -> None:
     (tmp_path / f"fingerprints{rank}.jsonl").write_text("".join(json.dumps(printed(step, step)) + "\n" for step in (0, 2, 1)))
