@@ -7,8 +7,8 @@
                                                      that lie there now from those that it made
 
 A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer are
-summed up together, since kernels order and fill up their matrices as they like. Nothing here knows what the sums should be. Of layers
-that compute with anything else than their weights as they are, or as vLLM itself has quantised them, nothing can be told.
+summed up together, since kernels order and fill up their matrices as they like. Nothing here knows what the sums should be. Of
+layers that compute with anything else than their weights as they are, or as vLLM itself has quantised them, nothing can be told.
 """
 
 from __future__ import annotations
