@@ -18,9 +18,14 @@ def sum_of_bits(tensor: Tensor, modulus: int = MODULUS) -> int:
     """Sum of the bits of a tensor's elements as integers, of 64 bits as two of 32: 0 to `modulus` - 1, which is 2^32 or 2^64."""
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     if words.device.type != "cpu":
-        return int(words.sum(dtype=torch.int64)) % modulus
+        return int(sum_in_pieces(words)) % modulus
     dtype = np.int64 if modulus == ADAPTER_MODULUS else np.int32
     return int(np.add.reduce(words.numpy(), dtype=dtype)) % modulus  # eight times as many a second as torch
+
+
+def sum_in_pieces(words: Tensor, size: int = 1 << 24) -> Tensor:
+    """Sum of integers, modulo 2^64: torch makes a copy of what it sums up, with eight bytes for each."""
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in torch.split(words, size)]).sum()
 
 
 def sum_of(name: str, tensor: Tensor) -> int:

@@ -83,13 +83,13 @@ class Verifiers:
         return await asyncio.shield(self._served[self._key][0])
 
     async def _serve(self, served: asyncio.Future[Any]) -> None:
-        """Keep the servers until this task is cancelled: they end in the task that began them, or else not in order."""
+        """Serve until the event loop cancels this task, or the process is killed, which nothing here hears of."""
         try:
             environment = self._class(self._config)
             async with environment.serving():
                 served.set_result(environment)
                 await asyncio.get_running_loop().create_future()  # the end of the process
-        except Exception as error:
+        except BaseException as error:
             if served.done():
                 raise
-            served.set_exception(error)
+            served.set_exception(error if isinstance(error, Exception) else RuntimeError(f"its servers: {type(error).__name__}"))

@@ -20,6 +20,7 @@ from asyncflow.registry import build
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import Sample
 from asyncflow.types import UserError
+from tests.patience import patience
 
 Install = Callable[..., ModuleType]
 Config = TypeVar("Config")
@@ -425,3 +426,17 @@ async def test_an_episode_of_verifiers_reaches_the_policy_by_a_key_of_its_own(in
     assert Env.num_served == 1 and set(os.environ) == before
     with pytest.raises(UserError, match="taskset 'words' with harness 'null': level must be positive"):
         environment("verifiers", taskset="words", options={"level": 0})
+    for ends in (asyncio.CancelledError("no servers"), OSError("no room")):  # while its servers begin
+
+        class Broken(Env):
+            @contextlib.asynccontextmanager
+            async def serving(self, ends: BaseException = ends) -> Any:
+                raise ends
+                yield
+
+        install("verifiers.v1.utils.loaders", environment_class=lambda taskset, env, Broken=Broken: Broken)
+        ours = environment("verifiers", taskset=f"words without servers: {ends}")
+        ours.reset({"idx": 0}, 0)
+        for _ in range(2):
+            with pytest.raises((RuntimeError, OSError), match=r"its servers: CancelledError|no room"):
+                await asyncio.wait_for(ours.step(Action('{"base_url": "http://policy", "api_key": "key of a"}')), patience(5))

@@ -6,15 +6,16 @@
     what vLLM has quantised while it loaded      --> the sum over what it quantised, taken there, with the difference of the bits
                                                      that lie there now from those that it made
 
-A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer are
-summed up together, since kernels order and fill up their matrices as they like. Nothing here knows what the sums should be. Of
-layers that compute with anything else than their weights as they are, or as vLLM itself has quantised them, nothing can be told.
+A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer
+are summed up together, since kernels order and fill up their matrices as they like. What the sums should be is known to the
+sender alone. Of layers that compute with anything else than their weights as they are, or as vLLM itself has quantised them,
+nothing can be told.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,13 +50,13 @@ class CannotTell(Exception):
     """Error for weights that the model computes with and that cannot be told. The text says of which part."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Quantised:
     """What vLLM has quantised of a layer: of each parameter its dtype, and the number of elements and sum of each tensor in it; and
-    the sum of the bits that were made of them."""
+    what was made of them: shape, dtype and sum of each parameter."""
 
     loaded: dict[str, tuple[torch.dtype, list[tuple[int, int]]]]
-    made: int
+    made: dict[str, tuple[torch.Size, torch.dtype, int]]
 
 
 _quantised: WeakKeyDictionary[nn.Module, Quantised | str] = WeakKeyDictionary()
@@ -69,39 +70,44 @@ def watch_quantising() -> None:
     @contextlib.contextmanager
     def watched(layer: nn.Module, method: Any) -> Iterator[None]:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
-            with within(layer, method):  # it does nothing
+            with within(layer, method):  # the method returns at once
                 yield
             return
-        found: Quantised | str
-        try:
-            loaded = {name: (tensor.dtype, _parts(layer, method, tensor)) for name, tensor in _parameters(layer, method)}
-            found = Quantised(loaded, 0)
-        except Exception as error:  # of another vLLM than this was written against, maybe: it loads all the same
-            found = f"{type(error).__name__}: {error}"
+        loaded = _unless_broken(lambda: _loaded(layer, method))
         with within(layer, method):
             yield
-        if isinstance(found, Quantised):
-            found.made = _bits(layer)
-        _quantised[layer] = found
+        made = _unless_broken(lambda: _made(layer))
+        broken = [each for each in (loaded, made) if isinstance(each, str)]
+        _quantised[layer] = broken[0] if broken else Quantised(loaded, made)
 
     loading.online_quantization_timing_context = watched
 
 
-def _parameters(layer: nn.Module, method: Any) -> list[tuple[str, Tensor]]:
-    """Parameters as they were loaded. What fills up experts is whatever was in memory, and is made zeros, as some methods do."""
-    if isinstance(method, OnlineMoEMethodBase):
-        method._zero_padding(layer)
+def _unless_broken(take: Callable[[], Any]) -> Any:
+    """What it returns, or its error in words: of another vLLM than this was written against, maybe, which loads all the same."""
+    try:
+        return take()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _loaded(layer: Any, method: Any) -> dict[str, tuple[torch.dtype, list[tuple[int, int]]]]:
+    is_of_experts = isinstance(method, OnlineMoEMethodBase)
+    if is_of_experts:
+        method._zero_padding(layer)  # else it is whatever was in memory; methods that quantise it do the same
+    found = {}
+    for name, tensor in _parameters(layer):
+        parts = [tensor] if is_of_experts else torch.split(tensor, [*layer.output_partition_sizes])
+        found[name] = tensor.dtype, [(part.numel(), sum_of_bits(part)) for part in parts]
+    return found
+
+
+def _made(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
+    return {name: (tensor.shape, tensor.dtype, sum_of_bits(tensor)) for name, tensor in _parameters(layer)}
+
+
+def _parameters(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, parameter.data) for name, parameter in layer._parameters.items() if parameter is not None]
-
-
-def _parts(layer: Any, method: Any, tensor: Tensor) -> list[tuple[int, int]]:
-    parts = [tensor] if isinstance(method, OnlineMoEMethodBase) else torch.split(tensor, [*layer.output_partition_sizes])
-    return [(part.numel(), sum_of_bits(part)) for part in parts]
-
-
-def _bits(layer: nn.Module) -> int:
-    """Sum over the bits of all that a layer computes with."""
-    return sum(sum_of_bits(parameter.data) for parameter in layer._parameters.values() if parameter is not None)
 
 
 @torch.inference_mode()
@@ -184,7 +190,11 @@ def _of_quantised(model: nn.Module, module: Any, method: Any, path: str, dtype: 
     quantised = _quantised.get(module, "nobody saw it")
     if isinstance(quantised, str):
         raise CannotTell(f"{path} is quantised by {type(method).__name__}: {quantised}")
-    change = _bits(module) - quantised.made
+    made = _made(module)
+    forms, forms_then = ({name: each[:2] for name, each in one.items()} for one in (made, quantised.made))
+    if forms != forms_then or not all(shape.numel() for shape, _ in forms.values()):
+        raise CannotTell(f"{path} is quantised by {type(method).__name__}, and computed with something else than its parameters")
+    change = sum(made[name][2] - quantised.made[name][2] for name in made)
     for own_name, (kept, parts) in quantised.loaded.items():
         if isinstance(method, OnlineMoEMethodBase):
             names = _names_of_experts(module, path, own_name, kept, dtype)
@@ -283,4 +293,9 @@ def sum_of_bits(tensor: Tensor, dtype: Any = np.int32) -> int:
     words = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
     if words.device.type == "cpu":  # numpy adds up eight times as many a second
         return int(np.add.reduce(words.numpy(), dtype=dtype)) % (1 << 8 * np.dtype(dtype).itemsize)
-    return int(words.sum(dtype=torch.int64)) % (1 << 8 * np.dtype(dtype).itemsize)
+    return int(sum_in_pieces(words)) % (1 << 8 * np.dtype(dtype).itemsize)
+
+
+def sum_in_pieces(words: Tensor, size: int = 1 << 24) -> Tensor:
+    """Sum of integers, modulo 2^64: torch makes a copy of what it sums up, with eight bytes for each."""
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in torch.split(words, size)]).sum()

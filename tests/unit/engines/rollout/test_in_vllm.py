@@ -54,7 +54,7 @@ class Reload:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.is_half_loaded = False
+        self.is_half_loaded = self.is_watched = False
 
     def finalize(self, model: nn.Module, config: Any) -> None:
         self.calls.append("end")
@@ -98,12 +98,17 @@ def module(monkeypatch: pytest.MonkeyPatch, reload: Reload) -> Iterator[Any]:
         for key, value in own.items():
             monkeypatch.setattr(sys.modules[name], key, value, raising=False)
     attested = lambda *asked: {"told": [str(each) for each in asked[1:]]}  # noqa: E731
-    monkeypatch.setitem(sys.modules, "asyncflow_sums", SimpleNamespace(attested=attested))
+    own = SimpleNamespace(attested=attested, watch_quantising=lambda: setattr(reload, "is_watched", True))
+    monkeypatch.setitem(sys.modules, "asyncflow_sums", own)
     monkeypatch.syspath_prepend(str(IN_VLLM))
     monkeypatch.delitem(sys.modules, "asyncflow_vllm", raising=False)
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     yield importlib.import_module("asyncflow_vllm")
     sys.modules.pop("asyncflow_vllm", None)
+
+
+def test_what_vllm_quantises_is_watched_before_a_model_is_loaded(module: Any, reload: Reload) -> None:
+    assert reload.is_watched
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------------

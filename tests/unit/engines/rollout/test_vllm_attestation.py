@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from asyncflow.attestation import Attestation, fault_of, sum_of_all
-from asyncflow.bit_sums import sum_of, sum_of_bits
+from asyncflow.bit_sums import sum_in_pieces, sum_of, sum_of_bits
 from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import servers as servers
@@ -251,6 +251,14 @@ class OnlineLinearBase(UnquantizedLinearMethod):
 
 class Int8Online(OnlineLinearBase):
     kept = torch.int8
+
+
+class Copying(OnlineLinearBase):
+    """As some of vLLM's, whose kernels have a copy of their own."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class OnlineMoEMethodBase:
@@ -569,10 +577,18 @@ def test_what_was_quantised_otherwise_or_unseen_is_not_told(sums: Any) -> None:
 
     unseen = loaded()
     sums.watch_quantising()
+    moved, other = loaded(), loaded()
+    moved.model.layers[0].self_attn.qkv_proj.weight = nn.Parameter(torch.empty(0))  # as of a kernel with a copy of its own
+    other.model.layers[0].self_attn.qkv_proj.workspace = nn.Parameter(torch.empty(3))
+    with_a_copy = model_of(tensors, packed=False)
+    quantise(with_a_copy.model.layers[0].self_attn.qkv_proj, Copying())
     of, quantised = path.replace("qkv", "q"), f"{path} is quantised by OnlineLinearBase: "
     for model, why in (
         (loaded(), ""),
         (unseen, f"{quantised}nobody saw it"),
+        (moved, f"{path} is quantised by OnlineLinearBase, and computed with something else than its parameters"),
+        (other, f"{path} is quantised by OnlineLinearBase, and computed with something else than its parameters"),
+        (with_a_copy, f"{path} is quantised by Copying, and computed with something else than its parameters"),
         (loaded([5]), f"{quantised}RuntimeError: split_with_sizes expects split_sizes to sum exactly to 96"),
         (loaded(dtype=torch.float32), f"{of}.weight was quantised from torch.float32, in 3 parts"),
         (loaded([64, 32]), f"{of}.weight was quantised from torch.bfloat16, in 2 parts"),
@@ -883,3 +899,6 @@ def test_sums_are_asyncflows_own(sums: Any) -> None:
         tensor = torch.randn(7, 11).to(dtype)
         assert sums.sum_of_bits(tensor) == sum_of_bits(tensor)
         assert sums.sum_of_bits(tensor, np.int64) == sum_of("q_proj.lora_B.weight", tensor)
+        words = tensor.flatten().view({4: torch.int32, 2: torch.int16}[tensor.element_size()])
+        for size in (1, 10, 1000):  # as on a device
+            assert sums.sum_in_pieces(words, size) == sum_in_pieces(words, size) == words.sum()
