@@ -92,4 +92,5 @@ class Verifiers:
         except BaseException as error:
             if served.done():
                 raise
+            del self._served[self._key]  # the next episode tries again
             served.set_exception(error if isinstance(error, Exception) else RuntimeError(f"its servers: {type(error).__name__}"))
