@@ -410,8 +410,8 @@ class AsyncGeneratorWorker:
         body: dict[str, Any] = {"version": version}
         if attested is not None:
             parts = None if attested.parts is None else [{"names": names, "found": found} for names, found in attested.parts]
-            body["attested"] = {"parts": parts, "base": attested.base, "log_probs": attested.log_probs}
-            body["attested"]["is_quantised"] = attested.is_quantised
+            told = {"base": attested.base, "log_probs": attested.log_probs, "is_quantised": attested.is_quantised}
+            body["attested"] = {"parts": parts, **told}
         await self._client._post(f"{self._path}/installed", body)
         self.version = version
 

@@ -113,8 +113,9 @@ class Player:
             kind, what = "memory", "ran out of memory"
         except (NotAnAnswer, msgspec.ValidationError) as error:
             kind, what = "invalid", str(error)
-        except (Exception, asyncio.CancelledError) as error:  # the contract: any exception fails the row, and its owner is told;
-            kind, what = "raised", f"raised {words_of(error)}"  # an answer is cancelled by no one but the environment's own code
+        # The contract: any exception fails the row, and its owner is told. Only the environment's own code cancels an answer.
+        except (Exception, asyncio.CancelledError) as error:
+            kind, what = "raised", f"raised {words_of(error)}"
         return Failed(kind, f"environment {self._path}: {what}")
 
     async def _ask(self, question: Question) -> EnvironmentReply:

@@ -249,16 +249,23 @@ __all__ = ["Sums"]
 """
 
 
+@pytest.fixture
+def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder whose modules are tasksets, here and in the processes that verifiers starts."""
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
 async def test_verifiers_rewards_are_its_own(
-    endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tasksets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The package's own evaluation of the same answers: the same environment, run by itself against the same endpoint."""
-    pytest.importorskip("verifiers")
     from verifiers.v1 import EvalClientConfig, ModelContext, SingleAgentEnv, SingleAgentEnvConfig
 
-    (tmp_path / "sums_for_test.py").write_text(TASKSET)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tasksets / "sums_for_test.py").write_text(TASKSET)
 
     def rule(text: str) -> str:
         return "It is 4." if "1 + 3" in text else "Five."
@@ -321,13 +328,9 @@ if __name__ == "__main__":
 
 
 async def test_the_tool_servers_of_a_taskset_serve_all_its_episodes(
-    endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: CaptureEndpoint, tokenizer: CheckpointTokenizer, tasksets: Path
 ) -> None:
-    pytest.importorskip("verifiers")
-    (tmp_path / "products_for_test.py").write_text(TOOLS_TASKSET)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # a server is a process of its own
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tasksets / "products_for_test.py").write_text(TOOLS_TASKSET)
 
     def rule(text: str) -> str:
         name = re.findall(r'"name": "(\w*multiply)"', text)[0]

@@ -52,8 +52,8 @@ class CannotTell(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """What vLLM has quantised of a layer: of each parameter its dtype, and the number of elements and sum of each tensor in it; and
-    what was made of them: shape, dtype and sum of each parameter."""
+    """Sums of a layer that vLLM has quantised. `loaded`: of each parameter before that, its dtype, and the number of elements and
+    the sum of each tensor in it. `made`: of each parameter after that, shape, dtype and sum."""
 
     loaded: dict[str, tuple[torch.dtype, list[tuple[int, int]]]]
     made: dict[str, tuple[torch.Size, torch.dtype, int]]
@@ -84,7 +84,7 @@ def watch_quantising() -> None:
 
 
 def _unless_broken(take: Callable[[], Any]) -> Any:
-    """What it returns, or its error in words: of another vLLM than this was written against, maybe, which loads all the same."""
+    """Result of the call, or its error in words: of another vLLM than this was written against, maybe, which loads all the same."""
     try:
         return take()
     except Exception as error:

@@ -27,7 +27,7 @@ from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import servers as servers
 from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, base_of, lora_parts, weight_parts
-from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
+from asyncflow.engines.rollout.vllm.client import FoundSum, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
@@ -164,6 +164,24 @@ async def test_a_server_that_cannot_tell_is_not_attested_and_one_line_says_why(
         (line,) = caplog.messages
         assert "model.norm.weight is applied by SomeMethod" in line
         assert [instance.num_restarts for instance in engine.instances] == [0, 0]
+
+
+async def test_a_server_that_tells_its_sums_in_another_form_is_not_attested_and_goes_on(
+    model: Path, python: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started with modules of another version."""
+    ask = VllmClient._ask
+
+    async def in_another_form(client: VllmClient, method: str, path: str, *given: Any, **more: Any) -> bytes:
+        if path.startswith("/asyncflow/sums"):
+            return b'{"workers": [{"weights": [[["a"], 1, 2, 0, [], "fp8_per_channel"]]}]}'
+        return await ask(client, method, path, *given, **more)
+
+    monkeypatch.setattr(VllmClient, "_ask", in_another_form)
+    async with opened(model, python) as engine:
+        await engine.install(1, changed(0.1))
+        assert await engine.attest() is None and engine.instances[0].num_restarts == 0
+    assert any("is not attested: it says that in another form" in line for line in caplog.messages)
 
 
 async def test_each_server_is_asked_for_its_log_probs_of_a_probe_by_the_weights_that_requests_get(model: Path, python: str) -> None:
