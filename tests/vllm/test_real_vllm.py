@@ -159,12 +159,23 @@ async def test_what_a_server_does_not_load_is_found_at_the_first_install(planted
             assert await fault(engine, version, tensors, dtype=dtype) == ""
 
 
-@pytest.mark.parametrize("how", ["fp8_per_channel", "fp8_per_tensor"])
-async def test_a_server_that_quantises_is_attested_and_its_faults_are_found(planted: Path, how: str) -> None:
-    """With a scale to each row, which vLLM 0.32.0 can do on a CPU, and with one to each matrix (faulty/asyncflow_vllm.py)."""
+INT8 = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"granularity": {"_type": "PerRow", "_version": 1, "_data": {}}}}
+PROCESSING: dict[str, dict[str, str]] = {
+    "fp8_per_channel": {},
+    "fp8_per_tensor": {},
+    "torchao": {"hf_overrides": json.dumps({"quantization_config_dict_json": json.dumps(INT8)})},
+    "turned": {},
+}
+"""Methods of vLLM's and of a plug-in (faulty/turned.py) that make something else of what is loaded, and what they want besides."""
+
+
+@pytest.mark.parametrize("how", PROCESSING)
+async def test_a_server_that_makes_something_of_its_weights_is_attested_and_its_faults_are_found(planted: Path, how: str) -> None:
+    """In fp8 with a scale to each row, which vLLM 0.32.0 can do on a CPU, or one to each matrix (faulty/asyncflow_vllm.py); in int8
+    by torchao; as they are, the other way."""
     original = load_file(MODEL / "model.safetensors")
     faults = {"nothing": "in 27 of 27 parts", "half": "in 13 of 27 parts", "uncopied": "in 27 of 27 parts"}
-    async with opened(MODEL, dtype="bfloat16", arguments={"quantization": how}) as engine:
+    async with opened(MODEL, dtype="bfloat16", arguments={"quantization": how, **PROCESSING[how]}) as engine:
         for version, (name, words) in enumerate(faults.items(), 1):
             tensors = {key: tensor * (1 + 0.3 * version) for key, tensor in original.items()}
             planted.write_text(name)

@@ -1,20 +1,21 @@
 """Sums of what a worker of vLLM's computes with, for AsyncFlow's attested weights (`asyncflow/attestation.py`).
 
-    a buffer that kernels read as it lies        --> the sum of its bits
-    a packed copy, which its kernel alone reads  --> columns of the matrix: what the kernel gives for rows with a single 1, which is
-                                                     exact to the bit; the sum of theirs
-    what vLLM has quantised while it loaded      --> the sum over what it quantised, taken there, with the difference of the bits
-                                                     that lie there now from those that it made
+    a buffer that kernels read as it lies           --> the sum of its bits
+    a packed copy, which its kernel alone reads     --> columns of the matrix: what the kernel gives for rows with a single 1, which
+                                                        is exact to the bit; the sum of theirs
+    what a layer's method makes of loaded weights   --> the sum over what was loaded, taken there, with the difference of the bits
+    (it quantises them, packs them, turns them)         that lie there now from those that it made
 
 A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer
 are summed up together, since kernels order and fill up their matrices as they like. What the sums should be is known to the
-sender alone. Of layers that compute with anything else than their weights as they are, or as vLLM itself has quantised them,
-nothing can be told.
+sender alone. Nothing can be told of what was quantised before it was saved, or lies anywhere else than in a layer's parameters and
+buffers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
@@ -34,13 +37,16 @@ from vllm.model_executor.model_loader import utils as loading
 LEAST_COLUMNS = 16
 LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a thousand has changed, as in a step in bfloat16
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-QUANTISING = (OnlineLinearBase, OnlineMoEMethodBase)
-"""Methods of layers that vLLM quantises itself, each time that they are loaded."""
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+"""Methods of layers whose weights lie there as they were loaded, or can be asked for."""
+ONLINE = (OnlineLinearBase, OnlineMoEMethodBase)
+"""Methods that quantise what is loaded, of which vLLM's source says that they compute with a layer's parameters."""
+NUMBERS_AND_WORDS = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum, type(None))
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
 """[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over,
-whether it is quantised]. The last is left out where it is not.
+whether it may be quantised]. The last is left out where it is not.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
 no elements are counted."""
@@ -51,36 +57,53 @@ class CannotTell(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """Sums of a layer that vLLM has quantised. `loaded`: of each parameter before that, its dtype, and the number of elements and
-    the sum of each tensor in it. `made`: of each parameter after that, shape, dtype and sum."""
+class Processed:
+    """Sums of a layer whose method has made something of its weights. `loaded`: of each parameter before that, its dtype, and the
+    number of elements and the sum of each tensor in it. `made`: of each tensor after that, shape, dtype and sum."""
 
     loaded: dict[str, tuple[torch.dtype, list[tuple[int, int]]]]
     made: dict[str, tuple[torch.Size, torch.dtype, int]]
 
 
-_quantised: WeakKeyDictionary[nn.Module, Quantised | str] = WeakKeyDictionary()
+_processed: WeakKeyDictionary[nn.Module, Processed | str] = WeakKeyDictionary()
 """Of each layer, or why nothing is known."""
+_held_at_first: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Of each layer, what there was before anything was loaded (`_held`)."""
 
 
-def watch_quantising() -> None:
-    """Have sums taken of what vLLM quantises, wherever it does: it measures its time by this context, around nothing else."""
-    within = loading.online_quantization_timing_context
+def watch_loading() -> None:
+    """Have sums taken of what layers' methods are given whenever layers are loaded, and of what they make of it; in models that are
+    made from here on."""
+    record = loading.record_metadata_for_reloading
 
-    @contextlib.contextmanager
-    def watched(layer: nn.Module, method: Any) -> Iterator[None]:
+    def recorded(model: nn.Module) -> None:
+        record(model)
+        for layer in model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN:
+                with contextlib.suppress(AttributeError, TypeError):  # one that has no attributes: nobody sees what it does
+                    _watch(method)
+                    _held_at_first[layer] = _held(layer, method)
+
+    loading.record_metadata_for_reloading = recorded
+
+
+def _watch(method: Any) -> None:
+    if "process_weights_after_loading" in vars(method):  # of several layers
+        return
+    process = method.process_weights_after_loading
+
+    def watched(layer: nn.Module) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
-            with within(layer, method):  # the method returns at once
-                yield
+            process(layer)  # which returns at once
             return
         loaded = _unless_broken(lambda: _loaded(layer, method))
-        with within(layer, method):
-            yield
-        made = _unless_broken(lambda: _made(layer))
+        process(layer)
+        made = _unless_broken(lambda: _made(layer, method))
         broken = [each for each in (loaded, made) if isinstance(each, str)]
-        _quantised[layer] = broken[0] if broken else Quantised(loaded, made)
+        _processed[layer] = broken[0] if broken else Processed(loaded, made)
 
-    loading.online_quantization_timing_context = watched
+    method.process_weights_after_loading = watched
 
 
 def _unless_broken(take: Callable[[], Any]) -> Any:
@@ -88,26 +111,63 @@ def _unless_broken(take: Callable[[], Any]) -> Any:
     try:
         return take()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return _words(error)
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
 
 
 def _loaded(layer: Any, method: Any) -> dict[str, tuple[torch.dtype, list[tuple[int, int]]]]:
-    is_of_experts = isinstance(method, OnlineMoEMethodBase)
+    is_of_experts = hasattr(layer, "get_expert_mapping")
     if is_of_experts:
         method._zero_padding(layer)  # else it is whatever was in memory; methods that quantise it do the same
     found = {}
-    for name, tensor in _parameters(layer):
-        parts = [tensor] if is_of_experts else torch.split(tensor, [*layer.output_partition_sizes])
-        found[name] = tensor.dtype, [(part.numel(), sum_of_bits(part)) for part in parts]
+    for name, parameter in layer._parameters.items():
+        if parameter is not None:
+            parts = [parameter.data] if is_of_experts else _partitions(layer, parameter)
+            found[name] = parameter.dtype, [(part.numel(), sum_of_bits(part)) for part in parts]
     return found
 
 
-def _made(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
-    return {name: (tensor.shape, tensor.dtype, sum_of_bits(tensor)) for name, tensor in _parameters(layer)}
+def _partitions(layer: Any, parameter: Any) -> Sequence[Tensor]:
+    """The tensors that lie in a parameter one after another."""
+    tensor, dimension = parameter.data, getattr(parameter, "output_dim", None) or 0
+    if (num_tokens := getattr(layer, "num_org_embeddings_per_partition", None)) is not None:
+        return [tensor.narrow(dimension, 0, num_tokens)]
+    sizes = getattr(layer, "output_partition_sizes", None) or [tensor.shape[dimension]]
+    return torch.split(tensor, [*sizes], dimension)
 
 
-def _parameters(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, parameter.data) for name, parameter in layer._parameters.items() if parameter is not None]
+def _made(layer: nn.Module, method: Any) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
+    if not isinstance(method, ONLINE) and (own := _held(layer, method) - _held_at_first[layer]):
+        raise CannotTell(f"it keeps {min(own)} of its own")
+    return _sums(layer)
+
+
+def _held(layer: nn.Module, method: Any) -> set[str]:
+    """Names of what a layer, its method and this one's kernels have besides numbers and words. Parameters and buffers lie in
+    dictionaries that are always there."""
+    found = set[str]()
+    for name, value in [*vars(layer).items(), *vars(method).items()]:
+        if not isinstance(value, NUMBERS_AND_WORDS):
+            within = getattr(value, "__dict__", {})
+            found |= {name, *(f"{name}.{inner}" for inner, each in within.items() if not isinstance(each, NUMBERS_AND_WORDS))}
+    return found
+
+
+def _sums(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
+    """Shape, dtype and sum of all tensors that a layer has, and that these are made of."""
+    tensors = [(name, tensor) for name, tensor in [*layer._parameters.items(), *layer._buffers.items()] if tensor is not None]
+    found = {}
+    while tensors:
+        name, tensor = tensors.pop()
+        if is_traceable_wrapper_subclass(tensor.data):
+            inner = [(f"{name}.{own}", getattr(tensor.data, own)) for own in tensor.data.__tensor_flatten__()[0]]
+            tensors += [(path, each) for path, each in inner if each is not None]
+        else:
+            found[name] = tensor.shape, tensor.dtype, sum_of_bits(tensor.data)
+    return found
 
 
 @torch.inference_mode()
@@ -120,7 +180,7 @@ def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | Non
         weights = [*_weights(model, dtype, seed)] if has_weights else []
         lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id)
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
-        return {"why": str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"}
+        return {"why": _words(error)}
     return {"weights": weights, "lora": lora, "lora_rank": rank}
 
 
@@ -132,8 +192,8 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
     for module, paths in aliases.items():
         method: Any = getattr(module, "quant_method", None)
         method = getattr(method, "old_quant_method", method)  # of experts that may have adapters
-        if isinstance(method, QUANTISING) and module._parameters:
-            yield from _of_quantised(model, module, method, paths[0], dtype)
+        if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN and module._parameters:
+            yield from _of_processed(model, module, method, paths[0], dtype)
             continue
         is_head = isinstance(module, ParallelLMHead) or any(path.rpartition(".")[2] == "lm_head" for path in paths)
         for own_name, parameter in module._parameters.items():
@@ -148,7 +208,7 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
                 names = _names_of_experts(module, paths[0], own_name, parameter.dtype, dtype)
                 yield [names, 0, sum_of_bits(parameter.data), 0, []]
                 continue
-            if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            if method is not None and type(method) not in PLAIN:
                 raise CannotTell(f"{name} is applied by {type(method).__name__}")
             is_embedding = type(method) is UnquantizedEmbeddingMethod
             is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
@@ -185,18 +245,18 @@ def _names_of_experts(module: Any, path: str, own_name: str, kept: torch.dtype, 
     return names
 
 
-def _of_quantised(model: nn.Module, module: Any, method: Any, path: str, dtype: torch.dtype) -> Iterator[SumEntry]:
-    """Sums over what was quantised; where other bits lie there than were made of it, all are others."""
-    quantised = _quantised.get(module, "nobody saw it")
-    if isinstance(quantised, str):
-        raise CannotTell(f"{path} is quantised by {type(method).__name__}: {quantised}")
-    made = _made(module)
-    forms, forms_then = ({name: each[:2] for name, each in one.items()} for one in (made, quantised.made))
+def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: torch.dtype) -> Iterator[SumEntry]:
+    """Sums over what was loaded; where other bits lie there than were made of it, all are others."""
+    processed = _processed.get(module, "nobody saw it")
+    if isinstance(processed, str):
+        raise CannotTell(f"{path} is processed by {type(method).__name__}: {processed}")
+    now = _sums(module)
+    forms, forms_then = ({name: each[:2] for name, each in one.items()} for one in (now, processed.made))
     if forms != forms_then or not all(shape.numel() for shape, _ in forms.values()):
-        raise CannotTell(f"{path} is quantised by {type(method).__name__}, and computed with something else than its parameters")
-    change = sum(made[name][2] - quantised.made[name][2] for name in made)
-    for own_name, (kept, parts) in quantised.loaded.items():
-        if isinstance(method, OnlineMoEMethodBase):
+        raise CannotTell(f"{path} is processed by {type(method).__name__}, and computed with something else than its parameters")
+    change = sum(now[name][2] - processed.made[name][2] for name in now)
+    for own_name, (kept, parts) in processed.loaded.items():
+        if hasattr(module, "get_expert_mapping"):
             names = _names_of_experts(module, path, own_name, kept, dtype)
             yield [names, 0, (parts[0][1] + change) % (1 << 32), 0, [], True]
             continue
@@ -204,7 +264,7 @@ def _of_quantised(model: nn.Module, module: Any, method: Any, path: str, dtype: 
         if len(names) == 1:
             parts = [(sum(numel for numel, _ in parts), sum(found for _, found in parts))]
         if kept != dtype or len(parts) != len(names):
-            raise CannotTell(f"{names[0]} was quantised from {kept}, in {len(parts)} parts")
+            raise CannotTell(f"{names[0]} was loaded in {kept}, in {len(parts)} parts")
         for name, (numel, found) in zip(names, parts, strict=True):
             yield [[name], numel, (found + change) % (1 << 32), 0, [], True]
 

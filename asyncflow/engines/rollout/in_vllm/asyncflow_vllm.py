@@ -193,4 +193,4 @@ async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
 
 
 WeightTransferEngineFactory.register_engine("asyncflow", FileWeights)
-asyncflow_sums.watch_quantising()
+asyncflow_sums.watch_loading()

@@ -4,7 +4,7 @@
     one that several workers have whole    each of them
     the experts of a layer                 the sum over all of them, whatever workers have which, under their names together
     columns that a kernel has given        the sum over the file that the server was to load, with these in the place of its own
-    what vLLM has quantised                the sum over what it was quantised from, if what was made of that lies there
+    what a layer has made of its weights   the sum over what was loaded, if what was made of that lies there
     B of an adapter, with its scaling      the sum over its file, with the difference of what lies there from what should
 
 So what lies in a server as it should has the sum that its tensor has, and anything else another one. Of columns that no kernel was

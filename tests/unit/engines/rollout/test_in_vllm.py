@@ -98,7 +98,7 @@ def module(monkeypatch: pytest.MonkeyPatch, reload: Reload) -> Iterator[Any]:
         for key, value in own.items():
             monkeypatch.setattr(sys.modules[name], key, value, raising=False)
     attested = lambda *asked: {"told": [str(each) for each in asked[1:]]}  # noqa: E731
-    own = SimpleNamespace(attested=attested, watch_quantising=lambda: setattr(reload, "is_watched", True))
+    own = SimpleNamespace(attested=attested, watch_loading=lambda: setattr(reload, "is_watched", True))
     monkeypatch.setitem(sys.modules, "asyncflow_sums", own)
     monkeypatch.syspath_prepend(str(IN_VLLM))
     monkeypatch.delitem(sys.modules, "asyncflow_vllm", raising=False)
@@ -107,7 +107,7 @@ def module(monkeypatch: pytest.MonkeyPatch, reload: Reload) -> Iterator[Any]:
     sys.modules.pop("asyncflow_vllm", None)
 
 
-def test_what_vllm_quantises_is_watched_before_a_model_is_loaded(module: Any, reload: Reload) -> None:
+def test_what_vllm_loads_is_watched_before_a_model_is_made(module: Any, reload: Reload) -> None:
     assert reload.is_watched
 
 

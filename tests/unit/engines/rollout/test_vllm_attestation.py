@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import json
 import logging
@@ -235,7 +234,14 @@ async def test_a_server_that_cannot_tell_gives_its_log_probs_while_it_is_paused_
 # -- what a worker sums up --------------------------------------------------------------------------------------------------
 
 
-class UnquantizedLinearMethod:
+class QuantizeMethodBase:
+    """As vLLM's."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+
+class UnquantizedLinearMethod(QuantizeMethodBase):
     """As vLLM's: on a CPU a layer is asked by what was made of its weight."""
 
     def apply(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -279,7 +285,7 @@ class Copying(OnlineLinearBase):
         layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-class OnlineMoEMethodBase:
+class OnlineMoEMethodBase(QuantizeMethodBase):
     """As vLLM's. What fills up the experts is whatever was in memory."""
 
     def _zero_padding(self, layer: Any) -> None:
@@ -294,17 +300,75 @@ class OnlineMoEMethodBase:
             setattr(layer, name, nn.Parameter(parameter.to(torch.float8_e5m2), requires_grad=False))
 
 
-@contextlib.contextmanager
-def online_quantization_timing_context(layer: nn.Module, quant_method: Any) -> Iterator[None]:
-    yield
+class InWords(torch.Tensor):
+    """As torchao's: a tensor that is made of others, which are no parameters."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> InWords:
+        made: InWords = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=dtype)  # type: ignore[attr-defined]
+        made.numbers, made.scales = numbers, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], *_: Any) -> InWords:
+        return InWords(inner["numbers"], inner["scales"], torch.bfloat16)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scales, args[0].dtype)
+        raise NotImplementedError(operator)
 
 
-def quantise(layer: Any, method: Any) -> None:
-    """As vLLM does, when it has loaded the layer, and again when it has loaded the model."""
+class TorchAOLinearMethod(QuantizeMethodBase):
+    """As vLLM's, which makes other tensors of a layer's weight, again each time that it is called."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        scales = layer.weight.abs().amax(1, keepdim=True).float() / 127
+        layer.weight = nn.Parameter(
+            InWords((layer.weight / scales).to(torch.int8), scales, layer.weight.dtype), requires_grad=False
+        )
+
+
+class Turning(QuantizeMethodBase):
+    """As of a plug-in whose kernel wants the matrix the other way."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
+
+
+class KeepingKernel(QuantizeMethodBase):
+    """As of a plug-in whose kernel, made with the layer, packs the weight for itself."""
+
+    def __init__(self) -> None:
+        self.kernel = SimpleNamespace(size=3, packed=None)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.kernel.packed = layer.weight.detach().clone()
+
+
+class KeepingLayer(QuantizeMethodBase):
+    """As of one that has the layer call what it has packed."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        packed = layer.weight.detach().clone()
+        layer.multiply, layer.size = (lambda rows: rows @ packed.t()), 3
+
+
+def record_metadata_for_reloading(model: nn.Module) -> None:
+    """As vLLM's, which calls it when it has made a model."""
+
+
+def process(layer: Any, method: Any) -> None:
+    """As vLLM does, which makes a layer and loads it, and calls it again when it has loaded the model, if the method minds that."""
     layer.quant_method = method
-    for _ in range(2):
-        with sys.modules["vllm.model_executor.model_loader.utils"].online_quantization_timing_context(layer, method):
-            method.process_weights_after_loading(layer)
+    sys.modules["vllm.model_executor.model_loader.utils"].record_metadata_for_reloading(layer)
+    method.process_weights_after_loading(layer)
+    if hasattr(layer, "_already_called_process_weights_after_loading"):
+        method.process_weights_after_loading(layer)
 
 
 class LikeLinear(nn.Module):
@@ -362,7 +426,7 @@ class BaseLinearLayerWithLoRA(nn.Module):
         self.lora_a_stacked, self.lora_b_stacked = (tuple(pair[i] for pair in stacks) for i in range(2))
 
 
-class UnquantizedFusedMoEMethod:
+class UnquantizedFusedMoEMethod(QuantizeMethodBase):
     unquantized_backend = SimpleNamespace(name="CPU")
 
 
@@ -396,7 +460,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("vllm.model_executor.layers.linear", [UnquantizedLinearMethod]),
         ("vllm.model_executor.layers.quantization.online.fp8", [OnlineLinearBase]),
         ("vllm.model_executor.layers.quantization.online.moe_base", [OnlineMoEMethodBase]),
-        ("vllm.model_executor.model_loader.utils", [online_quantization_timing_context]),
+        ("vllm.model_executor.layers.quantization.base_config", [QuantizeMethodBase]),
+        ("vllm.model_executor.model_loader.utils", [record_metadata_for_reloading]),
         ("vllm.model_executor.layers.vocab_parallel_embedding", [ParallelLMHead, UnquantizedEmbeddingMethod]),
     ):
         parts = name.split(".")
@@ -548,19 +613,19 @@ def test_an_output_layer_that_should_be_the_embedding_and_shares_it_no_more_is_c
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("method", [OnlineLinearBase(), Int8Online()])
-def test_what_was_quantised_while_it_loaded_has_the_sums_of_the_file_and_anything_else_is_named(
-    sums: Any, tp: int, method: OnlineLinearBase
+@pytest.mark.parametrize("kind", [OnlineLinearBase, Int8Online, TorchAOLinearMethod, Turning])
+def test_what_was_made_of_loaded_weights_has_the_sums_of_the_file_and_anything_else_is_named(
+    sums: Any, tp: int, kind: type[QuantizeMethodBase]
 ) -> None:
-    tensors, path = checkpoint(torch.bfloat16), "model.layers.0.self_attn"
+    tensors, path, method = checkpoint(torch.bfloat16), "model.layers.0.self_attn", kind()
     models = [model_of(tensors, rank=rank, tp=tp, packed=False) for rank in range(tp)]
 
     def load() -> None:
         for model in models:
-            quantise(model.model.layers[0].self_attn.qkv_proj, method)
-            quantise(model.model.layers[0].self_attn.o_proj, method)
+            process(model.model.layers[0].self_attn.qkv_proj, method)
+            process(model.model.layers[0].self_attn.o_proj, method)
 
-    sums.watch_quantising()
+    sums.watch_loading()
     load()
     workers = told(sums, *models, dtype=torch.bfloat16)
     assert {each.names[0] for each in workers[0].weights if each.is_quantised} == {
@@ -568,11 +633,17 @@ def test_what_was_quantised_while_it_loaded_has_the_sums_of_the_file_and_anythin
     }
     assert fault_in(workers, tensors, torch.bfloat16) == ""
     num_parts, layer = len(tensors) if tp == 1 else 11, models[-1].model.layers[0].self_attn.o_proj
-    for buffer, change in ((layer.weight.data.view(torch.int8), 1), (layer.weight_scale.data, 1e-4)):
-        buffer[5, 0] += change
+    held = {"numbers": layer.weight.data}
+    if isinstance(layer.weight.data, InWords):
+        held = {"numbers": layer.weight.data.numbers, "scales": layer.weight.data.scales}
+    elif hasattr(layer, "weight_scale"):
+        held["scales"] = layer.weight_scale.data
+    for buffer in held.values():
+        bits = buffer.view(torch.int8)
+        bits[5, 0] += 1
         words = fault_in(told(sums, *models, dtype=torch.bfloat16), tensors, torch.bfloat16)
         assert f"in 1 of {num_parts} parts, {path}.o_proj.weight the first" in words
-        buffer[5, 0] -= change
+        bits[5, 0] -= 1
     later = {name: tensor * 2 for name, tensor in tensors.items()}  # of which this one layer was not loaded
     stale, models[:] = layer, [model_of(later, rank=rank, tp=tp, packed=False) for rank in range(tp)]
     load()
@@ -582,37 +653,66 @@ def test_what_was_quantised_while_it_loaded_has_the_sums_of_the_file_and_anythin
     assert f"in 1 of {num_parts} parts, {path}.o_proj.weight the first" in words
 
 
-def test_what_was_quantised_otherwise_or_unseen_is_not_told(sums: Any) -> None:
+def test_a_matrix_that_is_loaded_the_other_way_is_taken_apart_where_its_outputs_lie(sums: Any) -> None:
+    tensors = checkpoint()
+    model = model_of(tensors, packed=False)
+    layer = model.model.layers[0].self_attn.qkv_proj
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
+    layer.weight.output_dim = 1  # as vLLM says it
+    sums.watch_loading()
+    process(layer, Turning())
+    assert fault_in(told(sums, model), tensors) == ""
+
+
+def test_an_output_layer_that_is_filled_up_is_summed_up_as_far_as_it_was_loaded(sums: Any) -> None:
+    tensors = checkpoint()
+    model = model_of(tensors, packed=False)
+    sums.watch_loading()
+    process(model.lm_head, Turning())
+    assert fault_in(told(sums, model), tensors) == ""
+    model.lm_head.weight.data[0, 0] += 1
+    assert "in 1 of 10 parts, lm_head.weight the first" in fault_in(told(sums, model), tensors)
+
+
+def test_what_was_processed_otherwise_or_unseen_is_not_told(sums: Any) -> None:
     path, tensors = "model.layers.0.self_attn.qkv_proj", checkpoint(torch.bfloat16)
 
-    def loaded(sizes: Sequence[int] = (64, 16, 16), dtype: torch.dtype = torch.bfloat16) -> Any:
+    def loaded(
+        sizes: Sequence[int] = (64, 16, 16), dtype: torch.dtype = torch.bfloat16, kind: type[QuantizeMethodBase] = OnlineLinearBase
+    ) -> Any:
         model = model_of(tensors, packed=False)
         layer = model.model.layers[0].self_attn.qkv_proj.to(dtype)
         layer.output_partition_sizes = [*sizes]
-        quantise(layer, OnlineLinearBase())
-        assert layer.weight.dtype == torch.float8_e4m3fn, "it is loaded all the same"
+        process(layer, kind())
+        assert kind is not OnlineLinearBase or layer.weight.dtype == torch.float8_e4m3fn, "it is loaded all the same"
         return model
 
     unseen = loaded()
-    sums.watch_quantising()
+    sums.watch_loading()
     moved, other = loaded(), loaded()
     moved.model.layers[0].self_attn.qkv_proj.weight = nn.Parameter(torch.empty(0))  # as of a kernel with a copy of its own
     other.model.layers[0].self_attn.qkv_proj.workspace = nn.Parameter(torch.empty(3))
-    with_a_copy = model_of(tensors, packed=False)
-    quantise(with_a_copy.model.layers[0].self_attn.qkv_proj, Copying())
-    of, quantised = path.replace("qkv", "q"), f"{path} is quantised by OnlineLinearBase: "
+    of = path.replace("qkv", "q")
     for model, why in (
         (loaded(), ""),
-        (unseen, f"{quantised}nobody saw it"),
-        (moved, f"{path} is quantised by OnlineLinearBase, and computed with something else than its parameters"),
-        (other, f"{path} is quantised by OnlineLinearBase, and computed with something else than its parameters"),
-        (with_a_copy, f"{path} is quantised by Copying, and computed with something else than its parameters"),
-        (loaded([5]), f"{quantised}RuntimeError: split_with_sizes expects split_sizes to sum exactly to 96"),
-        (loaded(dtype=torch.float32), f"{of}.weight was quantised from torch.float32, in 3 parts"),
-        (loaded([64, 32]), f"{of}.weight was quantised from torch.bfloat16, in 2 parts"),
+        (unseen, f"{path} is processed by OnlineLinearBase: nobody saw it"),
+        (moved, f"{path} is processed by OnlineLinearBase, and computed with something else than its parameters"),
+        (other, f"{path} is processed by OnlineLinearBase, and computed with something else than its parameters"),
+        (loaded(kind=Copying), f"{path} is processed by Copying, and computed with something else than its parameters"),
+        (loaded(kind=KeepingKernel), f"{path} is processed by KeepingKernel: it keeps kernel.packed of its own"),
+        (loaded(kind=KeepingLayer), f"{path} is processed by KeepingLayer: it keeps multiply of its own"),
+        (
+            loaded([5]),
+            f"{path} is processed by OnlineLinearBase: RuntimeError: split_with_sizes expects split_sizes to sum exactly to 96",
+        ),
+        (loaded(dtype=torch.float32), f"{of}.weight was loaded in torch.float32, in 3 parts"),
+        (loaded([64, 32]), f"{of}.weight was loaded in torch.bfloat16, in 2 parts"),
     ):
         (worker,) = told(sums, model, dtype=torch.bfloat16)
         assert worker.why.startswith(why) and bool(worker.why) == bool(why)
+    kept = loaded(kind=KeepingKernel)  # and it does so at every load, though it has had it at the second
+    kept.model.layers[0].self_attn.qkv_proj.quant_method.process_weights_after_loading(kept.model.layers[0].self_attn.qkv_proj)
+    assert "it keeps kernel.packed" in told(sums, kept, dtype=torch.bfloat16)[0].why
 
 
 def test_after_as_many_seeds_as_there_are_columns_all_have_been_seen(sums: Any) -> None:
@@ -700,11 +800,11 @@ def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: An
 def test_experts_that_were_quantised_are_summed_up_as_they_were_loaded(sums: Any, tp: int) -> None:
     tensors, wholes, _ = experts()
     workers = [experts_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
-    sums.watch_quantising()
+    sums.watch_loading()
     for layer in (worker.mlp.experts.routed_experts for worker in workers):
         for parameter in layer.parameters():
             parameter.data[-7:] = torch.nan
-        quantise(layer, OnlineMoEMethodBase())
+        process(layer, OnlineMoEMethodBase())
     promised = PromisedTensors(1, tensors, "float32", wholes=wholes)
     found = weight_parts(told(sums, *workers), promised)
     assert fault_of(Attestation(found), 1, promised.sums()) == ""
@@ -771,7 +871,7 @@ def broken(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (quantised, "o_proj.weight is applied by Fp8LinearMethod"),
+        (quantised, "o_proj is processed by Fp8LinearMethod: nobody saw it"),
         (wide, "model.norm.weight is kept in"),
         (broken, "AttributeError"),
     ],
