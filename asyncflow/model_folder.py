@@ -6,12 +6,28 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from xxhash import xxh3_128
 
 from asyncflow.types import UserError
 
 _SAMPLE_BYTES: Final = 64 << 10
 _COMPUTED: Final = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
+
+
+RowRange = tuple[str, int, int]
+"""Name of a tensor, its first row that belongs to a piece of it, and how many do. Rows are along the last dimension; those of a
+vector are its elements."""
+
+
+class FileTensors(msgspec.Struct, frozen=True):
+    """Tensors in a model's files that no version of the trainer's has by these names. `pieces` of a version's tensors. `constants`:
+    the module's buffers, which nothing trains. `unused`: the module has none of them, nor has a server: layers for other ways to
+    generate."""
+
+    pieces: dict[str, RowRange] = {}
+    constants: list[str] = []
+    unused: list[str] = []
 
 
 def read_json(file: Path) -> dict[str, Any]:

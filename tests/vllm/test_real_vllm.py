@@ -220,23 +220,32 @@ async def test_what_cannot_be_summed_up_is_probed_while_paused_and_what_was_unde
 TARGETS = {"q_proj": 128, "v_proj": 64}
 
 
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+
+
 def experts_of(kind: str, folder: Path) -> Any:
     """A random model of four experts a layer, whose matrices kernels fill up, in a folder."""
-    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 40, "moe_intermediate_size": 40, "vocab_size": 512}
-    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model(kind, **sizes, **counts, num_experts=4, num_local_experts=4, max_position_embeddings=256)
+    sizes = {"hidden_size": 64, "intermediate_size": 40, "moe_intermediate_size": 40, "vocab_size": 512}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": 256}
+    own = {"head_dim": 32, "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4}
+    if kind == "deepseek_v3":
+        own = {**LATENT, **ROUTED, "num_key_value_heads": 4, "topk_method": "noaux_tc", "routed_scaling_factor": 1.0}
+    elif kind == "glm4_moe":
+        own = {**ROUTED, "head_dim": 32, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, **sizes, **counts, **own)
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False).copy_(torch.randn_like(parameter) * 0.2)
+    for tensor in [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("_bias"))]:
+        tensor.requires_grad_(False).copy_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(folder)
     for file in MODEL.glob("tokenizer*.json"):
         shutil.copy(file, folder)
     return model
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe"])
 async def test_experts_are_updated_and_attested(planted: Path, tmp_path: Path, kind: str) -> None:
     """By the names that the trainer has for them: all experts of a layer in one tensor. vLLM 0.32.0 by itself leaves them as they
     come from the file, and its CPU's kernel reads them as packed."""
@@ -259,6 +268,23 @@ async def test_experts_are_updated_and_attested(planted: Path, tmp_path: Path, k
             planted.write_text("")
             await engine.install(version, tensors)
             assert await fault(engine, version, tensors) == "" and await difference(engine) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_latent_attention_and_a_router_s_bias_are_attested(planted: Path, tmp_path: Path, dtype: str) -> None:
+    """Attention computes with matrices that it makes of another layer's, and no version has the bias, which is in float32."""
+    model, faults = experts_of("deepseek_v3", tmp_path / "model"), {"nothing": "30 of 30 parts", "unabsorbed": "2 of 30 parts"}
+    async with opened(tmp_path / "model", dtype=dtype) as engine:
+        for version, (name, words) in enumerate(faults.items(), 1):
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * version)
+            tensors = {name: parameter.clone() for name, parameter in model.named_parameters()}
+            planted.write_text(name)
+            await engine.install(version, tensors)
+            assert words in await fault(engine, version, tensors, dtype=dtype)
+            planted.write_text("")
+            await engine.install(version, tensors)
+            assert await fault(engine, version, tensors, dtype=dtype) == ""
 
 
 async def test_an_adapter_beside_experts_is_attested_with_them_as_its_base(planted: Path, tmp_path: Path) -> None:

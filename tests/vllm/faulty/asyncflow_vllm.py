@@ -5,6 +5,7 @@
     half         an update loads every second tensor
     tied head    the output layer that is the embedding keeps its packed copy, as vLLM 0.32.0 leaves it on a CPU
     uncopied     an update loads and quantises, and what kernels read stays as it was
+    unabsorbed   latent attention (MLA) computes with others than the rows of the matrix that it is given
     unbound      an adapter is loaded, and no layer has it
 
 An operator that vLLM's build for CPUs lacks, which quantises to fp8, is made up for: by it more of its methods can be run.
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops
 from vllm.lora.model_manager import LoRAModelManager
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
 
 found = [Path(folder) / "asyncflow_vllm.py" for folder in os.environ["PYTHONPATH"].split(os.pathsep)]
@@ -33,6 +35,7 @@ spec.loader.exec_module(own)
 Extension, RequireKey, FileWeights = own.Extension, own.RequireKey, own.FileWeights
 tensors_of, finish, activate = own._tensors, FileWeights.finish_weight_update, LoRAModelManager.activate_adapter
 copy = layerwise._copy_and_restore_kernel_tensors
+absorb = MLAAttention.process_weights_after_loading
 before: list[Any] = []
 
 
@@ -56,6 +59,13 @@ def finish_weight_update(self: Any) -> None:
 
 def copy_and_restore(layer: Any, info: Any) -> None:
     (layerwise._place_kernel_tensors if fault() == "uncopied" else copy)(layer, info)
+
+
+def process_weights_after_loading(self: Any, act_dtype: torch.dtype) -> None:
+    if fault() == "unabsorbed":
+        self.W_UV = torch.nn.Parameter(self.W_UV * 1.01, requires_grad=False)  # no view of the matrix any more
+    else:
+        absorb(self, act_dtype)
 
 
 def activate_adapter(self: Any, lora_id: int) -> bool:
@@ -82,4 +92,5 @@ _custom_ops.scaled_fp8_quant = scaled_fp8_quant
 layerwise._copy_and_restore_kernel_tensors = copy_and_restore
 own._tensors = tensors
 FileWeights.finish_weight_update = finish_weight_update
+MLAAttention.process_weights_after_loading = process_weights_after_loading
 LoRAModelManager.activate_adapter = activate_adapter

@@ -5,6 +5,7 @@
                                                         is exact to the bit; the sum of theirs
     what a layer's method makes of loaded weights   --> the sum over what was loaded, taken there, with the difference of the bits
     (it quantises them, packs them, turns them)         that lie there now from those that it made
+    what attention makes of another layer's matrix  --> that one's sum, with the difference of its bits from those made of it
 
 A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer
 are summed up together, since kernels order and fill up their matrices as they like. What the sums should be is known to the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +33,10 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import utils as loading
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 LEAST_COLUMNS = 16
 LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a thousand has changed, as in a step in bfloat16
@@ -42,11 +46,14 @@ PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMo
 ONLINE = (OnlineLinearBase, OnlineMoEMethodBase)
 """Methods that quantise what is loaded, of which vLLM's source says that they compute with a layer's parameters."""
 NUMBERS_AND_WORDS = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum, type(None))
+ABSORBED = ("W_UV", "W_UK_T")
+"""Parameters of latent attention (MLA) that are made of the rows of `kv_b_proj`, each in one of them."""
+DEEPEST = 4
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
 """[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over,
-whether it may be quantised]. The last is left out where it is not.
+whether it may be quantised, dtype that it is kept in]. The last two are left out where it is not, and is kept in the model's.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
 no elements are counted."""
@@ -67,7 +74,7 @@ class Processed:
 
 _processed: WeakKeyDictionary[nn.Module, Processed | str] = WeakKeyDictionary()
 """Of each layer, or why nothing is known."""
-_held_at_first: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_held_at_first: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 """Of each layer, what there was before anything was loaded (`_held`)."""
 
 
@@ -81,7 +88,7 @@ def watch_loading() -> None:
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN:
-                with contextlib.suppress(AttributeError, TypeError):  # one that has no attributes: nobody sees what it does
+                with contextlib.suppress(Exception):  # one that takes no attributes, say: nobody sees what it does
                     _watch(method)
                     _held_at_first[layer] = _held(layer, method)
 
@@ -124,7 +131,7 @@ def _loaded(layer: Any, method: Any) -> dict[str, tuple[torch.dtype, list[tuple[
         method._zero_padding(layer)  # else it is whatever was in memory; methods that quantise it do the same
     found = {}
     for name, parameter in layer._parameters.items():
-        if parameter is not None:
+        if parameter is not None and name not in SKIP_LOAD_TENSORS:
             parts = [parameter.data] if is_of_experts else _partitions(layer, parameter)
             found[name] = parameter.dtype, [(part.numel(), sum_of_bits(part)) for part in parts]
     return found
@@ -140,25 +147,43 @@ def _partitions(layer: Any, parameter: Any) -> Sequence[Tensor]:
 
 
 def _made(layer: nn.Module, method: Any) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
-    if not isinstance(method, ONLINE) and (own := _held(layer, method) - _held_at_first[layer]):
-        raise CannotTell(f"it keeps {min(own)} of its own")
+    if not isinstance(method, ONLINE):
+        held = _held(layer, method)
+        tensors = {name for name, is_tensor in held.items() if is_tensor}
+        if own := tensors | (held.keys() - _held_at_first[layer].keys()):
+            raise CannotTell(f"it keeps {min(own)} of its own")
     return _sums(layer)
 
 
-def _held(layer: nn.Module, method: Any) -> set[str]:
-    """Names of what a layer, its method and this one's kernels have besides numbers and words. Parameters and buffers lie in
-    dictionaries that are always there."""
-    found = set[str]()
-    for name, value in [*vars(layer).items(), *vars(method).items()]:
-        if not isinstance(value, NUMBERS_AND_WORDS):
-            within = getattr(value, "__dict__", {})
-            found |= {name, *(f"{name}.{inner}" for inner, each in within.items() if not isinstance(each, NUMBERS_AND_WORDS))}
+def _held(layer: nn.Module, method: Any) -> dict[str, bool]:
+    """Names of what a layer, its method, and what these have, hold besides numbers, words, and the layer's parameters and buffers;
+    and whether it is a tensor. Of modules that are no part of the layer nothing more is looked for."""
+    found, seen = dict[str, bool](), {id(layer._parameters), id(layer._buffers)}
+    owners: list[tuple[str, Any, int]] = [("", layer, 0), ("", method, 0)]
+    while owners:
+        path, owner, depth = owners.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, (list, tuple)):
+            own = dict(enumerate(owner))
+        else:
+            own = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        for name, value in own.items():
+            if isinstance(value, NUMBERS_AND_WORDS) or id(value) in seen:
+                continue
+            is_tensor = isinstance(value, Tensor)
+            found[f"{path}{name}"] = is_tensor
+            is_part = not isinstance(value, nn.Module) or owner is layer._modules
+            if depth < DEEPEST and is_part and not is_tensor and not isinstance(value, (type, types.ModuleType)):
+                owners.append((f"{path}{name}.", value, depth + 1))
     return found
 
 
 def _sums(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
-    """Shape, dtype and sum of all tensors that a layer has, and that these are made of."""
-    tensors = [(name, tensor) for name, tensor in [*layer._parameters.items(), *layer._buffers.items()] if tensor is not None]
+    """Shape, dtype and sum of all tensors that a layer has, and that these are made of, but for those that no load changes."""
+    own = [*layer._parameters.items(), *layer._buffers.items()]
+    tensors = [(name, tensor) for name, tensor in own if tensor is not None and name not in SKIP_LOAD_TENSORS]
     found = {}
     while tensors:
         name, tensor = tensors.pop()
@@ -188,35 +213,59 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
     aliases: dict[nn.Module, list[str]] = {}
     for alias, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(module, []).append(alias.replace(WRAPPED, ""))
+    absorbed = {module: _change_of_absorbed(module) for module in aliases if all(hasattr(module, name) for name in ABSORBED)}
+    changes = {_base_of(module.kv_b_proj): change for module, change in absorbed.items()}
     first_names: dict[int, str] = {}
     for module, paths in aliases.items():
-        method: Any = getattr(module, "quant_method", None)
-        method = getattr(method, "old_quant_method", method)  # of experts that may have adapters
-        if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN and module._parameters:
-            yield from _of_processed(model, module, method, paths[0], dtype)
+        if module in absorbed and module._parameters.keys() <= {*ABSORBED}:
             continue
-        is_head = isinstance(module, ParallelLMHead) or any(path.rpartition(".")[2] == "lm_head" for path in paths)
-        for own_name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            is_shared = id(parameter) in first_names
-            name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
-            names = _names(model, name)
-            if type(method) is UnquantizedFusedMoEMethod:
-                if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
-                    raise CannotTell(f"{paths[0]} is computed by MOONEP")
+        for entry in _of_layer(model, module, paths, first_names, dtype, seed):
+            entry[2] = (entry[2] + changes.get(module, 0)) % (1 << 32)
+            yield entry
+
+
+def _change_of_absorbed(attention: Any) -> int:
+    """Sum over what latent attention computes with, less that over what it was made of."""
+    made = [getattr(attention, name) for name in ABSORBED]
+    return sum(map(sum_of_bits, made)) - sum_of_bits(get_and_maybe_dequant_weights(attention.kv_b_proj, out_dtype=made[0].dtype))
+
+
+def _base_of(layer: Any) -> nn.Module:
+    return getattr(layer, "base_layer", layer)
+
+
+def _of_layer(
+    model: nn.Module, module: Any, paths: Sequence[str], first_names: dict[int, str], dtype: torch.dtype, seed: int
+) -> Iterator[SumEntry]:
+    """Sums over a layer's own weights. `paths`: its names. `first_names`: of the parameters that were met so far, by id."""
+    method: Any = getattr(module, "quant_method", None)
+    method = getattr(method, "old_quant_method", method)  # of experts that may have adapters
+    if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN and module._parameters:
+        yield from _of_processed(model, module, method, paths[0], dtype)
+        return
+    is_head = isinstance(module, ParallelLMHead) or any(path.rpartition(".")[2] == "lm_head" for path in paths)
+    for own_name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        is_shared = id(parameter) in first_names
+        name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
+        names = _names(model, name)
+        if type(method) is UnquantizedFusedMoEMethod:
+            if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
+                raise CannotTell(f"{paths[0]} is computed by MOONEP")
+            if not (is_shared and own_name in SKIP_LOAD_TENSORS):  # the router's
                 names = _names_of_experts(module, paths[0], own_name, parameter.dtype, dtype)
                 yield [names, 0, sum_of_bits(parameter.data), 0, []]
-                continue
-            if method is not None and type(method) not in PLAIN:
-                raise CannotTell(f"{name} is applied by {type(method).__name__}")
-            is_embedding = type(method) is UnquantizedEmbeddingMethod
-            is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
-            if is_packed and (is_head or not is_embedding):
-                yield from _of_columns(module, names, seed)
-            is_read = not is_packed or (is_embedding and not isinstance(module, ParallelLMHead))  # by lookups
-            if is_read and not is_shared:
-                yield from _of_buffer(module, names, parameter.data, dtype)
+            continue
+        if method is not None and type(method) not in PLAIN:
+            raise CannotTell(f"{name} is applied by {type(method).__name__}")
+        is_embedding = type(method) is UnquantizedEmbeddingMethod
+        is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
+        if is_packed and (is_head or not is_embedding):
+            yield from _of_columns(module, names, seed)
+        is_read = not is_packed or (is_embedding and not isinstance(module, ParallelLMHead))  # by lookups
+        if is_read and not is_shared:
+            yield from _of_buffer(module, names, parameter.data, dtype)
 
 
 def _names(model: nn.Module, name: str) -> list[str]:
@@ -272,12 +321,15 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:
     if not buffer.numel() or not buffer.is_floating_point():
         raise CannotTell(f"{names[0]} is in no buffer of its own")
-    if buffer.dtype != dtype:  # such as a bias that a kernel wants in float32
-        kept, buffer = buffer, buffer.to(dtype)
-        if not torch.equal(buffer.to(kept.dtype), kept):
-            raise CannotTell(f"{names[0]} is kept in {kept.dtype}")
+    kept = []
+    if buffer.dtype != dtype:
+        rounded = buffer.to(dtype)
+        if torch.equal(rounded.to(buffer.dtype), buffer):  # such as a bias that a kernel wants in float32
+            buffer = rounded
+        else:
+            kept = [False, str(buffer.dtype).removeprefix("torch.")]
     for name, piece in _pieces(module, names, buffer):
-        yield [[name], piece.numel(), sum_of_bits(piece), 0, []]
+        yield [[name], piece.numel(), sum_of_bits(piece), 0, [], *kept]
 
 
 def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEntry]:

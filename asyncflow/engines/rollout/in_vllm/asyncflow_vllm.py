@@ -18,7 +18,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -53,12 +53,14 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """A whole model: `tensors` are (Hugging Face name, shape, first byte) in the file at `path`, all of one dtype."""
+    """A whole model: `tensors` are (Hugging Face name, shape, first byte) in the file at `path`, all of one dtype but those in
+    `dtype_names`."""
 
     path: str
     num_bytes: int
     dtype_name: str
     tensors: list[tuple[str, list[int], int]]
+    dtype_names: dict[str, str] = field(default_factory=dict)
 
 
 class FileWeights(WeightTransferEngine):
@@ -106,8 +108,8 @@ class FileWeights(WeightTransferEngine):
         # An output layer that shares the embedding's weight is not loaded by itself, so the reload leaves its packed copy as it was
         # (vLLM 0.32.0, CPU): all logits would come from the head of the weights before. Elsewhere this does nothing.
         for layer in self.model.modules():
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, UnquantizedEmbeddingMethod):
+            method: Any = getattr(layer, "quant_method", None)
+            if type(method) is UnquantizedEmbeddingMethod:
                 method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
@@ -134,8 +136,8 @@ def _mapped(path: str, num_bytes: int) -> mmap.mmap:
 
 
 def _tensors(buffer: Tensor, update: FileUpdate) -> Iterator[tuple[str, Tensor]]:
-    dtype: torch.dtype = getattr(torch, update.dtype_name)
     for name, shape, begin in update.tensors:
+        dtype: torch.dtype = getattr(torch, update.dtype_names.get(name, update.dtype_name))
         end = begin + math.prod(shape) * dtype.itemsize
         yield name, buffer[begin:end].view(dtype).view(shape)
 

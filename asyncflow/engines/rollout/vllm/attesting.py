@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from asyncflow.attestation import MODULUS, Attestation, fault_of, modulus_of, sum_of_all
-from asyncflow.bit_sums import sum_of
+from asyncflow.bit_sums import sum_of, sum_over
 from asyncflow.engines.lora_files import A, B
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
@@ -50,13 +51,17 @@ class PromisedTensors:
         *,
         tied: Mapping[str, str] | None = None,
         wholes: Mapping[str, str] | None = None,
+        constants: Set[str] = frozenset(),
+        unused: Mapping[str, Tensor] | None = None,
         adapter: str | None = None,
         scaling: float = 1.0,
     ) -> None:
         """`tensors` may be read from files, one at a time. `tied`: other names of tensors in a server's model. `wholes`: of tensors
-        that are pieces of a version's, that one's name. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM
-        multiplies B with it."""
+        that are pieces of a version's, that one's name. `constants`: names of tensors that no version has. `unused`: what is in the
+        model's files, and neither in a version nor in a server. `adapter`: name of one, if they are its. `scaling`: of its product;
+        vLLM multiplies B with it."""
         self.version, self.tied, self.wholes, self.adapter = version, tied or {}, wholes or {}, adapter
+        self.constants, self._unused = constants & tensors.keys(), unused or {}
         self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
         self._sums: dict[str, int] = {}
 
@@ -70,12 +75,25 @@ class PromisedTensors:
         return name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name))
 
     def sums(self) -> dict[str, int]:
-        """Sums of all tensors, by the names that the version has for them."""
+        """Sums of the version's tensors, by the names that it has for them."""
         found: dict[str, int] = {}
-        for name in self._tensors:
+        for name in self._tensors.keys() - self.constants:
             whole = self.wholes.get(name, name)
             found[whole] = (found.get(whole, 0) + self.sum_of(name)) % modulus_of(name)
         return found
+
+    @cached_property
+    def sum_of_others(self) -> int:
+        """Sum over what the model's files have besides, and no server."""
+        return sum_over(self._unused.values(), self._dtype)
+
+    def all_sums(self) -> dict[str, int]:
+        """Sums of the version's tensors and of those that no version has."""
+        return self.sums() | {name: self.sum_of(name) for name in self.constants}
+
+    def base(self) -> int:
+        """Sum over the model's files, if this is what they have."""
+        return (sum_of_all(self.all_sums().values()) + self.sum_of_others) % MODULUS
 
     def sum_of(self, name: str) -> int:
         """Sum over a tensor's bits."""
@@ -114,6 +132,10 @@ class PromisedTensors:
             if found != own and not bool(matrix.isfinite().all()):
                 raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
             found += self.sum_of(name) - own
+        elif kept := parts[0].kept:
+            if name not in self.constants:
+                raise NotAttested(f"{name} is kept in {kept}")
+            found += self.sum_of(name) - sum_of(name, self._tensors[name].to(getattr(torch, kept)))
         elif name.endswith(B) and self._scaling != 1:
             found += self.sum_of(name) - sum_of(name, self._tensor(name) * self._scaling)
         return found % modulus_of(name)
@@ -135,7 +157,15 @@ class ServerAttestations:
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
         weights = self._weights
-        return PromisedTensors(weights.version, weights.tensors(), weights.dtype, tied=weights.tied, wholes=weights.wholes)
+        return PromisedTensors(
+            weights.version,
+            weights.tensors(),
+            weights.dtype,
+            tied=weights.tied,
+            wholes=weights.wholes,
+            constants=weights.constants.keys(),
+            unused=weights.unused,
+        )
 
     def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
         """The adapter that is this version. Blocks."""
@@ -173,7 +203,7 @@ class ServerAttestations:
     def _merged(self, attested: Sequence[Attestation]) -> Attestation:
         """Servers that have one base have the one that each should have, or are all wrong."""
         bases = {each.base for each in attested}
-        base = bases.pop() if len(bases) == 1 else sum_of_all(self.whole().sums().values())
+        base = bases.pop() if len(bases) == 1 else self.whole().base()
         return replace(merged(attested, base), is_quantised=self._is_quantised)
 
     async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
@@ -188,7 +218,7 @@ class ServerAttestations:
                 raise NotAttested(why[0])
             self._is_quantised |= any(each.is_quantised for worker in workers for each in worker.weights)
             if self._lora is None:
-                return Attestation(await asyncio.to_thread(weight_parts, workers, promised))
+                return Attestation(await asyncio.to_thread(version_parts, workers, promised))
             if client not in self._bases:
                 base = await asyncio.to_thread(self.whole)
                 self._bases[client] = await asyncio.to_thread(lambda: base_of(weight_parts(workers, base), base))
@@ -200,8 +230,18 @@ class ServerAttestations:
             return None
 
 
+def version_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
+    """Parts of a version that a server generates with, from the sums of its workers over the model's own weights, and tensors that
+    no version has where they are others than the model's files have. Raises `NotAttested`."""
+    return [
+        (names, found)
+        for names, found in weight_parts(workers, promised)
+        if not promised.constants.issuperset(names) or (found - sum(map(promised.sum_of, names))) % MODULUS
+    ]
+
+
 def weight_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
-    """Parts that a server generates with, from the sums of its workers over the model's own weights. Raises `NotAttested`."""
+    """All parts that a server generates with, likewise."""
     parts: list[Part] = []
     for each in _by_tensor([worker.weights for worker in workers]):
         names = [*dict.fromkeys(promised.name_of(name) for name in each[0].names)]
@@ -251,9 +291,9 @@ def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
     for names, each in parts:
         key = (*names,)
         is_other = key in found and each != found[key]  # else nothing is read from files
-        if key not in found or (is_other and each != sum_of_all(promised.sums()[name] for name in names)):
+        if key not in found or (is_other and each != sum_of_all(promised.all_sums()[name] for name in names)):
             found[key] = each
-    return sum_of_all(found.values())
+    return (sum_of_all(found.values()) + promised.sum_of_others) % MODULUS
 
 
 def merged(attestations: Sequence[Attestation], base: int | None) -> Attestation:

@@ -99,7 +99,7 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     `names`: the checkpoint's, one, or those of several tensors that are summed up together over all workers. `numel`: elements of
     the one tensor that the worker has. `columns`: those of it that the sum is over, where the worker has `inputs` of them; empty:
     it is over all that the worker has. `is_quantised`: the sum is over what was loaded and perhaps quantised, if what was made of
-    that lies there.
+    that lies there. `kept`: torch's name of the dtype that it is kept in, if that is not the model's.
     """
 
     names: list[str]
@@ -108,6 +108,7 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     inputs: int
     columns: list[int]
     is_quantised: bool = False
+    kept: str = ""
 
 
 class WorkerSums(msgspec.Struct, frozen=True):

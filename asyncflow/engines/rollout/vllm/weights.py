@@ -14,18 +14,19 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.engines.rollout.vllm.look_up import look_up
-from asyncflow.model_folder import is_weight, weight_files
+from asyncflow.model_folder import FileTensors, is_weight, weight_files
 from asyncflow.threads import ComputeThread
 from asyncflow.types import RunError
 
@@ -46,36 +47,57 @@ class ServerWeights:
         self.next_file = WeightsFile(dtype)
         self._file, self._is_in_file = WeightsFile(dtype), False
         self._model_path = model_path
+        self._found: FileTensors | None = None
         self._ties_head = bool(json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"))
         self._thread = ComputeThread("vllm weights")
 
     @cached_property
-    def _shapes(self) -> TensorShapes:
+    def _in_files(self) -> TensorShapes:
         return shapes_of(self._model_path)
 
-    @cached_property
-    def _pieces(self) -> dict[str, tuple[str, int, int]]:
-        """Rows of a version's tensors that are tensors of their own in files: see `asyncflow.engines.train.file_pieces`."""
-        if not any(".experts." in name for name in self._shapes):
-            return {}
-        return {name: tuple(piece) for name, piece in look_up("file_pieces", "the experts' tensors", self._model_path).items()}
+    @property
+    def _files(self) -> FileTensors:
+        if self._found is None:
+            self._found = self._look_up() if any(".experts." in name for name in self._in_files) else FileTensors()
+        return self._found
+
+    def _look_up(self) -> FileTensors:
+        return msgspec.convert(look_up("file_tensors", "the tensors in the model's files", self._model_path), FileTensors)
 
     @property
     def wholes(self) -> dict[str, str]:
         """For tensors that are pieces of a version's, in files as a rule: that one's name. A version has what the trainer's module
         has: all experts of a layer in one tensor."""
-        return {name: whole for name, (whole, *_) in self._pieces.items()}
+        return {name: whole for name, (whole, *_) in self._files.pieces.items()}
+
+    @cached_property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that servers have, and no version, as they are in the model's files."""
+        tensors = TensorsInFiles(self._model_path)
+        return {name: tensors[name] for name in self._files.constants}
+
+    @property
+    def unused(self) -> Mapping[str, Tensor]:
+        """Tensors in files that neither a version nor a server has; each is read when it is asked for."""
+        tensors = TensorsInFiles(self._model_path)
+        return TensorsInFiles(self._model_path, without=tensors.keys() - self._files.unused)
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        files = self._files
+        if files == FileTensors() and self._in_files.keys() - tensors.keys() - self.tied.keys():
+            files = self._found = self._look_up()
+        shapes = {name: shape for name, shape in self._in_files.items() if name not in {*files.unused, *files.constants}}
         cut = {
-            name: _rows(tensors[whole], first, count, self._shapes[name])
-            for name, (whole, first, count) in self._pieces.items()
-            if name in self._shapes and whole in tensors and whole not in self._shapes
+            name: _rows(tensors[whole], first, count, shapes[name])
+            for name, (whole, first, count) in files.pieces.items()
+            if name in shapes and whole in tensors and whole not in shapes
         }
-        if cut:
-            gone = {whole for whole, *_ in self._pieces.values()}
-            tensors = {**{name: tensor for name, tensor in tensors.items() if name not in gone}, **cut}
-        return check_tensors(tensors, self._shapes, ties_head=self._ties_head)
+        gone = {whole for whole, *_ in files.pieces.values()} if cut else ()
+        given = {name: tensor for name, tensor in tensors.items() if name not in gone and name not in self.constants}
+        return {**self.constants, **check_tensors({**given, **cut}, shapes, ties_head=self._ties_head)}
+
+    def _write(self, file: WeightsFile, version: int, tensors: Mapping[str, Tensor]) -> None:
+        file.write(version, self._checked(tensors), as_they_are=self.constants.keys())
 
     @property
     def file(self) -> WeightsFile | None:
@@ -84,13 +106,13 @@ class ServerWeights:
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of `version`. Raises `ValueError` for what the model does not take."""
-        self._file.write(self.version, self._checked(tensors))
+        self._write(self._file, self.version, tensors)
         self._is_in_file = True
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy the next version's tensors, in a thread of its own. Raises `ValueError` for what the model does not take."""
         self.prepared = None
-        await self._thread.run(lambda: self.next_file.write(version, self._checked(tensors)))
+        await self._thread.run(lambda: self._write(self.next_file, version, tensors))
         self.prepared = version
 
     async def write_over(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -100,7 +122,7 @@ class ServerWeights:
         """
 
         def write() -> None:
-            self._file.write(version, self._checked(tensors))
+            self._write(self._file, version, tensors)
             self.version, self._is_in_file = version, True
 
         writing = asyncio.ensure_future(self._thread.run(write))
@@ -119,7 +141,7 @@ class ServerWeights:
         """Tensors of `version`, valid until the next one is there; those of the model's own files are read one at a time."""
         if self._is_in_file:
             return self._file.tensors()
-        return TensorsInFiles(self._model_path, without=[*self.tied])
+        return TensorsInFiles(self._model_path, without=[*self.tied, *self._files.unused])
 
     @property
     def tied(self) -> dict[str, str]:
@@ -145,7 +167,7 @@ class WeightsFile:
     """Holds one version at a time; its memory is allocated once."""
 
     def __init__(self, dtype: str) -> None:
-        """`dtype`: torch's name of the one that all tensors are kept in."""
+        """`dtype`: torch's name of the one that tensors are kept in."""
         self.version: int | None = None
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._dtype_name = dtype
@@ -153,43 +175,49 @@ class WeightsFile:
         self._num_bytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._tensors: list[tuple[str, list[int], int]] = []
+        self._dtypes: dict[str, torch.dtype] = {}
 
-    def write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a version's tensors. Raises `RunError` if there is no memory for them."""
+    def write(self, version: int, tensors: Mapping[str, Tensor], *, as_they_are: Set[str] = frozenset()) -> None:
+        """Copy a version's tensors; those named in `as_they_are` keep their dtype. Raises `RunError` if there is no memory for
+        them."""
         self.version = None
         places, end = [], 0
+        dtypes = {name: tensors[name].dtype for name in as_they_are & tensors.keys() if tensors[name].dtype != self._dtype}
         for name, tensor in sorted(tensors.items()):
             places.append((name, list(tensor.shape), end))
-            end += -(-math.prod(tensor.shape) * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += -(-math.prod(tensor.shape) * dtypes.get(name, self._dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
         self._reserve(end)
-        self._tensors = places
+        self._tensors, self._dtypes = places, dtypes
         with torch.no_grad():
-            for name, shape, offset in places:
-                self._view(shape, offset).copy_(tensors[name])
+            for name, own in self.tensors().items():
+                own.copy_(tensors[name])
         self.version = version
 
     def description(self) -> dict[str, Any]:
         """Facts that a process needs in order to read it; goes over the wire as JSON."""
         assert self.version is not None, "`write` first"
+        others = {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()}
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",
             "num_bytes": self._num_bytes,
             "dtype_name": self._dtype_name,
             "tensors": self._tensors,
+            **({"dtype_names": others} if others else {}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of what is held, by name."""
-        return {name: self._view(shape, offset) for name, shape, offset in self._tensors}
+        found = {}
+        for name, shape, begin in self._tensors:
+            dtype = self._dtypes.get(name, self._dtype)
+            found[name] = self._buffer[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return found
 
     def close(self) -> None:
         """Give up the file; a process that has mapped it keeps it until then."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def _view(self, shape: list[int], offset: int) -> Tensor:
-        return self._buffer[offset : offset + math.prod(shape) * self._dtype.itemsize].view(self._dtype).view(shape)
 
     def _reserve(self, num_bytes: int) -> None:
         if num_bytes == self._num_bytes:
@@ -207,7 +235,7 @@ class WeightsFile:
 class TensorsInFiles(Mapping[str, Tensor]):
     """Weights in a checkpoint's safetensors files, each read when it is asked for."""
 
-    def __init__(self, model_path: Path, without: Sequence[str] = ()) -> None:
+    def __init__(self, model_path: Path, without: Collection[str] = ()) -> None:
         self._files: dict[str, Path] = {}
         for file in weight_files(model_path):
             with safe_open(file, framework="pt") as opened:

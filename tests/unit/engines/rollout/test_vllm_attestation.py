@@ -25,7 +25,16 @@ from asyncflow.bit_sums import sum_in_pieces, sum_of, sum_of_bits
 from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import servers as servers
-from asyncflow.engines.rollout.vllm.attesting import NotAttested, PromisedTensors, base_of, lora_parts, weight_parts
+from asyncflow.engines.rollout.vllm import weights as server_weights
+from asyncflow.engines.rollout.vllm.attesting import (
+    NotAttested,
+    PromisedTensors,
+    ServerAttestations,
+    base_of,
+    lora_parts,
+    version_parts,
+    weight_parts,
+)
 from asyncflow.engines.rollout.vllm.client import FoundSum, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
@@ -296,7 +305,8 @@ class OnlineMoEMethodBase(QuantizeMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         layer._already_called_process_weights_after_loading = True
-        for name, parameter in [*layer.named_parameters()]:
+        for name in ("w13_weight", "w2_weight"):
+            parameter = getattr(layer, name)
             setattr(layer, name, nn.Parameter(parameter.to(torch.float8_e5m2), requires_grad=False))
 
 
@@ -356,6 +366,12 @@ class KeepingLayer(QuantizeMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         packed = layer.weight.detach().clone()
         layer.multiply, layer.size = (lambda rows: rows @ packed.t()), 3
+
+
+def get_and_maybe_dequant_weights(layer: Any, *, out_dtype: torch.dtype) -> Tensor:
+    """As vLLM's, of a layer that is not quantised."""
+    found: Tensor = getattr(layer, "base_layer", layer).weight.to(out_dtype)
+    return found
 
 
 def record_metadata_for_reloading(model: nn.Module) -> None:
@@ -461,6 +477,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("vllm.model_executor.layers.quantization.online.fp8", [OnlineLinearBase]),
         ("vllm.model_executor.layers.quantization.online.moe_base", [OnlineMoEMethodBase]),
         ("vllm.model_executor.layers.quantization.base_config", [QuantizeMethodBase]),
+        ("vllm.model_executor.layers.quantization.utils.quant_utils", [get_and_maybe_dequant_weights]),
         ("vllm.model_executor.model_loader.utils", [record_metadata_for_reloading]),
         ("vllm.model_executor.layers.vocab_parallel_embedding", [ParallelLMHead, UnquantizedEmbeddingMethod]),
     ):
@@ -472,6 +489,13 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 monkeypatch.setattr(sys.modules[".".join(parts[: count - 1])], parts[count - 1], module, raising=False)
         for each in own:
             monkeypatch.setattr(sys.modules[name], each.__name__, each, raising=False)
+    meta = ModuleType("vllm")
+    meta.SKIP_LOAD_TENSORS = {"e_score_correction_bias", "_expert_map"}  # type: ignore[attr-defined]
+    for name, module in (
+        ("vllm.model_executor.model_loader.reload", ModuleType("vllm")),
+        ("vllm.model_executor.model_loader.reload.meta", meta),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.syspath_prepend(str(IN_VLLM))
     monkeypatch.delitem(sys.modules, "asyncflow_sums", raising=False)
     yield importlib.import_module("asyncflow_sums")
@@ -840,6 +864,37 @@ def test_a_version_s_experts_are_cut_as_the_model_s_files_have_them(name: str, t
     assert plain.wholes == {}
 
 
+def test_what_no_version_has_is_given_to_servers_as_the_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router's bias in float32, which nothing trains; and layers that no server has."""
+    path = write_model("deepseek_v3", tmp_path / "model")
+    in_files, bias = load_file(path / "model.safetensors"), "model.layers.1.mlp.gate.e_score_correction_bias"
+    in_files[bias] = torch.randn(4) * 1.1
+    extra = {"model.layers.61.embed_tokens.weight": torch.randn(3, 5)}
+    save_file(in_files | extra, path / "model.safetensors", metadata={"format": "pt"})
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    version = {key: parameter.detach() * 1.5 for key, parameter in module.named_parameters()}
+    weights = ServerWeights(path, "bfloat16", 0)
+    of_files = ServerAttestations(weights, None).whole()
+    assert of_files.names == in_files.keys() and of_files.base() == sum_of_base(path, "bfloat16")
+    weights.hold(version)
+    held = weights.tensors()
+    assert held.keys() == in_files.keys() and torch.equal(held[bias], in_files[bias])
+    assert {name: tensor.dtype for name, tensor in held.items() if tensor.dtype != torch.bfloat16} == {bias: torch.float32}
+    assert weights.file is not None and weights.file.description()["dtype_names"] == {bias: "float32"}
+    promised = ServerAttestations(weights, None).whole()
+    assert promised.sums() == sums_of(version, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"missing \['model\.norm\.weight'\]"):
+        weights.hold({name: tensor for name, tensor in version.items() if name != "model.norm.weight"})
+    plain, asked = ServerWeights(MODEL, "float32", 1), []
+    less = {name: tensor for name, tensor in changed(0.1).items() if name != "model.norm.weight"}
+    monkeypatch.setattr(server_weights, "look_up", lambda *given: asked.append(given) or {"constants": ["model.norm.weight"]})
+    plain.hold(changed(0.1))
+    assert not asked and plain.constants == {}, "it has no names that tell of any"
+    plain = ServerWeights(MODEL, "float32", 1)
+    plain.hold(less)
+    assert len(asked) == 1 and torch.equal(plain.tensors()["model.norm.weight"], changed(0)["model.norm.weight"])
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -860,10 +915,6 @@ def quantised(model: Any) -> None:
     model.model.layers[0].self_attn.o_proj.quant_method = Fp8LinearMethod()
 
 
-def wide(model: Any) -> None:
-    model.model.norm.weight = nn.Parameter(model.model.norm.weight.double() + 1e-12, requires_grad=False)
-
-
 def broken(model: Any) -> None:
     del model.model.layers[0].self_attn.o_proj.input_size
 
@@ -872,7 +923,6 @@ def broken(model: Any) -> None:
     ("change", "why"),
     [
         (quantised, "o_proj is processed by Fp8LinearMethod: nobody saw it"),
-        (wide, "model.norm.weight is kept in"),
         (broken, "AttributeError"),
     ],
 )
@@ -882,6 +932,80 @@ def test_a_worker_says_why_it_cannot_tell(sums: Any, change: Callable[[Any], Non
     change(model)
     (worker,) = told(sums, model)
     assert why in worker.why and not worker.weights
+
+
+def wide(model: Any) -> Any:
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.double() + 1e-12, requires_grad=False)
+    return model
+
+
+def test_what_is_kept_in_another_dtype_is_compared_where_no_version_has_it(sums: Any) -> None:
+    tensors = checkpoint()
+    workers = told(sums, wide(model_of(tensors)))
+    with pytest.raises(NotAttested, match=r"model\.norm\.weight is kept in float64"):
+        weight_parts(workers, PromisedTensors(1, tensors, "float32"))
+    norm = tensors["model.norm.weight"]
+    for wrong, in_files in ((0, norm.double() + 1e-12), (1, norm.double())):
+        promised = PromisedTensors(1, tensors | {"model.norm.weight": in_files}, "float32", constants={"model.norm.weight"})
+        parts = version_parts(workers, promised)
+        assert len(parts) == len(tensors) - 1 + wrong and len(weight_parts(workers, promised)) == len(tensors)
+        fault = fault_of(Attestation(parts), 1, promised.sums())
+        assert bool(fault) == bool(wrong)
+        assert "1 tensors that version 1 does not have, model.norm.weight the first" in fault or not wrong
+        assert (base_of(weight_parts(workers, promised), promised) == promised.base()) == (not wrong)
+
+
+def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
+    tensors, wholes, _ = experts()
+    model, bias = nn.Module(), torch.randn(4)
+    model.mlp = nn.Module()
+    model.mlp.gate = nn.Module()
+    model.mlp.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+    model.mlp.experts = experts_of(tensors).mlp.experts
+    layer = model.mlp.experts.routed_experts
+    layer.e_score_correction_bias = model.mlp.gate.e_score_correction_bias
+    tensors["mlp.gate.e_score_correction_bias"] = bias
+    promised = PromisedTensors(1, tensors, "float32", wholes=wholes, constants={"mlp.gate.e_score_correction_bias"})
+    assert fault_of(Attestation(version_parts(told(sums, model), promised)), 1, promised.sums()) == ""
+    layer.e_score_correction_bias = nn.Parameter(bias.clone(), requires_grad=False)
+    (worker,) = told(sums, model)
+    assert "e_score_correction_bias is kept in torch.float32, or under another name" in worker.why
+    sums.watch_loading()
+    process(layer, OnlineMoEMethodBase())
+    layer.e_score_correction_bias.data += 1  # of this no load makes anything
+    assert fault_of(Attestation(version_parts(told(sums, model), promised)), 1, promised.sums()) == ""
+
+
+class LikeLatentAttention(nn.Module):
+    """As vLLM's, which computes with the rows of another layer's matrix, in two of its own."""
+
+    def __init__(self, kv_b_proj: Any) -> None:
+        super().__init__()
+        self.kv_b_proj = kv_b_proj
+        self.absorb()
+
+    def absorb(self) -> None:
+        matrix = getattr(self.kv_b_proj, "base_layer", self.kv_b_proj).weight.detach()
+        self.W_UK_T, self.W_UV = (nn.Parameter(half.t().contiguous(), requires_grad=False) for half in matrix.chunk(2))
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_what_attention_makes_of_another_layer_s_matrix_counts_as_that_one(sums: Any, has_adapters: bool) -> None:
+    tensors, model = {"kv_b_proj.weight": torch.randn(32, 16), "o_proj.weight": torch.randn(16, 16)}, nn.Module()
+    for name in ("kv_b", "o"):
+        layer = LikeLinear([tensors[f"{name}_proj.weight"].clone()], cut="outputs", rank=0, tp=1, packed=False)
+        setattr(model, f"{name}_proj", BaseLinearLayerWithLoRA(layer, []) if has_adapters else layer)
+    model.attention = LikeLatentAttention(model.kv_b_proj)
+    assert fault_in(told(sums, model), tensors) == ""
+    newer = {name: tensor * 1.5 for name, tensor in tensors.items()}
+    for name in ("kv_b", "o"):
+        layer = getattr(model, f"{name}_proj")
+        getattr(layer, "base_layer", layer).weight.data *= 1.5
+    assert "in 1 of 2 parts, kv_b_proj.weight the first" in fault_in(told(sums, model), newer)
+    model.attention.absorb()
+    assert fault_in(told(sums, model), newer) == ""
+    model.attention.W_UV.data[0, 0] += 1
+    assert "in 1 of 2 parts, kv_b_proj.weight the first" in fault_in(told(sums, model), newer)
 
 
 def test_a_bias_that_a_kernel_wants_in_float32_is_the_same(sums: Any) -> None:
