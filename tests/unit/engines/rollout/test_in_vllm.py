@@ -252,6 +252,15 @@ def test_a_version_is_loaded_from_the_file_that_is_mapped(module: Any, reload: R
         engine.trainer_send_weights(iter(()), None)
 
 
+def test_what_keeps_a_dtype_of_its_own_is_loaded_in_it(module: Any, reload: Reload, file: tuple[Path, dict[str, Any]]) -> None:
+    path, update = file
+    bias = torch.tensor([1.1, 2.2, 3.3])
+    path.write_bytes(path.read_bytes()[:24] + bias.view(torch.uint8).numpy().tobytes())
+    engine = REGISTERED["asyncflow"](Model())
+    engine.update_weights({**update, "num_bytes": 36, "dtype_names": {"norm.bias": "float32"}})
+    assert torch.equal(engine.model.norm.bias.data, bias)
+
+
 def test_a_cpu_s_kernel_for_experts_is_made_anew_so_that_it_packs_them(module: Any, reload: Reload) -> None:
     model = Model()
     model.norm.quant_method = method = UnquantizedFusedMoEMethod()

@@ -364,10 +364,10 @@ async def test_a_cancelled_install_leaves_a_whole_version(model: Path, python: s
         await engine.install(1, changed(0.1))
         write, is_writing, may_write = WeightsFile.write, threading.Event(), threading.Event()
 
-        def slow(file: WeightsFile, version: int, tensors: Any) -> None:
+        def slow(file: WeightsFile, version: int, tensors: Any, **more: Any) -> None:
             is_writing.set()
             may_write.wait(patience(10))
-            write(file, version, tensors)
+            write(file, version, tensors, **more)
 
         monkeypatch.setattr(WeightsFile, "write", slow)
         installing = asyncio.create_task(engine.install(2, changed(0.2)))
@@ -1178,6 +1178,13 @@ def test_the_weights_file_holds_what_it_was_given(dtype: str) -> None:
             count = int(np.prod(shape))
             there = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype), count=count, offset=begin).view(shape)
             assert torch.equal(there, changed(shift)[name].to(getattr(torch, dtype))) and begin % 64 == 0
+        assert "dtype_names" not in described
+    odd = {"a": torch.full((3,), 1.1), "b": torch.full((5,), 1.1), "c": torch.full((2,), 1.1, dtype=torch.float64)}
+    file.write(3, odd, as_they_are={"a", "c", "d"})
+    held = file.tensors()
+    assert torch.equal(held["c"], odd["c"]) and torch.equal(held["a"], odd["a"]) and held["b"].dtype == getattr(torch, dtype)
+    names = {"float32": {"c": "float64"}, "bfloat16": {"a": "float32", "c": "float64"}}
+    assert file.description()["dtype_names"] == names[dtype]
     file.close()
     assert not os.path.exists(described["path"])
 
