@@ -167,8 +167,7 @@ def _run(
     fork_workers_from_here()
     status: Any = 1
     try:
-        load("program", main)()
-        status = 0
+        status = load("program", main)() or 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     finally:

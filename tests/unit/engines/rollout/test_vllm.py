@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.lora_files import lora_shapes
-from asyncflow.engines.rollout.vllm import lora_versions as lora_versions
+from asyncflow.engines.rollout.vllm import look_up as look_up
 from asyncflow.engines.rollout.vllm import servers as servers
 from asyncflow.engines.rollout.vllm import transfer as transfers
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
@@ -40,7 +40,6 @@ from asyncflow.engines.rollout.vllm.process import IN_VLLM, ServerProcess
 from asyncflow.engines.rollout.vllm.servers import ServerHandle
 from asyncflow.engines.rollout.vllm.transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm.weights import WeightsFile, shapes_of
-from asyncflow.engines.train.adapter_shapes import adapter_shapes
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.run.preparation.checks import check_choices, check_rollout_engine
 from asyncflow.run.services.scaling import Scaling
@@ -1302,8 +1301,8 @@ def test_an_adapter_is_checked_by_the_modules_that_the_trainer_has(
 ) -> None:
     """Families whose files have other matrices than their modules have linear layers. One asks in a process, as a worker does."""
     path = write_model(name, tmp_path / "model")
-    if name != "mixtral":
-        monkeypatch.setattr(lora_versions, "look_up", lambda *_: adapter_shapes(path, LORA))
+    if name == "mixtral":
+        monkeypatch.setattr(look_up, "subprocess", subprocess)
     trained = {n: p.detach() for n, p in OneRank(path, train_options(lora=LORA)).policy.parameters.items()}
     versions = LoraVersions(path, LORA, 0, lambda: None)
     written = versions.write(1, trained)
