@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from pathlib import Path
@@ -110,7 +111,8 @@ async def _serve(
     try:
         status = await until_stopped(hosted.over)
     finally:
-        await hosted.stop()
+        with contextlib.suppress(Exception):  # `failure` says it
+            await hosted.stop()
         await hosted.farewell()
         await server.stop()
         audit.close()

@@ -121,7 +121,8 @@ class HostedRun:
             await run.until(lambda: False)
         except Exception as error:  # whatever it is, the run is over
             self.failure = str(first_error(error))
-            self._ending = asyncio.create_task(self.stop())
+            self._is_stopping = True
+            self._ending = self._ending or asyncio.create_task(self._stop())
 
     async def step(self) -> Mapping[str, float] | None:
         """Train one step; see `Trainer.step`."""
@@ -151,8 +152,14 @@ class HostedRun:
         return {} if self._run is None else self._run.job.rows.since(first)
 
     async def stop(self) -> None:
-        """Stop the run, if it is under way; model, trace and report are written."""
+        """Stop the run, if it is under way; model, trace and report are written. All callers wait for one end, and a caller that is
+        cancelled does not end it. Raises what kept it from being in order, which `failure` says, too."""
         self._is_stopping = True
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._stop())
+        await asyncio.shield(self._ending)
+
+    async def _stop(self) -> None:
         if self._run is not None:
             self._run.job.interrupt()  # a request that waits for a step is told
             await self.under_way()
@@ -168,6 +175,9 @@ class HostedRun:
                     await self._run.stop()
                     if self._run.job.journal is not None:
                         self._run.job.journal.close()
+            except Exception as error:
+                self.failure = self.failure or f"the run has not ended in order: {first_error(error)}"
+                raise
             finally:  # on a full disk nothing can be written any more: the server ends all the same
                 self.over.set()
 

@@ -25,9 +25,35 @@ async def test_a_server_whose_run_cannot_be_stopped_in_order_ends_all_the_same(t
     hosted = HostedRun(config, tmp_path / "journal")
     run: Any = SimpleNamespace(stop=stop, is_resuming=False, job=SimpleNamespace(interrupt=lambda: None, journal=None))
     hosted._run = run
-    with pytest.raises(OSError, match="No space left"):
-        await hosted.stop()
+    for _ in range(2):  # a client's request, and the server's own end
+        with pytest.raises(OSError, match="No space left"):
+            await hosted.stop()
     assert hosted.over.is_set()
+    assert hosted.failure == "the run has not ended in order: [Errno 28] No space left on device", "its exit status is not 0"
+
+
+async def test_a_run_is_stopped_to_its_end_also_where_the_client_that_asked_for_it_is_gone(tmp_path: Path) -> None:
+    """Else nothing of its end is written, and the server would say that all is in order."""
+    may_end, calls = asyncio.Event(), []
+
+    async def stop() -> None:
+        calls.append("begun")
+        await may_end.wait()
+        calls.append("ended")
+
+    hosted = HostedRun(cast(Any, None), tmp_path / "journal")
+    job = SimpleNamespace(interrupt=lambda: None, journal=None)
+    hosted._run = cast(Any, SimpleNamespace(stop=stop, is_resuming=False, job=job))
+    asked = asyncio.create_task(hosted.stop())
+    while not calls:
+        await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert not hosted.over.is_set()
+    may_end.set()
+    await hosted.stop()
+    assert calls == ["begun", "ended"] and hosted.over.is_set() and not hosted.failure
 
 
 async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_is_over(
