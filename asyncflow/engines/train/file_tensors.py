@@ -37,12 +37,13 @@ def file_tensors(folder: Path) -> FileTensors:
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             in_files |= {*filter(is_weight, opened.keys())}
-    own, unused = module.state_dict().keys(), module._keys_to_ignore_on_load_unexpected or []
     constants = {name for key, buffer in module.named_buffers() for name in revert_weight_conversion(module, {key: buffer})}
+    pieces, patterns = _pieces(module), module._keys_to_ignore_on_load_unexpected or []
+    left = in_files - constants - pieces.keys() - module.state_dict().keys()
     return FileTensors(
-        _pieces(module),
+        pieces,
         constants=sorted(in_files & constants),
-        unused=sorted(name for name in in_files - own if any(re.search(pattern, name) for pattern in unused)),
+        unused=sorted(name for name in left if any(re.search(pattern, name) for pattern in patterns)),
     )
 
 

@@ -159,6 +159,7 @@ def _held(layer: nn.Module, method: Any) -> dict[str, bool]:
     """Names of what a layer, its method, and what these have, hold besides numbers, words, and the layer's parameters and buffers;
     and whether it is a tensor. Of modules that are no part of the layer nothing more is looked for."""
     found, seen = dict[str, bool](), {id(layer._parameters), id(layer._buffers)}
+    seen |= {id(tensor) for tensor in [*layer._parameters.values(), *layer._buffers.values()] if tensor is not None}
     owners: list[tuple[str, Any, int]] = [("", layer, 0), ("", method, 0)]
     while owners:
         path, owner, depth = owners.pop()
@@ -202,11 +203,11 @@ def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | Non
     `seed` chooses columns: after as many seeds as a matrix has columns, all have been seen.
     """
     try:
-        weights = [*_weights(model, dtype, seed)] if has_weights else []
+        weights, buffers = ([*_weights(model, dtype, seed)], [*_buffers(model, dtype)]) if has_weights else ([], [])
         lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id)
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
         return {"why": _words(error)}
-    return {"weights": weights, "lora": lora, "lora_rank": rank}
+    return {"weights": weights, "buffers": buffers, "lora": lora, "lora_rank": rank}
 
 
 def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEntry]:
@@ -262,7 +263,7 @@ def _of_layer(
         is_embedding = type(method) is UnquantizedEmbeddingMethod
         is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
         if is_packed and (is_head or not is_embedding):
-            yield from _of_columns(module, names, seed)
+            yield from _of_columns(module, names, dtype, seed)
         is_read = not is_packed or (is_embedding and not isinstance(module, ParallelLMHead))  # by lookups
         if is_read and not is_shared:
             yield from _of_buffer(module, names, parameter.data, dtype)
@@ -321,18 +322,32 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:
     if not buffer.numel() or not buffer.is_floating_point():
         raise CannotTell(f"{names[0]} is in no buffer of its own")
-    kept = []
-    if buffer.dtype != dtype:
-        rounded = buffer.to(dtype)
-        if torch.equal(rounded.to(buffer.dtype), buffer):  # such as a bias that a kernel wants in float32
-            buffer = rounded
-        else:
-            kept = [False, str(buffer.dtype).removeprefix("torch.")]
+    if _is_exact(buffer, dtype):  # such as a bias that a kernel wants in float32
+        buffer = buffer.to(dtype)
     for name, piece in _pieces(module, names, buffer):
-        yield [[name], piece.numel(), sum_of_bits(piece), 0, [], *kept]
+        yield _as_kept(name, piece, dtype)
 
 
-def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEntry]:
+def _as_kept(name: str, tensor: Tensor, dtype: torch.dtype) -> SumEntry:
+    """Sum over all of a tensor, in the dtype that it has here."""
+    kept = [] if tensor.dtype == dtype else [False, str(tensor.dtype).removeprefix("torch.")]
+    return [[name], tensor.numel(), sum_of_bits(tensor), 0, [], *kept]
+
+
+def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether this dtype holds what the tensor has."""
+    return tensor.dtype == dtype or torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[SumEntry]:
+    """Sums over buffers that files may have, by the names that they have here."""
+    for path, module in model.named_modules():
+        for own_name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and own_name not in module._non_persistent_buffers_set:
+                yield _as_kept(f"{path.replace(WRAPPED, '')}.{own_name}".lstrip("."), buffer, dtype)
+
+
+def _of_columns(module: Any, names: Sequence[str], dtype: torch.dtype, seed: int) -> Iterator[SumEntry]:
     inputs = getattr(module, "input_size_per_partition", module.input_size)
     # The same number on each worker: those that fill up a vocabulary are counted.
     count = min(inputs, max(LEAST_COLUMNS, -(-LEAST_ELEMENTS // min(module.output_partition_sizes))))
@@ -340,6 +355,9 @@ def _of_columns(module: Any, names: Sequence[str], seed: int) -> Iterator[SumEnt
     rows = torch.zeros(count, inputs, dtype=module.params_dtype)
     rows[torch.arange(count), columns] = 1
     answers = module.quant_method.apply(module, rows.to(module.weight.device), None)
+    if not _is_exact(answers, dtype):
+        raise CannotTell(f"{names[0]} is kept in {answers.dtype}")
+    answers = answers.to(dtype)  # of a router, say, that is computed in float32
     begin = inputs * module.tp_rank if inputs != module.input_size else 0
     for name, piece in _pieces(module, names, answers.t()):
         yield [[name], piece.shape[0] * inputs, sum_of_bits(normal(piece)), inputs, (columns + begin).tolist()]

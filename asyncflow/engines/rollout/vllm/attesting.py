@@ -206,6 +206,17 @@ class ServerAttestations:
         base = bases.pop() if len(bases) == 1 else self.whole().base()
         return replace(merged(attested, base), is_quantised=self._is_quantised)
 
+    def _base(self, workers: Sequence[WorkerSums]) -> int:
+        """Sum over the base that a server has, from the sums of its workers. Raises `NotAttested`."""
+        base = self.whole()
+        try:
+            return base_of(weight_parts(workers, base), base)
+        except NotAttested:
+            if not self._weights.find_differences():  # else it is files that have more than servers
+                raise
+        base = self.whole()
+        return base_of(weight_parts(workers, base), base)
+
     async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
         """Sums that a server's workers answer."""
         has_weights = self._lora is None or client not in self._bases
@@ -220,8 +231,7 @@ class ServerAttestations:
             if self._lora is None:
                 return Attestation(await asyncio.to_thread(version_parts, workers, promised))
             if client not in self._bases:
-                base = await asyncio.to_thread(self.whole)
-                self._bases[client] = await asyncio.to_thread(lambda: base_of(weight_parts(workers, base), base))
+                self._bases[client] = await asyncio.to_thread(self._base, workers)
             return Attestation(await asyncio.to_thread(lora_parts, workers, promised), self._bases[client])
         except NotAttested as why_not:
             if not self._has_logged_why:
@@ -243,7 +253,8 @@ def version_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> l
 def weight_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
     """All parts that a server generates with, likewise."""
     parts: list[Part] = []
-    for each in _by_tensor([worker.weights for worker in workers]):
+    own_buffers = [[each for each in worker.buffers if each.names[0] in promised.constants] for worker in workers]
+    for each in [*_by_tensor([worker.weights for worker in workers]), *_by_tensor(own_buffers)]:
         names = [*dict.fromkeys(promised.name_of(name) for name in each[0].names)]
         if len(each[0].names) == 1:
             parts += [(names, found) for found in promised.found(names[0], each)]

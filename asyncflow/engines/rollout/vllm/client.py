@@ -112,10 +112,11 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerSums(msgspec.Struct, frozen=True):
-    """Sums over what one of a server's workers computes with; or `why` it cannot tell. `lora_rank`: up to which the matrices of an
-    adapter are filled with zeros."""
+    """Sums over what one of a server's workers computes with; or `why` it cannot tell. `buffers`: of its model, by vLLM's names;
+    most are in no file. `lora_rank`: up to which the matrices of an adapter are filled with zeros."""
 
     weights: list[FoundSum] = []
+    buffers: list[FoundSum] = []
     lora: list[FoundSum] = []
     lora_rank: int = 0
     why: str = ""

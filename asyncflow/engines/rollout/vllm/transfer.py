@@ -136,7 +136,9 @@ class _Source:
     """vLLM's `WeightSource`: tensors that are moved to the device one at a time."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: str, meta: Any) -> None:
-        self._tensors, self._device, self._meta = tensors, device, meta
+        # Packed one behind another, each has to begin at a multiple of its elements' size.
+        self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        self._device, self._meta = device, meta
 
     def metadata(self) -> list[Any]:
         return [self._meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]

@@ -48,6 +48,9 @@ class ServerWeights:
         self._file, self._is_in_file = WeightsFile(dtype), False
         self._model_path = model_path
         self._found: FileTensors | None = None
+        self._is_looked_up = False
+        self.constants: dict[str, Tensor] = {}
+        """Tensors that servers have, and no version, as they are in the model's files."""
         self._ties_head = bool(json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"))
         self._thread = ComputeThread("vllm weights")
 
@@ -58,11 +61,21 @@ class ServerWeights:
     @property
     def _files(self) -> FileTensors:
         if self._found is None:
-            self._found = self._look_up() if any(".experts." in name for name in self._in_files) else FileTensors()
+            self._found = FileTensors()
+            if any(".experts." in name for name in self._in_files):
+                self.find_differences()
         return self._found
 
-    def _look_up(self) -> FileTensors:
-        return msgspec.convert(look_up("file_tensors", "the tensors in the model's files", self._model_path), FileTensors)
+    def find_differences(self) -> bool:
+        """Look up how the model's files differ from a version, if nobody has. Returns whether that has told anything new. Blocks
+        for seconds."""
+        if self._is_looked_up:
+            return False
+        self._found = msgspec.convert(look_up("file_tensors", "the tensors in the model's files", self._model_path), FileTensors)
+        self._is_looked_up = True
+        files = TensorsInFiles(self._model_path)
+        self.constants = {name: files[name] for name in self._found.constants}
+        return self._found != FileTensors()
 
     @property
     def wholes(self) -> dict[str, str]:
@@ -70,31 +83,32 @@ class ServerWeights:
         has: all experts of a layer in one tensor."""
         return {name: whole for name, (whole, *_) in self._files.pieces.items()}
 
-    @cached_property
-    def constants(self) -> dict[str, Tensor]:
-        """Tensors that servers have, and no version, as they are in the model's files."""
-        tensors = TensorsInFiles(self._model_path)
-        return {name: tensors[name] for name in self._files.constants}
-
     @property
     def unused(self) -> Mapping[str, Tensor]:
         """Tensors in files that neither a version nor a server has; each is read when it is asked for."""
-        tensors = TensorsInFiles(self._model_path)
-        return TensorsInFiles(self._model_path, without=tensors.keys() - self._files.unused)
+        names = {*self._files.unused}
+        return TensorsInFiles(self._model_path, without=self._in_files.keys() - names) if names else {}
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._in_files.keys() - tensors.keys() - self.tied.keys() and self._files == FileTensors():
+            self.find_differences()
         files = self._files
-        if files == FileTensors() and self._in_files.keys() - tensors.keys() - self.tied.keys():
-            files = self._found = self._look_up()
+        given = {name: tensor for name, tensor in tensors.items() if name not in {*files.unused, *files.constants}}
+        for name, right in self.constants.items():
+            if name in tensors and not right.to(tensors[name].dtype).equal(tensors[name]):
+                raise ValueError(f"{name} is another than in the model's files, and nothing trains it")
         shapes = {name: shape for name, shape in self._in_files.items() if name not in {*files.unused, *files.constants}}
-        cut = {
-            name: _rows(tensors[whole], first, count, shapes[name])
-            for name, (whole, first, count) in files.pieces.items()
-            if name in shapes and whole in tensors and whole not in shapes
-        }
-        gone = {whole for whole, *_ in files.pieces.values()} if cut else ()
-        given = {name: tensor for name, tensor in tensors.items() if name not in gone and name not in self.constants}
-        return {**self.constants, **check_tensors({**given, **cut}, shapes, ties_head=self._ties_head)}
+        pieces: dict[str, dict[str, Tensor | None]] = {}
+        for name, (whole, first, count) in files.pieces.items():
+            if whole in given and whole not in shapes:
+                piece = _rows(given[whole], first, count, shapes[name]) if name in shapes else None
+                pieces.setdefault(whole, {})[name] = piece
+        for whole, cut in pieces.items():
+            own = {name: piece for name, piece in cut.items() if piece is not None}
+            if len(own) == len(cut):  # else nobody would take a part of it
+                del given[whole]
+                given |= own
+        return {**self.constants, **check_tensors(given, shapes, ties_head=self._ties_head)}
 
     def _write(self, file: WeightsFile, version: int, tensors: Mapping[str, Tensor]) -> None:
         file.write(version, self._checked(tensors), as_they_are=self.constants.keys())

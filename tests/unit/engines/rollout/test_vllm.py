@@ -1069,6 +1069,13 @@ async def test_by_nccl_one_sender_is_kept_for_each_start_of_a_server(
         assert len(StandInSender.made) == 2
 
 
+def test_by_nccl_tensors_of_wider_elements_come_first() -> None:
+    """vLLM packs them one behind another, and looks at each as its elements."""
+    tensors = {"a": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(2), "c": torch.zeros(5, dtype=torch.bfloat16)}
+    source = transfers._Source(tensors, "cpu", lambda name, *_: name)
+    assert source.metadata() == [name for name, _ in source] == ["b", "a", "c"]
+
+
 async def test_a_send_that_stays_in_nccl_is_a_lost_server_and_keeps_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncio joins its own threads at the end, so it may not be one of them."""
     transfer = NcclTransfer.__new__(NcclTransfer)

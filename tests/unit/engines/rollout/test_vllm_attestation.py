@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
@@ -11,14 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from asyncflow.attestation import Attestation, fault_of, sum_of_all
 from asyncflow.bit_sums import sum_in_pieces, sum_of, sum_of_bits
@@ -39,6 +40,7 @@ from asyncflow.engines.rollout.vllm.client import FoundSum, VllmClient, WorkerSu
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
+from asyncflow.engines.train.file_tensors import file_tensors
 from asyncflow.types import LoraSpec, RunError
 from tests.conftest import MODEL
 from tests.families import write_model
@@ -559,6 +561,7 @@ def told(sums: Any, *models: Any, dtype: torch.dtype = torch.float32, seed: int 
     return [
         WorkerSums(
             weights=[FoundSum(*each) for each in one.get("weights", [])],
+            buffers=[FoundSum(*each) for each in one.get("buffers", [])],
             lora=[FoundSum(*each) for each in one.get("lora", [])],
             lora_rank=one.get("lora_rank", 0),
             why=one.get("why", ""),
@@ -885,6 +888,10 @@ def test_what_no_version_has_is_given_to_servers_as_the_files_have_it(tmp_path: 
     assert promised.sums() == sums_of(version, torch.bfloat16)
     with pytest.raises(ValueError, match=r"missing \['model\.norm\.weight'\]"):
         weights.hold({name: tensor for name, tensor in version.items() if name != "model.norm.weight"})
+    weights.hold(in_files | extra)
+    assert weights.tensors().keys() == in_files.keys(), "as files have them, which is how other engines start"
+    with pytest.raises(ValueError, match=r"e_score_correction_bias is another than in the model's files, and nothing trains it"):
+        weights.hold(in_files | {bias: in_files[bias] + 1})
     plain, asked = ServerWeights(MODEL, "float32", 1), []
     less = {name: tensor for name, tensor in changed(0.1).items() if name != "model.norm.weight"}
     monkeypatch.setattr(server_weights, "look_up", lambda *given: asked.append(given) or {"constants": ["model.norm.weight"]})
@@ -892,7 +899,36 @@ def test_what_no_version_has_is_given_to_servers_as_the_files_have_it(tmp_path: 
     assert not asked and plain.constants == {}, "it has no names that tell of any"
     plain = ServerWeights(MODEL, "float32", 1)
     plain.hold(less)
-    assert len(asked) == 1 and torch.equal(plain.tensors()["model.norm.weight"], changed(0)["model.norm.weight"])
+    for _ in range(2):
+        assert len(asked) == 1 and torch.equal(plain.tensors()["model.norm.weight"], changed(0)["model.norm.weight"])
+        plain.hold(less)
+    whole = ServerWeights(MODEL, "float32", 1)
+    for given in (changed(0), less):  # first as files have it
+        whole.hold(given)
+        assert torch.equal(whole.tensors()["model.norm.weight"], changed(0)["model.norm.weight"])
+
+
+def test_a_layer_that_transformers_leaves_out_of_other_sizes_of_a_model_is_one_of_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 46 of GLM-4.5's files, whatever the model's size: the largest has it. Names of its experts are not the module's."""
+    path = write_model("deepseek_v3", tmp_path / "model")
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*"])
+    found = file_tensors(path)
+    assert any(".experts." in name for name in found.pieces) and not found.unused
+
+
+def test_a_tensor_of_which_files_have_a_part_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody would take the rest."""
+    pieces = {"a.experts.0.up": ("a.experts.up", 0, 2), "a.experts.1.up": ("a.experts.up", 2, 2)}
+    monkeypatch.setattr(server_weights, "look_up", lambda *_: {"pieces": pieces})
+    (tmp_path / "config.json").write_text("{}")
+    for names in ([*pieces], [*pieces][:1]):
+        save_file({name: torch.zeros(2, 3) for name in names}, tmp_path / "model.safetensors")
+        weights, is_whole = ServerWeights(tmp_path, "float32", 1), len(names) == 2
+        with contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match=r"unexpected \['a\.experts\.up'\]"):
+            weights.hold({"a.experts.up": torch.ones(4, 3)})
+            assert {*weights.tensors()} == {*names}
 
 
 @pytest.mark.parametrize(
@@ -953,6 +989,59 @@ def test_what_is_kept_in_another_dtype_is_compared_where_no_version_has_it(sums:
         assert bool(fault) == bool(wrong)
         assert "1 tensors that version 1 does not have, model.norm.weight the first" in fault or not wrong
         assert (base_of(weight_parts(workers, promised), promised) == promised.base()) == (not wrong)
+
+
+def test_a_router_that_is_computed_in_float32_is_compared_in_the_model_s_dtype(sums: Any) -> None:
+    weight, model = torch.randn(32, 16).bfloat16(), nn.Module()
+    model.gate = LikeLinear([weight.float()], cut="outputs", rank=0, tp=1, packed=True)
+    assert fault_in(told(sums, model, dtype=torch.bfloat16), {"gate.weight": weight}, torch.bfloat16) == ""
+    model.gate = LikeLinear([weight.float() * 1.001], cut="outputs", rank=0, tp=1, packed=True)
+    assert told(sums, model, dtype=torch.bfloat16)[0].why == "gate.weight is kept in torch.float32"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_buffer_that_files_have_is_compared_with_theirs(sums: Any, tp: int) -> None:
+    tensors, scalar = checkpoint(torch.bfloat16), torch.tensor([1.1])
+    models = [model_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
+    for model in models:
+        model.model.register_buffer("layer_scalar", scalar.clone())
+        model.model.register_buffer("scale", torch.ones(1))  # which no file has
+        model.model.register_buffer("cache", torch.ones(3), persistent=False)
+    in_files = tensors | {"model.layer_scalar": scalar}
+    promised = PromisedTensors(1, in_files, "bfloat16", constants={"model.layer_scalar"})
+    for change, words in ((0, ""), (1, "with 1 tensors that version 1 does not have, model.layer_scalar the first")):
+        models[-1].model.layer_scalar += change
+        workers = told(sums, *models, dtype=torch.bfloat16)
+        assert [each.names for each in workers[0].buffers] == [["model.layer_scalar"], ["model.scale"]]
+        fault = fault_of(Attestation(version_parts(workers, promised)), 1, promised.sums())
+        assert words in fault and bool(words) == bool(fault)
+
+
+class FilesWithMore:
+    """As `ServerWeights` of a model whose files have a layer that servers do not load; it is known once somebody has looked."""
+
+    version, dtype = 0, "float32"
+
+    def __init__(self, own: Mapping[str, Tensor], more: Mapping[str, Tensor], *, tells: bool) -> None:
+        self._own, self._more, self._tells, self.unused = own, more, tells, dict[str, Tensor]()
+        self.tied = self.wholes = self.constants = dict[str, Any]()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self._own, **(self._more if not self.unused else {})}
+
+    def find_differences(self) -> bool:
+        self.unused = {**self._more} if self._tells else {}
+        return self._tells
+
+
+def test_a_base_whose_files_have_more_than_servers_is_looked_at_before_it_is_left_unattested(sums: Any) -> None:
+    tensors, more = checkpoint(), {"model.mtp.weight": torch.ones(3)}
+    workers = told(sums, model_of(tensors))
+    known = ServerAttestations(cast(Any, FilesWithMore(tensors, more, tells=True)), None)
+    assert known._base(workers) == sum_of_all(sums_of(tensors | more).values())
+    unknown = ServerAttestations(cast(Any, FilesWithMore(tensors, more, tells=False)), None)
+    with pytest.raises(NotAttested, match=r"its model has no model\.mtp\.weight"):
+        unknown._base(workers)
 
 
 def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
