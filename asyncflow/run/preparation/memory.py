@@ -50,6 +50,8 @@ class Shapes:
     """Parameters of the model itself, where somebody has counted them: the formulas are those of Llama and its like."""
     counted_adapter: int | None = None
     """Parameters of the adapter, likewise."""
+    is_fused: bool = False
+    """Whether q, k and v are one matrix, and gate and up another."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Shapes:
@@ -70,6 +72,7 @@ class Shapes:
             is_tied=bool(fields.get("tie_word_embeddings", False)),
             has_qkv_bias=family.has_qkv_bias or bool(fields.get("attention_bias", False)),
             has_qk_norm=family.has_qk_norm,
+            is_fused=family.is_fused,
         )
 
     @property
@@ -97,15 +100,12 @@ class Shapes:
         if self.counted_adapter is not None:
             return self.counted_adapter
         queries, others = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sides = {
-            "q_proj": self.hidden + queries,
-            "k_proj": self.hidden + others,
-            "v_proj": self.hidden + others,
-            "o_proj": queries + self.hidden,
-            "gate_proj": self.hidden + self.wide,
-            "up_proj": self.hidden + self.wide,
-            "down_proj": self.wide + self.hidden,
-        }
+        sides = {"o_proj": queries + self.hidden, "down_proj": self.wide + self.hidden}
+        if self.is_fused:
+            sides |= {"qkv_proj": self.hidden + queries + 2 * others, "gate_up_proj": self.hidden + 2 * self.wide}
+        else:
+            sides |= {"q_proj": self.hidden + queries} | dict.fromkeys(("k_proj", "v_proj"), self.hidden + others)
+            sides |= dict.fromkeys(("gate_proj", "up_proj"), self.hidden + self.wide)
         names = {name.rpartition(".")[2] for name in lora.targets} or set(sides)
         return self.layers * lora.rank * sum(size for name, size in sides.items() if name in names)
 

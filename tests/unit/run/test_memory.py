@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.config import Config, load, parse
 from asyncflow.engines.decoder_config import DecoderConfig
+from asyncflow.engines.train.adapter_shapes import adapter_shapes
 from asyncflow.engines.train.random_model import SPECS, make_random_model
 from asyncflow.run.device_shares import num_devices
 from asyncflow.run.preparation.checks import check_shapes
@@ -34,7 +35,7 @@ from asyncflow.run.preparation.memory import (
     training_parts,
     values_parts,
 )
-from asyncflow.types import UserError
+from asyncflow.types import LoraSpec, UserError
 from tests.conftest import MODEL, ROOT
 
 PAPERS = ROOT / "recipes" / "papers"
@@ -75,6 +76,22 @@ def test_a_head_is_as_wide_as_its_family_says_where_the_file_says_nothing(kind: 
     of_layer = model.model.layers[0].self_attn
     assert Shapes.of(fields).head_dim == DecoderConfig.from_fields(fields).head_dim == of_layer.head_dim == size
     assert Shapes.of(fields | {"tie_word_embeddings": model.config.tie_word_embeddings}).parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+@pytest.mark.parametrize("targets", [(), ("qkv_proj", "down_proj"), ("q_proj", "v_proj")])
+def test_an_adapter_has_the_parameters_that_the_trainer_gives_it(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Also where q, k and v are one matrix, and gate and up another."""
+    fields = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"model_type": kind, "num_key_value_heads": 2, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    spec = LoraSpec(4, 8.0, targets)
+    try:
+        right = sum(rows * columns for rows, columns in adapter_shapes(tmp_path, spec).values())
+    except UserError:  # the model has no such matrices
+        assert targets and (kind == "phi3") == ("q_proj" in targets)
+        return
+    assert Shapes.of(fields).of_adapter(spec) == right > 0
 
 
 def config_of(**sections: Any) -> Config:

@@ -49,6 +49,7 @@ NUMBERS_AND_WORDS = (bool, int, float, str, bytes, torch.dtype, torch.device, to
 ABSORBED = ("W_UV", "W_UK_T")
 """Parameters of latent attention (MLA) that are made of the rows of `kv_b_proj`, each in one of them."""
 DEEPEST = 4
+"""Levels of objects in objects that are looked into for what a layer keeps."""
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
