@@ -108,3 +108,8 @@ def is_shortage(error: BaseException | None) -> bool:
     if isinstance(error, ImportError):
         return any(words in str(error) for words in _WORDS_OF_SHORT)
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT)
+
+
+def tells_of_shortage(text: str) -> bool:
+    """Whether another process's words are of such an error."""
+    return any(words in text for words in (*_WORDS_OF_SHORT, "MemoryError"))

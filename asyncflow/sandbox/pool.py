@@ -27,6 +27,7 @@ from asyncflow.sandbox.interpreter import PACKAGE_FOLDER, command_of
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.sandbox.process import KILL_SECONDS, ProcessEnded, SandboxProcess
 from asyncflow.types import RunError, UserError
+from asyncflow.user_file import tells_of_shortage
 
 T = TypeVar("T")
 
@@ -195,22 +196,28 @@ class SandboxPool(ABC):
         self._add(*await self._spawn())
 
     async def _spawn(self) -> tuple[SandboxProcess, Any]:
-        """A new process and its answer to the setup. One that is killed before it has answered is started again, a few times.
+        """A new process and its answer to the setup. One that is killed before it has answered, or finds too little memory or too
+        few file handles, is started again, a few times.
 
         With no process left it raises `UserError` if the user's code cannot be imported or built, or not in time, or if the
-        process has ended by itself, and `RunError` if all were killed: that is no mistake of the user's code.
+        process has ended by itself, and `RunError` if all had to be started again: that is no mistake of the user's code.
         """
         for _ in range(NUM_STARTS):
             process, reply = await self._spawned()
             if isinstance(reply, Broken):
                 await self._remove(process)
-                raise UserError(f"{self.names.code} {reply.name} {reply.message}")
-            if reply is not None:
+                why = f"{self.names.code} {reply.name} {reply.message}"
+                if not tells_of_shortage(reply.message):
+                    raise UserError(why)
+            elif reply is not None:
                 return process, reply
-        raise RunError(f"{self._code}: its process {process.end} before the {self.names.built} was built, {NUM_STARTS} times")
+            else:
+                why = f"{self._code}: its process {process.end} before the {self.names.built} was built{process.last_line}"
+        raise RunError(f"{why}, {NUM_STARTS} times")
 
     async def _spawned(self) -> tuple[SandboxProcess, Any]:
-        """A new process and its answer to the setup; None if it was killed before it had one."""
+        """A new process and its answer to the setup; None if it was killed before it had one, or the machine was too short of
+        something for it to have one."""
         loop, names, seconds = asyncio.get_running_loop(), self.names, self._limits.start_seconds
         _, process = await loop.subprocess_exec(
             lambda: SandboxProcess(self.replies, names.process), *next(self._commands), start_new_session=True, env=self._variables
@@ -224,7 +231,7 @@ class SandboxPool(ABC):
             raise UserError(f"{self._code} was not imported and built within {seconds:g} s{process.last_line}") from None
         except ProcessEnded:
             await self._remove(process)
-            if process.ended.result() < 0:
+            if process.ended.result() < 0 or tells_of_shortage(process.last_line):
                 return process, None
             ended = f"its process {process.end} before the {names.built} was built"
             raise UserError(f"{self._code}: {ended}{process.last_line}") from None
