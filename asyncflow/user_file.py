@@ -110,6 +110,13 @@ def is_shortage(error: BaseException | None) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT)
 
 
+def came_of_shortage(error: BaseException | None) -> bool:
+    """Whether this error, or one that it came of, is such a one."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(came_of_shortage, error.exceptions))
+    return error is not None and (is_shortage(error) or came_of_shortage(error.__cause__ or error.__context__))
+
+
 def tells_of_shortage(text: str) -> bool:
     """Whether another process's words are of such an error."""
     return any(words in text for words in (*_WORDS_OF_SHORT, "MemoryError"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.cli import verbs
+from asyncflow.types import UserError
 
 
 def said(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -69,3 +71,30 @@ def test_help_and_a_verb_of_verbs_are_told_what_there_is(
     assert said("train --help", monkeypatch, capsys) == (0, "")
     status, errors = said("cluster", monkeypatch, capsys)
     assert status == 2 and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), 1),
+        (OSError(errno.ENOENT, "No such file or directory"), 2),
+        (ImportError("libc.so: failed to map segment from shared object"), 1),
+        (None, 2),
+    ],
+)
+def test_what_the_machine_was_short_of_is_no_mistake_in_the_command(
+    cause: Exception | None, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever takes it for one: after 1 a script that resumes runs tries again."""
+
+    def called() -> int:
+        try:
+            raise ValueError("it could not be read") from cause
+        except ValueError as error:
+            raise UserError("the data file cannot be read") from error
+
+    monkeypatch.setattr(verbs, "_called", called)
+    monkeypatch.setattr(verbs, "keep_going", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        verbs.run()
+    assert ended.value.code == status and capsys.readouterr().err == "asyncflow: the data file cannot be read\n"
