@@ -1,0 +1,1036 @@
+"""What runs in vLLM's workers, over layers like its own, and what the sender makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
+
+from asyncflow.attestation import Attestation, fault_of, sum_of_all
+from asyncflow.bit_sums import sum_in_pieces, sum_of, sum_of_bits
+from asyncflow.engines.lora import sum_of_base
+from asyncflow.engines.rollout.vllm import weights as server_weights
+from asyncflow.engines.rollout.vllm.attesting import (
+    NotAttested,
+    PromisedTensors,
+    ServerAttestations,
+    base_of,
+    lora_parts,
+    version_parts,
+    weight_parts,
+)
+from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
+from asyncflow.engines.rollout.vllm.process import IN_VLLM
+from asyncflow.engines.rollout.vllm.weights import ServerWeights
+from asyncflow.engines.train.file_tensors import file_tensors
+from asyncflow.types import LoraSpec
+from tests.conftest import MODEL
+from tests.families import write_model
+from tests.unit.engines.rollout.test_vllm import changed
+
+
+def sums_of(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """What a sender promises of them."""
+    return {name: sum_of(name, tensor.to(dtype)) for name, tensor in tensors.items()}
+
+
+class QuantizeMethodBase:
+    """As vLLM's."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+
+class UnquantizedLinearMethod(QuantizeMethodBase):
+    """As vLLM's: on a CPU a layer is asked by what was made of its weight."""
+
+    def apply(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        if "cpu_linear" in layer.__dict__:
+            answers: Tensor = layer.cpu_linear(rows, layer.weight, bias)
+            return answers
+        return nn.functional.linear(rows, layer.weight, bias)
+
+
+class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
+    pass
+
+
+class Fp8LinearMethod(UnquantizedLinearMethod):
+    pass
+
+
+class OnlineLinearBase(UnquantizedLinearMethod):
+    """As vLLM's, which quantises a layer when it is loaded: an element to fp8, with a scale to each row of this worker's part."""
+
+    kept = torch.float8_e4m3fn
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        scales_N1 = layer.weight.abs().amax(1, keepdim=True).float() / 448
+        layer.weight = nn.Parameter((layer.weight / scales_N1).to(self.kept).t(), requires_grad=False)
+        layer.weight_scale = nn.Parameter(scales_N1, requires_grad=False)
+        layer._already_called_process_weights_after_loading = True
+
+
+class Int8Online(OnlineLinearBase):
+    kept = torch.int8
+
+
+class Copying(OnlineLinearBase):
+    """As some of vLLM's, whose kernels have a copy of their own."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+class OnlineMoEMethodBase(QuantizeMethodBase):
+    """As vLLM's. What fills up the experts is whatever was in memory."""
+
+    def _zero_padding(self, layer: Any) -> None:
+        for parameter in layer.parameters():
+            parameter.data[-7:] = 0
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        layer._already_called_process_weights_after_loading = True
+        for name in ("w13_weight", "w2_weight"):
+            parameter = getattr(layer, name)
+            setattr(layer, name, nn.Parameter(parameter.to(torch.float8_e5m2), requires_grad=False))
+
+
+class InWords(torch.Tensor):
+    """As torchao's: a tensor that is made of others, which are no parameters."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> InWords:
+        made: InWords = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=dtype)  # type: ignore[attr-defined]
+        made.numbers, made.scales = numbers, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], *_: Any) -> InWords:
+        return InWords(inner["numbers"], inner["scales"], torch.bfloat16)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scales, args[0].dtype)
+        raise NotImplementedError(operator)
+
+
+class TorchAOLinearMethod(QuantizeMethodBase):
+    """As vLLM's, which makes other tensors of a layer's weight, again each time that it is called."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        scales = layer.weight.abs().amax(1, keepdim=True).float() / 127
+        layer.weight = nn.Parameter(
+            InWords((layer.weight / scales).to(torch.int8), scales, layer.weight.dtype), requires_grad=False
+        )
+
+
+class Turning(QuantizeMethodBase):
+    """As of a plug-in whose kernel wants the matrix the other way."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
+
+
+class KeepingKernel(QuantizeMethodBase):
+    """As of a plug-in whose kernel, made with the layer, packs the weight for itself."""
+
+    def __init__(self) -> None:
+        self.kernel = SimpleNamespace(size=3, packed=None)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.kernel.packed = layer.weight.detach().clone()
+
+
+class KeepingLayer(QuantizeMethodBase):
+    """As of one that has the layer call what it has packed."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        packed = layer.weight.detach().clone()
+        layer.multiply, layer.size = (lambda rows: rows @ packed.t()), 3
+
+
+def get_and_maybe_dequant_weights(layer: Any, *, out_dtype: torch.dtype) -> Tensor:
+    """As vLLM's, of a layer that is not quantised."""
+    found: Tensor = getattr(layer, "base_layer", layer).weight.to(out_dtype)
+    return found
+
+
+def record_metadata_for_reloading(model: nn.Module) -> None:
+    """As vLLM's, which calls it when it has made a model."""
+
+
+def process(layer: Any, method: Any) -> None:
+    """As vLLM does, which makes a layer and loads it, and calls it again when it has loaded the model, if the method minds that."""
+    layer.quant_method = method
+    sys.modules["vllm.model_executor.model_loader.utils"].record_metadata_for_reloading(layer)
+    method.process_weights_after_loading(layer)
+    if hasattr(layer, "_already_called_process_weights_after_loading"):
+        method.process_weights_after_loading(layer)
+
+
+class LikeLinear(nn.Module):
+    """As vLLM's linear layers, sharded over `tp` workers. `packed`: a CPU's, which keep their weights in a copy alone."""
+
+    def __init__(self, parts: Sequence[Tensor], *, cut: str, rank: int, tp: int, packed: bool, bias: Tensor | None = None) -> None:
+        super().__init__()
+        outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
+        self.quant_method, self.params_dtype, self.tp_rank, self.tp_size = UnquantizedLinearMethod(), parts[0].dtype, rank, tp
+        self.input_size, self.input_size_per_partition = inputs, inputs
+        if cut == "inputs":
+            self.input_size_per_partition = inputs // tp
+            parts = [part.chunk(tp, 1)[rank] for part in parts]
+        elif cut == "outputs":
+            parts = [part.chunk(tp)[rank] for part in parts]
+        self.output_partition_sizes = [len(part) for part in parts]
+        assert outputs
+        self.set(torch.cat([*parts]), packed=packed)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def set(self, weight: Tensor, *, packed: bool) -> None:
+        self.weight = nn.Parameter(torch.empty(0) if packed else weight, requires_grad=False)
+        if packed:
+            self.cpu_linear = lambda rows, _, bias: nn.functional.linear(rows, weight, bias)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """As vLLM's: filled up to a multiple of 64 rows, so that the last of several workers may have none."""
+
+    def __init__(self, table: Tensor, *, rank: int, tp: int) -> None:
+        super().__init__()
+        num_rows = -(-len(table) // 64) * 64 // tp
+        own = table[rank * num_rows : (rank + 1) * num_rows]
+        self.quant_method, self.params_dtype, self.tp_rank = UnquantizedEmbeddingMethod(), table.dtype, rank
+        self.num_org_embeddings_per_partition, self.output_partition_sizes = len(own), [num_rows]
+        self.input_size = self.input_size_per_partition = table.shape[1]
+        filled = torch.cat([own, torch.zeros(num_rows - len(own), table.shape[1], dtype=table.dtype)])
+        self.weight = nn.Parameter(filled, requires_grad=False)
+
+    def pack(self) -> None:
+        copy = self.weight.detach().clone()
+        self.cpu_linear = lambda rows, _, bias: nn.functional.linear(rows, copy, bias)
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    pass
+
+
+class BaseLinearLayerWithLoRA(nn.Module):
+    """As vLLM's: matrices of several adapters, filled up with zeros to the largest rank."""
+
+    def __init__(self, layer: nn.Module, stacks: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_a_stacked, self.lora_b_stacked = (tuple(pair[i] for pair in stacks) for i in range(2))
+
+
+class UnquantizedFusedMoEMethod(QuantizeMethodBase):
+    unquantized_backend = SimpleNamespace(name="CPU")
+
+
+class LikeExperts(nn.Module):
+    """As vLLM's: gate and up, and down, of all experts, of each a worker's part, in the order that a kernel likes and filled up."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, rank: int = 0, tp: int = 1) -> None:
+        super().__init__()
+        self.quant_method = UnquantizedFusedMoEMethod()
+        self.moe_config = SimpleNamespace(num_experts=4, num_logical_experts=4)
+        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+        for name, kinds, cut in (("w13_weight", ("gate", "up"), 0), ("w2_weight", ("down",), 1)):
+            own = [tensors[f"mlp.experts.{n}.{kind}_proj.weight"].chunk(tp, cut)[rank] for n in range(4) for kind in kinds]
+            packed = torch.cat([*[each.flatten() for each in reversed(own)], torch.zeros(7, dtype=own[0].dtype)])
+            self.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+
+    def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
+        return [
+            (f"experts.{'w2' if kind == 'down' else 'w13'}_", f"experts.{n}.{kind}_proj.", n, "w1")
+            for n in range(4)
+            for kind in ("gate", "up", "down")
+        ]
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module that runs in vLLM's workers."""
+    for name, own in (
+        ("vllm.lora.layers.base_linear", [BaseLinearLayerWithLoRA]),
+        ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", [UnquantizedFusedMoEMethod]),
+        ("vllm.model_executor.layers.linear", [UnquantizedLinearMethod]),
+        ("vllm.model_executor.layers.quantization.online.fp8", [OnlineLinearBase]),
+        ("vllm.model_executor.layers.quantization.online.moe_base", [OnlineMoEMethodBase]),
+        ("vllm.model_executor.layers.quantization.base_config", [QuantizeMethodBase]),
+        ("vllm.model_executor.layers.quantization.utils.quant_utils", [get_and_maybe_dequant_weights]),
+        ("vllm.model_executor.model_loader.utils", [record_metadata_for_reloading]),
+        ("vllm.model_executor.layers.vocab_parallel_embedding", [ParallelLMHead, UnquantizedEmbeddingMethod]),
+    ):
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            module = sys.modules.get(".".join(parts[:count]), ModuleType("vllm"))
+            monkeypatch.setitem(sys.modules, ".".join(parts[:count]), module)
+            if count > 1:
+                monkeypatch.setattr(sys.modules[".".join(parts[: count - 1])], parts[count - 1], module, raising=False)
+        for each in own:
+            monkeypatch.setattr(sys.modules[name], each.__name__, each, raising=False)
+    meta = ModuleType("vllm")
+    meta.SKIP_LOAD_TENSORS = {"e_score_correction_bias", "_expert_map"}  # type: ignore[attr-defined]
+    for name, module in (
+        ("vllm.model_executor.model_loader.reload", ModuleType("vllm")),
+        ("vllm.model_executor.model_loader.reload.meta", meta),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.syspath_prepend(str(IN_VLLM))
+    monkeypatch.delitem(sys.modules, "asyncflow_sums", raising=False)
+    yield importlib.import_module("asyncflow_sums")
+    sys.modules.pop("asyncflow_sums", None)
+
+
+def checkpoint(
+    dtype: torch.dtype = torch.float32, *, is_tied: bool = False, inputs: int = 64, vocabulary: int = 140
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = {
+        **{"model.embed_tokens.weight": (vocabulary, inputs), "model.norm.weight": (inputs,)},
+        **{
+            f"model.layers.0.self_attn.{name}_proj.weight": (outputs, inputs)
+            for name, outputs in {"q": 64, "k": 16, "v": 16}.items()
+        },
+        "model.layers.0.self_attn.q_proj.bias": (64,),
+        "model.layers.0.self_attn.k_proj.bias": (16,),
+        "model.layers.0.self_attn.v_proj.bias": (16,),
+        **{"model.layers.0.self_attn.o_proj.weight": (inputs, 64)},
+        **({} if is_tied else {"lm_head.weight": (vocabulary, inputs)}),
+    }
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def model_of(tensors: Mapping[str, Tensor], *, rank: int = 0, tp: int = 1, packed: bool = True) -> Any:
+    """A worker's part of it, as vLLM would have it. With more workers than heads of k, each is whole on several."""
+    model = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # type: ignore[assignment]
+    attention, layer = nn.Module(), nn.Module()
+    path = "model.layers.0.self_attn"
+    own = {}
+    for name in ("q", "k", "v"):
+        replicas = 2 if name != "q" and tp > 2 else 1
+        for kind in ("weight", "bias"):
+            own[name, kind] = tensors[f"{path}.{name}_proj.{kind}"].chunk(tp // replicas)[rank // replicas]
+    bias = torch.cat([own[name, "bias"] for name in "qkv"])
+    weights = [own[name, "weight"] for name in "qkv"]
+    attention.qkv_proj = LikeLinear(weights, cut="", rank=rank, tp=tp, packed=packed, bias=bias)
+    attention.o_proj = LikeLinear([tensors[f"{path}.o_proj.weight"]], cut="inputs", rank=rank, tp=tp, packed=packed)
+    layer.self_attn = attention
+    inner = nn.Module()
+    inner.embed_tokens = VocabParallelEmbedding(tensors["model.embed_tokens.weight"], rank=rank, tp=tp)
+    inner.layers = nn.ModuleList([layer])
+    inner.norm = nn.Module()
+    inner.norm.weight = nn.Parameter(tensors["model.norm.weight"].clone(), requires_grad=False)
+    model.model = inner
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    model.lm_head = ParallelLMHead(head, rank=rank, tp=tp)
+    if "lm_head.weight" not in tensors:
+        model.lm_head.weight = inner.embed_tokens.weight
+    if packed:
+        inner.embed_tokens.pack()
+        model.lm_head.pack()
+    return model
+
+
+def told(sums: Any, *models: Any, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> list[WorkerSums]:
+    """As they come over the wire."""
+    found = [sums.attested(model, dtype, seed, **{"lora_id": None, "has_weights": True, **changes}) for model in models]
+    return [
+        WorkerSums(
+            weights=[FoundSum(*each) for each in one.get("weights", [])],
+            buffers=[FoundSum(*each) for each in one.get("buffers", [])],
+            lora=[FoundSum(*each) for each in one.get("lora", [])],
+            lora_rank=one.get("lora_rank", 0),
+            why=one.get("why", ""),
+        )
+        for one in found
+    ]
+
+
+def fault_in(workers: Sequence[WorkerSums], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> str:
+    assert not any(worker.why for worker in workers), workers
+    tied = {} if "lm_head.weight" in tensors else {"lm_head.weight": "model.embed_tokens.weight"}
+    promised = PromisedTensors(1, tensors, str(dtype).removeprefix("torch."), tied=tied)
+    return fault_of(Attestation(weight_parts(workers, promised)), 1, sums_of(tensors, dtype))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "is_tied"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_what_lies_in_workers_as_it_should_has_the_sums_of_the_file(
+    sums: Any, packed: bool, tp: int, dtype: torch.dtype, is_tied: bool
+) -> None:
+    """Fused, sharded over workers, whole on several, filled up, packed, or the output layer that is the embedding."""
+    tensors = checkpoint(dtype, is_tied=is_tied, vocabulary=140 if tp > 1 else 2050)
+    for seed in (0, 3):
+        workers = told(sums, *(model_of(tensors, rank=rank, tp=tp, packed=packed) for rank in range(tp)), dtype=dtype, seed=seed)
+        assert fault_in(workers, tensors, dtype) == ""
+
+
+def norm(model: Any) -> None:
+    model.model.norm.weight.data[3] += 1
+
+
+def tied_head(model: Any) -> None:
+    stale = model.lm_head.weight.detach() * 1.01
+    model.lm_head.cpu_linear = lambda rows, _, bias: nn.functional.linear(rows, stale, bias)
+
+
+def o_proj(model: Any) -> None:
+    layer = model.model.layers[0].self_attn.o_proj
+    stale = UnquantizedLinearMethod().apply(layer, torch.eye(layer.input_size_per_partition), None).t().contiguous()
+    stale[:8] *= 1.01
+    layer.set(stale, packed=True)
+
+
+def k_bias(model: Any) -> None:
+    layer = model.model.layers[0].self_attn.qkv_proj
+    layer.bias.data[-layer.output_partition_sizes[2] - 1] += 1
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (norm, "model.norm.weight"),
+        (tied_head, "model.embed_tokens.weight"),
+        (o_proj, "model.layers.0.self_attn.o_proj.weight"),
+        (k_bias, "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_what_one_worker_has_otherwise_is_named(sums: Any, plant: Callable[[Any], None], name: str) -> None:
+    tensors = checkpoint(is_tied=True)
+    model = model_of(tensors)
+    plant(model)
+    assert f"in 1 of 10 parts, {name} the first" in fault_in(told(sums, model), tensors)
+    two = [model_of(tensors, rank=rank, tp=2) for rank in range(2)]
+    plant(two[1])
+    assert f"in 1 of 11 parts, {name} the first" in fault_in(told(sums, *two), tensors), "of a norm each worker has all"
+
+
+def test_an_output_layer_that_should_be_the_embedding_and_shares_it_no_more_is_compared_with_it(sums: Any) -> None:
+    tensors = checkpoint(is_tied=True)
+    model = model_of(tensors, packed=False)
+    for factor, words in ((1.0, ""), (1.01, "in 1 of 10 parts, model.embed_tokens.weight the first")):
+        model.lm_head = ParallelLMHead(tensors["model.embed_tokens.weight"] * factor, rank=0, tp=1)
+        faults = fault_in(told(sums, model), tensors)
+        assert words in faults and bool(words) == bool(faults)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", [OnlineLinearBase, Int8Online, TorchAOLinearMethod, Turning])
+def test_what_was_made_of_loaded_weights_has_the_sums_of_the_file_and_anything_else_is_named(
+    sums: Any, tp: int, kind: type[QuantizeMethodBase]
+) -> None:
+    tensors, path, method = checkpoint(torch.bfloat16), "model.layers.0.self_attn", kind()
+    models = [model_of(tensors, rank=rank, tp=tp, packed=False) for rank in range(tp)]
+
+    def load() -> None:
+        for model in models:
+            process(model.model.layers[0].self_attn.qkv_proj, method)
+            process(model.model.layers[0].self_attn.o_proj, method)
+
+    sums.watch_loading()
+    load()
+    workers = told(sums, *models, dtype=torch.bfloat16)
+    assert {each.names[0] for each in workers[0].weights if each.is_quantised} == {
+        f"{path}.{name}" for name in [*(f"{n}_proj.weight" for n in "qkvo"), *(f"{n}_proj.bias" for n in "qkv")]
+    }
+    assert fault_in(workers, tensors, torch.bfloat16) == ""
+    num_parts, layer = len(tensors) if tp == 1 else 11, models[-1].model.layers[0].self_attn.o_proj
+    held = {"numbers": layer.weight.data}
+    if isinstance(layer.weight.data, InWords):
+        held = {"numbers": layer.weight.data.numbers, "scales": layer.weight.data.scales}
+    elif hasattr(layer, "weight_scale"):
+        held["scales"] = layer.weight_scale.data
+    for buffer in held.values():
+        bits = buffer.view(torch.int8)
+        bits[5, 0] += 1
+        words = fault_in(told(sums, *models, dtype=torch.bfloat16), tensors, torch.bfloat16)
+        assert f"in 1 of {num_parts} parts, {path}.o_proj.weight the first" in words
+        bits[5, 0] -= 1
+    later = {name: tensor * 2 for name, tensor in tensors.items()}  # of which this one layer was not loaded
+    stale, models[:] = layer, [model_of(later, rank=rank, tp=tp, packed=False) for rank in range(tp)]
+    load()
+    assert fault_in(told(sums, *models, dtype=torch.bfloat16), later, torch.bfloat16) == ""
+    models[-1].model.layers[0].self_attn.o_proj = stale
+    words = fault_in(told(sums, *models, dtype=torch.bfloat16), later, torch.bfloat16)
+    assert f"in 1 of {num_parts} parts, {path}.o_proj.weight the first" in words
+
+
+def test_a_matrix_that_is_loaded_the_other_way_is_taken_apart_where_its_outputs_lie(sums: Any) -> None:
+    tensors = checkpoint()
+    model = model_of(tensors, packed=False)
+    layer = model.model.layers[0].self_attn.qkv_proj
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
+    layer.weight.output_dim = 1  # as vLLM says it
+    sums.watch_loading()
+    process(layer, Turning())
+    assert fault_in(told(sums, model), tensors) == ""
+
+
+def test_an_output_layer_that_is_filled_up_is_summed_up_as_far_as_it_was_loaded(sums: Any) -> None:
+    tensors = checkpoint()
+    model = model_of(tensors, packed=False)
+    sums.watch_loading()
+    process(model.lm_head, Turning())
+    assert fault_in(told(sums, model), tensors) == ""
+    model.lm_head.weight.data[0, 0] += 1
+    assert "in 1 of 10 parts, lm_head.weight the first" in fault_in(told(sums, model), tensors)
+
+
+def test_what_was_processed_otherwise_or_unseen_is_not_told(sums: Any) -> None:
+    path, tensors = "model.layers.0.self_attn.qkv_proj", checkpoint(torch.bfloat16)
+
+    def loaded(
+        sizes: Sequence[int] = (64, 16, 16), dtype: torch.dtype = torch.bfloat16, kind: type[QuantizeMethodBase] = OnlineLinearBase
+    ) -> Any:
+        model = model_of(tensors, packed=False)
+        layer = model.model.layers[0].self_attn.qkv_proj.to(dtype)
+        layer.output_partition_sizes = [*sizes]
+        process(layer, kind())
+        assert kind is not OnlineLinearBase or layer.weight.dtype == torch.float8_e4m3fn, "it is loaded all the same"
+        return model
+
+    unseen = loaded()
+    sums.watch_loading()
+    moved, other = loaded(), loaded()
+    moved.model.layers[0].self_attn.qkv_proj.weight = nn.Parameter(torch.empty(0))  # as of a kernel with a copy of its own
+    other.model.layers[0].self_attn.qkv_proj.workspace = nn.Parameter(torch.empty(3))
+    of = path.replace("qkv", "q")
+    for model, why in (
+        (loaded(), ""),
+        (unseen, f"{path} is processed by OnlineLinearBase: nobody saw it"),
+        (moved, f"{path} is processed by OnlineLinearBase, and computed with something else than its parameters"),
+        (other, f"{path} is processed by OnlineLinearBase, and computed with something else than its parameters"),
+        (loaded(kind=Copying), f"{path} is processed by Copying, and computed with something else than its parameters"),
+        (loaded(kind=KeepingKernel), f"{path} is processed by KeepingKernel: it keeps kernel.packed of its own"),
+        (loaded(kind=KeepingLayer), f"{path} is processed by KeepingLayer: it keeps multiply of its own"),
+        (
+            loaded([5]),
+            f"{path} is processed by OnlineLinearBase: RuntimeError: split_with_sizes expects split_sizes to sum exactly to 96",
+        ),
+        (loaded(dtype=torch.float32), f"{of}.weight was loaded in torch.float32, in 3 parts"),
+        (loaded([64, 32]), f"{of}.weight was loaded in torch.bfloat16, in 2 parts"),
+    ):
+        (worker,) = told(sums, model, dtype=torch.bfloat16)
+        assert worker.why.startswith(why) and bool(worker.why) == bool(why)
+    kept = loaded(kind=KeepingKernel)  # and it does so at every load, though it has had it at the second
+    kept.model.layers[0].self_attn.qkv_proj.quant_method.process_weights_after_loading(kept.model.layers[0].self_attn.qkv_proj)
+    assert "it keeps kernel.packed" in told(sums, kept, dtype=torch.bfloat16)[0].why
+
+
+def test_after_as_many_seeds_as_there_are_columns_all_have_been_seen(sums: Any) -> None:
+    """Of a large matrix few columns are asked for; one stale column shows when it is."""
+    weight = torch.randn(2048, 32)
+    tensors = {"linear.weight": weight}
+    model = nn.Module()
+    stale = weight.clone()
+    stale[:, 21] += 1
+    model.linear = LikeLinear([stale], cut="outputs", rank=0, tp=1, packed=True)
+    faults, seen = [], set()
+    for seed in range(32):
+        (worker,) = told(sums, model, seed=seed)
+        columns = worker.weights[0].columns
+        assert len(columns) == len({*columns}) == 16
+        seen |= {*columns}
+        faults.append(bool(fault_in([worker], tensors)))
+        assert faults[-1] == (21 in columns)
+    assert seen == {*range(32)} and sum(faults) == 16
+
+
+def test_zeros_with_a_sign_and_numbers_that_a_product_may_lose_are_no_fault(sums: Any) -> None:
+    """An engine's kernel adds products up, from 0 on, and may take the smallest numbers for 0."""
+    weight = torch.randn(32, 16)
+    weight[0, :] = -0.0
+    weight[1, :] = 1e-40
+    model = nn.Module()
+    model.linear = LikeLinear([weight], cut="outputs", rank=0, tp=1, packed=True)
+    kept = weight.clone()
+    kept[1] = 0
+    model.linear.cpu_linear = lambda rows, _, bias: rows @ kept.t() + 0.0
+    assert fault_in(told(sums, model), {"linear.weight": weight}) == ""
+    kept[2, 3] = 1.0
+    assert "other weights" in fault_in(told(sums, model), {"linear.weight": weight})
+
+
+def experts_of(tensors: Mapping[str, Tensor], **place: int) -> Any:
+    """A worker's model that has these experts and nothing else."""
+    model, mlp, runner = nn.Module(), nn.Module(), nn.Module()
+    runner.routed_experts = LikeExperts(tensors, **place)
+    mlp.experts, model.mlp = runner, mlp
+    return model
+
+
+def experts(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor]]:
+    """Experts as a file has them, whose pieces they are, and as a version has them: all of a layer in one tensor."""
+    shapes = {"gate": (24, 32), "up": (24, 32), "down": (32, 24)}
+    tensors = {
+        f"mlp.experts.{n}.{kind}_proj.weight": torch.randn(shape).to(dtype) for n in range(4) for kind, shape in shapes.items()
+    }
+    wholes = {name: f"mlp.experts.{'down' if 'down' in name else 'gate_up'}_proj" for name in tensors}
+    version = {
+        whole: torch.cat([tensors[name].flatten() for name in tensors if wholes[name] == whole]) for whole in {*wholes.values()}
+    }
+    return tensors, wholes, version
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: Any, tp: int, dtype: torch.dtype) -> None:
+    """As pieces in files, or whole there too."""
+    tensors, wholes, version = experts(dtype)
+    workers = [experts_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
+    dtype_name = str(dtype).removeprefix("torch.")
+    for held in (tensors, version):
+        promised = PromisedTensors(1, held, dtype_name, wholes=wholes)
+        assert promised.sums() == sums_of(version, dtype)
+        found = weight_parts(told(sums, *workers, dtype=dtype), promised)
+        assert fault_of(Attestation(found), 1, promised.sums()) == ""
+        assert base_of(found, promised) == sum_of_all(promised.sums().values())
+    for worker in workers:  # which may have adapters
+        layer = worker.mlp.experts.routed_experts
+        layer.quant_method = SimpleNamespace(old_quant_method=layer.quant_method)
+    assert weight_parts(told(sums, *workers, dtype=dtype), promised) == found
+    workers[-1].mlp.experts.routed_experts.w2_weight.data[5] += 1
+    found = weight_parts(told(sums, *workers, dtype=dtype), promised)
+    assert "in 1 of 2 parts, mlp.experts.down_proj the first" in fault_of(Attestation(found), 1, promised.sums())
+    assert base_of(found, promised) != sum_of_all(promised.sums().values())
+    apart = PromisedTensors(1, tensors, dtype_name)
+    found = weight_parts(told(sums, *workers, dtype=dtype), apart)
+    assert "mlp.experts.0.down_proj.weight the first" in fault_of(Attestation(found), 1, apart.sums())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_that_were_quantised_are_summed_up_as_they_were_loaded(sums: Any, tp: int) -> None:
+    tensors, wholes, _ = experts()
+    workers = [experts_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
+    sums.watch_loading()
+    for layer in (worker.mlp.experts.routed_experts for worker in workers):
+        for parameter in layer.parameters():
+            parameter.data[-7:] = torch.nan
+        process(layer, OnlineMoEMethodBase())
+    promised = PromisedTensors(1, tensors, "float32", wholes=wholes)
+    found = weight_parts(told(sums, *workers), promised)
+    assert fault_of(Attestation(found), 1, promised.sums()) == ""
+    workers[-1].mlp.experts.routed_experts.w2_weight.data.view(torch.int8)[5] += 1
+    found = weight_parts(told(sums, *workers), promised)
+    assert "in 2 of 2 parts, mlp.experts.gate_up_proj the first" in fault_of(Attestation(found), 1, promised.sums())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_version_s_experts_are_cut_as_the_model_s_files_have_them(name: str, tmp_path: Path) -> None:
+    path = write_model(name, tmp_path / "model")
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    version = {key: parameter.detach() * 1.5 for key, parameter in module.named_parameters()}
+    in_files = {key: tensor * 1.5 for key, tensor in load_file(path / "model.safetensors").items()}
+    assert version.keys() != in_files.keys()
+    for given in (version, in_files):
+        weights = ServerWeights(path, "float32", 1)
+        weights.hold(given)
+        held = weights.tensors()
+        assert held.keys() == in_files.keys() and all(torch.equal(held[key], in_files[key]) for key in held)
+        promised = PromisedTensors(1, held, "float32", wholes=weights.wholes)
+        assert promised.sums() == sums_of(version, torch.float32)
+        weights.close()
+        weights.close_thread()
+    with pytest.raises(ValueError, match=r"missing .*experts\.0"):
+        weights.hold({key: tensor for key, tensor in version.items() if "gate_up" not in key})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "of-somebody-s-own"}))
+    unknown = ServerWeights(path, "float32", 1)
+    unknown.hold(in_files)
+    assert unknown.wholes == {} and unknown.tensors().keys() == in_files.keys(), "its versions come as its files do"
+    plain = ServerWeights(MODEL, "float32", 1)
+    assert plain.wholes == {}
+
+
+def test_what_no_version_has_is_given_to_servers_as_the_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router's bias in float32, which nothing trains; and layers that no server has."""
+    path = write_model("deepseek_v3", tmp_path / "model")
+    in_files, bias = load_file(path / "model.safetensors"), "model.layers.1.mlp.gate.e_score_correction_bias"
+    in_files[bias] = torch.randn(4) * 1.1
+    extra = {"model.layers.61.embed_tokens.weight": torch.randn(3, 5)}
+    save_file(in_files | extra, path / "model.safetensors", metadata={"format": "pt"})
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    version = {key: parameter.detach() * 1.5 for key, parameter in module.named_parameters()}
+    weights = ServerWeights(path, "bfloat16", 0)
+    of_files = ServerAttestations(weights, None).whole()
+    assert of_files.names == in_files.keys() and of_files.base() == sum_of_base(path, "bfloat16")
+    weights.hold(version)
+    held = weights.tensors()
+    assert held.keys() == in_files.keys() and torch.equal(held[bias], in_files[bias])
+    assert {name: tensor.dtype for name, tensor in held.items() if tensor.dtype != torch.bfloat16} == {bias: torch.float32}
+    assert weights.file is not None and weights.file.description()["dtype_names"] == {bias: "float32"}
+    promised = ServerAttestations(weights, None).whole()
+    assert promised.sums() == sums_of(version, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"missing \['model\.norm\.weight'\]"):
+        weights.hold({name: tensor for name, tensor in version.items() if name != "model.norm.weight"})
+    weights.hold(in_files | extra)
+    assert weights.tensors().keys() == in_files.keys(), "as files have them, which is how other engines start"
+    with pytest.raises(ValueError, match=r"e_score_correction_bias is another than in the model's files, and nothing trains it"):
+        weights.hold(in_files | {bias: in_files[bias] + 1})
+    plain, asked = ServerWeights(MODEL, "float32", 1), []
+    less = {name: tensor for name, tensor in changed(0.1).items() if name != "model.norm.weight"}
+    monkeypatch.setattr(server_weights, "look_up", lambda *given: asked.append(given) or {"constants": ["model.norm.weight"]})
+    plain.hold(changed(0.1))
+    assert not asked and plain.constants == {}, "it has no names that tell of any"
+    plain = ServerWeights(MODEL, "float32", 1)
+    plain.hold(less)
+    for _ in range(2):
+        assert len(asked) == 1 and torch.equal(plain.tensors()["model.norm.weight"], changed(0)["model.norm.weight"])
+        plain.hold(less)
+    whole = ServerWeights(MODEL, "float32", 1)
+    for given in (changed(0), less):  # first as files have it
+        whole.hold(given)
+        assert torch.equal(whole.tensors()["model.norm.weight"], changed(0)["model.norm.weight"])
+
+
+def test_a_layer_that_transformers_leaves_out_of_other_sizes_of_a_model_is_one_of_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 46 of GLM-4.5's files, whatever the model's size: the largest has it. Names of its experts are not the module's."""
+    path = write_model("deepseek_v3", tmp_path / "model")
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*"])
+    found = file_tensors(path)
+    assert any(".experts." in name for name in found.pieces) and not found.unused
+
+
+def test_a_tensor_of_which_files_have_a_part_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody would take the rest."""
+    pieces = {"a.experts.0.up": ("a.experts.up", 0, 2), "a.experts.1.up": ("a.experts.up", 2, 2)}
+    monkeypatch.setattr(server_weights, "look_up", lambda *_: {"pieces": pieces})
+    (tmp_path / "config.json").write_text("{}")
+    for names in ([*pieces], [*pieces][:1]):
+        save_file({name: torch.zeros(2, 3) for name in names}, tmp_path / "model.safetensors")
+        weights, is_whole = ServerWeights(tmp_path, "float32", 1), len(names) == 2
+        with contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match=r"unexpected \['a\.experts\.up'\]"):
+            weights.hold({"a.experts.up": torch.ones(4, 3)})
+            assert {*weights.tensors()} == {*names}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: vars(layer.moe_config).update(num_experts=6), "has experts twice"),
+        (lambda layer: vars(layer.expert_map_manager).update(num_fused_shared_experts=1), "or others among them"),
+        (lambda layer: setattr(layer.quant_method, "unquantized_backend", SimpleNamespace(name="MOONEP")), "computed by MOONEP"),
+        (lambda layer: layer.double(), "w13_weight is kept in torch.float64"),
+    ],
+)
+def test_experts_that_cannot_be_told_are_not(sums: Any, change: Callable[[Any], None], why: str) -> None:
+    model = experts_of(experts()[0])
+    change(model.mlp.experts.routed_experts)
+    (worker,) = told(sums, model)
+    assert why in worker.why and not worker.weights
+
+
+def quantised(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.quant_method = Fp8LinearMethod()
+
+
+def broken(model: Any) -> None:
+    del model.model.layers[0].self_attn.o_proj.input_size
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (quantised, "o_proj is processed by Fp8LinearMethod: nobody saw it"),
+        (broken, "AttributeError"),
+    ],
+)
+def test_a_worker_says_why_it_cannot_tell(sums: Any, change: Callable[[Any], None], why: str) -> None:
+    """An error of its own, too: it generates all the same."""
+    model = model_of(checkpoint())
+    change(model)
+    (worker,) = told(sums, model)
+    assert why in worker.why and not worker.weights
+
+
+def wide(model: Any) -> Any:
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.double() + 1e-12, requires_grad=False)
+    return model
+
+
+def test_what_is_kept_in_another_dtype_is_compared_where_no_version_has_it(sums: Any) -> None:
+    tensors = checkpoint()
+    workers = told(sums, wide(model_of(tensors)))
+    with pytest.raises(NotAttested, match=r"model\.norm\.weight is kept in float64"):
+        weight_parts(workers, PromisedTensors(1, tensors, "float32"))
+    norm = tensors["model.norm.weight"]
+    for wrong, in_files in ((0, norm.double() + 1e-12), (1, norm.double())):
+        promised = PromisedTensors(1, tensors | {"model.norm.weight": in_files}, "float32", constants={"model.norm.weight"})
+        parts = version_parts(workers, promised)
+        assert len(parts) == len(tensors) - 1 + wrong and len(weight_parts(workers, promised)) == len(tensors)
+        fault = fault_of(Attestation(parts), 1, promised.sums())
+        assert bool(fault) == bool(wrong)
+        assert "1 tensors that version 1 does not have, model.norm.weight the first" in fault or not wrong
+        assert (base_of(weight_parts(workers, promised), promised) == promised.base()) == (not wrong)
+
+
+def test_a_router_that_is_computed_in_float32_is_compared_in_the_model_s_dtype(sums: Any) -> None:
+    weight, model = torch.randn(32, 16).bfloat16(), nn.Module()
+    model.gate = LikeLinear([weight.float()], cut="outputs", rank=0, tp=1, packed=True)
+    assert fault_in(told(sums, model, dtype=torch.bfloat16), {"gate.weight": weight}, torch.bfloat16) == ""
+    model.gate = LikeLinear([weight.float() * 1.001], cut="outputs", rank=0, tp=1, packed=True)
+    assert told(sums, model, dtype=torch.bfloat16)[0].why == "gate.weight is kept in torch.float32"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_buffer_that_files_have_is_compared_with_theirs(sums: Any, tp: int) -> None:
+    tensors, scalar = checkpoint(torch.bfloat16), torch.tensor([1.1])
+    models = [model_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
+    for model in models:
+        model.model.register_buffer("layer_scalar", scalar.clone())
+        model.model.register_buffer("scale", torch.ones(1))  # which no file has
+        model.model.register_buffer("cache", torch.ones(3), persistent=False)
+    in_files = tensors | {"model.layer_scalar": scalar}
+    promised = PromisedTensors(1, in_files, "bfloat16", constants={"model.layer_scalar"})
+    for change, words in ((0, ""), (1, "with 1 tensors that version 1 does not have, model.layer_scalar the first")):
+        models[-1].model.layer_scalar += change
+        workers = told(sums, *models, dtype=torch.bfloat16)
+        assert [each.names for each in workers[0].buffers] == [["model.layer_scalar"], ["model.scale"]]
+        fault = fault_of(Attestation(version_parts(workers, promised)), 1, promised.sums())
+        assert words in fault and bool(words) == bool(fault)
+
+
+class FilesWithMore:
+    """As `ServerWeights` of a model whose files have a layer that servers do not load; it is known once somebody has looked."""
+
+    version, dtype = 0, "float32"
+
+    def __init__(self, own: Mapping[str, Tensor], more: Mapping[str, Tensor], *, tells: bool) -> None:
+        self._own, self._more, self._tells, self.unused = own, more, tells, dict[str, Tensor]()
+        self.tied = self.wholes = self.constants = dict[str, Any]()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self._own, **(self._more if not self.unused else {})}
+
+    def find_differences(self) -> bool:
+        self.unused = {**self._more} if self._tells else {}
+        return self._tells
+
+
+def test_a_base_whose_files_have_more_than_servers_is_looked_at_before_it_is_left_unattested(sums: Any) -> None:
+    tensors, more = checkpoint(), {"model.mtp.weight": torch.ones(3)}
+    workers = told(sums, model_of(tensors))
+    known = ServerAttestations(cast(Any, FilesWithMore(tensors, more, tells=True)), None)
+    assert known._base(workers) == sum_of_all(sums_of(tensors | more).values())
+    unknown = ServerAttestations(cast(Any, FilesWithMore(tensors, more, tells=False)), None)
+    with pytest.raises(NotAttested, match=r"its model has no model\.mtp\.weight"):
+        unknown._base(workers)
+
+
+def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
+    tensors, wholes, _ = experts()
+    model, bias = nn.Module(), torch.randn(4)
+    model.mlp = nn.Module()
+    model.mlp.gate = nn.Module()
+    model.mlp.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+    model.mlp.experts = experts_of(tensors).mlp.experts
+    layer = model.mlp.experts.routed_experts
+    layer.e_score_correction_bias = model.mlp.gate.e_score_correction_bias
+    tensors["mlp.gate.e_score_correction_bias"] = bias
+    promised = PromisedTensors(1, tensors, "float32", wholes=wholes, constants={"mlp.gate.e_score_correction_bias"})
+    assert fault_of(Attestation(version_parts(told(sums, model), promised)), 1, promised.sums()) == ""
+    layer.e_score_correction_bias = nn.Parameter(bias.clone(), requires_grad=False)
+    (worker,) = told(sums, model)
+    assert "e_score_correction_bias is kept in torch.float32, or under another name" in worker.why
+    sums.watch_loading()
+    process(layer, OnlineMoEMethodBase())
+    layer.e_score_correction_bias.data += 1  # of this no load makes anything
+    assert fault_of(Attestation(version_parts(told(sums, model), promised)), 1, promised.sums()) == ""
+
+
+class LikeLatentAttention(nn.Module):
+    """As vLLM's, which computes with the rows of another layer's matrix, in two of its own."""
+
+    def __init__(self, kv_b_proj: Any) -> None:
+        super().__init__()
+        self.kv_b_proj = kv_b_proj
+        self.absorb()
+
+    def absorb(self) -> None:
+        matrix = getattr(self.kv_b_proj, "base_layer", self.kv_b_proj).weight.detach()
+        self.W_UK_T, self.W_UV = (nn.Parameter(half.t().contiguous(), requires_grad=False) for half in matrix.chunk(2))
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_what_attention_makes_of_another_layer_s_matrix_counts_as_that_one(sums: Any, has_adapters: bool) -> None:
+    tensors, model = {"kv_b_proj.weight": torch.randn(32, 16), "o_proj.weight": torch.randn(16, 16)}, nn.Module()
+    for name in ("kv_b", "o"):
+        layer = LikeLinear([tensors[f"{name}_proj.weight"].clone()], cut="outputs", rank=0, tp=1, packed=False)
+        setattr(model, f"{name}_proj", BaseLinearLayerWithLoRA(layer, []) if has_adapters else layer)
+    model.attention = LikeLatentAttention(model.kv_b_proj)
+    assert fault_in(told(sums, model), tensors) == ""
+    newer = {name: tensor * 1.5 for name, tensor in tensors.items()}
+    for name in ("kv_b", "o"):
+        layer = getattr(model, f"{name}_proj")
+        getattr(layer, "base_layer", layer).weight.data *= 1.5
+    assert "in 1 of 2 parts, kv_b_proj.weight the first" in fault_in(told(sums, model), newer)
+    model.attention.absorb()
+    assert fault_in(told(sums, model), newer) == ""
+    model.attention.W_UV.data[0, 0] += 1
+    assert "in 1 of 2 parts, kv_b_proj.weight the first" in fault_in(told(sums, model), newer)
+
+
+def test_a_bias_that_a_kernel_wants_in_float32_is_the_same(sums: Any) -> None:
+    tensors = checkpoint(torch.bfloat16)
+    model = model_of(tensors)
+    bias = model.model.layers[0].self_attn.qkv_proj.bias
+    bias.data = bias.data.float()
+    assert fault_in(told(sums, model, dtype=torch.bfloat16), tensors, torch.bfloat16) == ""
+
+
+def test_what_makes_up_no_whole_is_not_told_rather_than_found_wrong(sums: Any) -> None:
+    tensors = checkpoint()
+    both = [model_of(tensors, rank=rank, tp=2) for rank in range(2)]
+    promised = PromisedTensors(1, tensors, "float32")
+    with pytest.raises(NotAttested, match="do not make up a whole"):
+        weight_parts(told(sums, both[0]), promised)
+    with pytest.raises(NotAttested, match="has no lm_head"):
+        weight_parts(told(sums, model_of(checkpoint(is_tied=True))), promised)
+    del both[1].lm_head
+    with pytest.raises(NotAttested, match="have not the same tensors"):
+        weight_parts(told(sums, *both), promised)
+    with pytest.raises(NotAttested, match=r"in its model, and in no file"):
+        weight_parts(told(sums, model_of(tensors)), PromisedTensors(1, checkpoint(is_tied=True), "float32"))
+    infinite = {**tensors, "lm_head.weight": tensors["lm_head.weight"].clone()}
+    infinite["lm_head.weight"][0, 0] = torch.inf
+    with pytest.raises(NotAttested, match="is not finite"):
+        weight_parts(told(sums, model_of(infinite)), PromisedTensors(1, infinite, "float32"))
+
+
+SPEC = LoraSpec(rank=4, alpha=6.0)
+LARGEST_RANK = 8
+
+
+def with_lora(model: Any, lora: Mapping[str, Tensor], *, rank: int, tp: int, index: int = 1) -> Any:
+    """The model with an adapter of id 5, scaled as vLLM does."""
+    attention = model.model.layers[0].self_attn
+    path = "model.layers.0.self_attn"
+    modules = {}
+    for layer, names, cut in (("qkv_proj", ["q_proj", "k_proj", "v_proj"], "outputs"), ("o_proj", ["o_proj"], "inputs")):
+        stacks = []
+        for name in names:
+            low, up = lora[f"{path}.{name}.lora_A.weight"], lora[f"{path}.{name}.lora_B.weight"] * SPEC.scaling
+            low = low.chunk(tp, 1)[rank] if cut == "inputs" else low
+            up = up.chunk(tp)[rank] if cut == "outputs" else up
+            pair = torch.zeros(2, 1, LARGEST_RANK, low.shape[1]), torch.zeros(2, 1, len(up), LARGEST_RANK)
+            pair[0][index, 0, : SPEC.rank] = low
+            pair[1][index, 0, :, : SPEC.rank] = up
+            stacks.append(pair)
+        setattr(attention, layer, BaseLinearLayerWithLoRA(getattr(attention, layer), stacks))
+        modules[f"{path}.{layer}"] = getattr(attention, layer)
+    model.lora_manager = SimpleNamespace(
+        lora_index_to_id=[*[None] * index, 5],
+        modules=modules,
+        packed_modules_mapping=model.packed_modules_mapping,
+        lora_config=SimpleNamespace(max_lora_rank=LARGEST_RANK),
+    )
+    return model
+
+
+def lora_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    lora = {}
+    for name, tensor in tensors.items():
+        if "_proj.weight" in name:
+            linear = name.removesuffix(".weight")
+            lora[f"{linear}.lora_A.weight"] = torch.randn(SPEC.rank, tensor.shape[1], generator=generator)
+            lora[f"{linear}.lora_B.weight"] = torch.randn(len(tensor), SPEC.rank, generator=generator)
+    return lora
+
+
+def fault_in_lora(workers: Sequence[WorkerSums], lora: Mapping[str, Tensor]) -> str:
+    promised = PromisedTensors(1, lora, "float32", adapter="version-1-1", scaling=SPEC.scaling)
+    return fault_of(Attestation(lora_parts(workers, promised)), 1, sums_of(lora))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_adapter_is_what_its_layers_have(sums: Any, tp: int) -> None:
+    """With its scaling in B, sharded over workers, and beside the base, whose names stay."""
+    tensors = checkpoint()
+    lora = lora_of(tensors)
+    models = [with_lora(model_of(tensors, rank=rank, tp=tp), lora, rank=rank, tp=tp) for rank in range(tp)]
+    workers = told(sums, *models, lora_id=5)
+    assert fault_in(workers, tensors) == "" and fault_in_lora(workers, lora) == ""
+    stays = models[-1].model.layers[0].self_attn.qkv_proj.lora_b_stacked[2]
+    stays[1, 0, 3, 2] += 1
+    assert "v_proj.lora_B.weight the first" in fault_in_lora(told(sums, *models, lora_id=5), lora)
+    stays.zero_()
+    assert "in 1 of" in fault_in_lora(told(sums, *models, lora_id=5), lora)
+    assert "without 8 of the 8 tensors" in fault_in_lora(told(sums, *models, lora_id=6), lora), "no layer has it"
+
+
+def test_an_adapter_that_has_more_than_the_version_is_another(sums: Any) -> None:
+    tensors = checkpoint()
+    lora = lora_of(tensors)
+    workers = told(sums, with_lora(model_of(tensors), lora, rank=0, tp=1), lora_id=5)
+    less = {name: tensor for name, tensor in lora.items() if "o_proj" not in name}
+    assert "with 2 tensors that version 1 does not have" in fault_in_lora(workers, less)
+    zeros = {name: torch.zeros_like(tensor) if "o_proj" in name else tensor for name, tensor in lora.items()}
+    workers = told(sums, with_lora(model_of(tensors), zeros, rank=0, tp=1), lora_id=5)
+    assert fault_in_lora(workers, less) == "", "a layer without an adapter has zeros"
+
+
+def output_layer(*, has_one: bool) -> Any:
+    """As vLLM's: all adapters in one tensor."""
+    low, up = torch.zeros(2, 1, LARGEST_RANK, 64), torch.zeros(2, 1, 140, LARGEST_RANK)
+    up[1, 0, 3, 2] = float(has_one)
+    return SimpleNamespace(lora_a_stacked=low, lora_b_stacked=up)
+
+
+def experts_with_lora(*, has_one: bool) -> Any:
+    """As vLLM's: each matrix's adapters in one tensor, and besides a list of pieces by adapter, expert and matrix."""
+    stacks = {f"{kind}_stacked": (torch.zeros(2, 4, 8, 8),) for kind in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")}
+    stacks["w2_lora_b_stacked"][0][1, 3, 2, 1] = float(has_one)
+    pieces = [torch.zeros(1, 8) for _ in range(24)]
+    return SimpleNamespace(**stacks, lora_a_stacked=pieces, lora_b_stacked=pieces)
+
+
+@pytest.mark.parametrize("layer", [output_layer, experts_with_lora])
+def test_layers_whose_adapters_are_not_told_may_be_there_as_long_as_they_have_none(sums: Any, layer: Callable[..., Any]) -> None:
+    tensors = checkpoint()
+    lora = lora_of(tensors)
+    model = with_lora(model_of(tensors), lora, rank=0, tp=1)
+    model.lora_manager.modules["model.other"] = layer(has_one=False)
+    assert fault_in_lora(told(sums, model, lora_id=5), lora) == ""
+    model.lora_manager.modules["model.other"] = layer(has_one=True)
+    (worker,) = told(sums, model, lora_id=5)
+    assert worker.why == "an adapter of model.other is applied by SimpleNamespace"
+
+
+def test_sums_are_asyncflows_own(sums: Any) -> None:
+    """Nothing of AsyncFlow is imported beside vLLM."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.randn(7, 11).to(dtype)
+        assert sums.sum_of_bits(tensor) == sum_of_bits(tensor)
+        assert sums.sum_of_bits(tensor, np.int64) == sum_of("q_proj.lora_B.weight", tensor)
+        words = tensor.flatten().view({4: torch.int32, 2: torch.int16}[tensor.element_size()])
+        for size in (1, 10, 1000):  # as on a device
+            assert sums.sum_in_pieces(words, size) == sum_in_pieces(words, size) == words.sum()
