@@ -29,7 +29,7 @@ from asyncflow.engines.lora_files import A, B
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
-from asyncflow.engines.rollout.vllm.weights import ServerWeights
+from asyncflow.engines.rollout.vllm.weights import NO_DIFFERENCES, Differences, ServerWeights
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +49,15 @@ class PromisedTensors:
         tensors: Mapping[str, Tensor],
         dtype: str,
         *,
-        tied: Mapping[str, str] | None = None,
-        wholes: Mapping[str, str] | None = None,
-        constants: Set[str] = frozenset(),
-        unused: Mapping[str, Tensor] | None = None,
+        differences: Differences = NO_DIFFERENCES,
         adapter: str | None = None,
         scaling: float = 1.0,
     ) -> None:
-        """`tensors` may be read from files, one at a time. `tied`: other names of tensors in a server's model. `wholes`: of tensors
-        that are pieces of a version's, that one's name. `constants`: names of tensors that no version has. `unused`: what is in the
-        model's files, and neither in a version nor in a server. `adapter`: name of one, if they are its. `scaling`: of its product;
-        vLLM multiplies B with it."""
-        self.version, self.tied, self.wholes, self.adapter = version, tied or {}, wholes or {}, adapter
-        self.constants, self._unused = constants & tensors.keys(), unused or {}
+        """`tensors` may be read from files, one at a time. `differences`: between them and a version. `adapter`: name of one, if
+        they are its. `scaling`: of its product; vLLM multiplies B with it."""
+        self.version, self.adapter = version, adapter
+        self.tied, self.wholes, constants, self._unused = differences
+        self.constants = constants & tensors.keys()
         self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
         self._sums: dict[str, int] = {}
 
@@ -157,15 +153,7 @@ class ServerAttestations:
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
         weights = self._weights
-        return PromisedTensors(
-            weights.version,
-            weights.tensors(),
-            weights.dtype,
-            tied=weights.tied,
-            wholes=weights.wholes,
-            constants=weights.constants.keys(),
-            unused=weights.unused,
-        )
+        return PromisedTensors(weights.version, weights.tensors(), weights.dtype, differences=weights.differences)
 
     def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
         """The adapter that is this version. Blocks."""

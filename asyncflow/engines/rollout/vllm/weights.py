@@ -17,7 +17,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +33,21 @@ from asyncflow.types import RunError
 _ALIGNMENT = 64
 
 TensorShapes = Mapping[str, tuple[int, ...]]
+
+
+class Differences(NamedTuple):
+    """How tensors of servers, and of a model's files, differ from a version's. A version has what the trainer's module has: all
+    experts of a layer in one tensor, say. `tied`: other names of tensors in a server's model. `wholes`: of tensors that are pieces
+    of a version's, in files as a rule, that one's name. `constants`: names of tensors that no version has. `unused`: what is in
+    files alone; each is read when it is asked for."""
+
+    tied: Mapping[str, str] = {}
+    wholes: Mapping[str, str] = {}
+    constants: Set[str] = frozenset()
+    unused: Mapping[str, Tensor] = {}
+
+
+NO_DIFFERENCES: Final = Differences()
 
 
 class ServerWeights:
@@ -78,16 +93,12 @@ class ServerWeights:
         return self._found != FileTensors()
 
     @property
-    def wholes(self) -> dict[str, str]:
-        """For tensors that are pieces of a version's, in files as a rule: that one's name. A version has what the trainer's module
-        has: all experts of a layer in one tensor."""
-        return {name: whole for name, (whole, *_) in self._files.pieces.items()}
-
-    @property
-    def unused(self) -> Mapping[str, Tensor]:
-        """Tensors in files that neither a version nor a server has; each is read when it is asked for."""
-        names = {*self._files.unused}
-        return TensorsInFiles(self._model_path, without=self._in_files.keys() - names) if names else {}
+    def differences(self) -> Differences:
+        """Differences between servers' tensors and a version's."""
+        files, unused = self._files, {*self._files.unused}
+        wholes = {name: whole for name, (whole, *_) in files.pieces.items()}
+        others = TensorsInFiles(self._model_path, without=self._in_files.keys() - unused) if unused else {}
+        return Differences(self.tied, wholes, self.constants.keys(), others)
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._in_files.keys() - tensors.keys() - self.tied.keys() and self._files == FileTensors():

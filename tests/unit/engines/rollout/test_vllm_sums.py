@@ -33,7 +33,7 @@ from asyncflow.engines.rollout.vllm.attesting import (
 )
 from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
-from asyncflow.engines.rollout.vllm.weights import ServerWeights
+from asyncflow.engines.rollout.vllm.weights import Differences, ServerWeights
 from asyncflow.engines.train.file_tensors import file_tensors
 from asyncflow.types import LoraSpec
 from tests.conftest import MODEL
@@ -374,7 +374,7 @@ def told(sums: Any, *models: Any, dtype: torch.dtype = torch.float32, seed: int 
 def fault_in(workers: Sequence[WorkerSums], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> str:
     assert not any(worker.why for worker in workers), workers
     tied = {} if "lm_head.weight" in tensors else {"lm_head.weight": "model.embed_tokens.weight"}
-    promised = PromisedTensors(1, tensors, str(dtype).removeprefix("torch."), tied=tied)
+    promised = PromisedTensors(1, tensors, str(dtype).removeprefix("torch."), differences=Differences(tied))
     return fault_of(Attestation(weight_parts(workers, promised)), 1, sums_of(tensors, dtype))
 
 
@@ -606,7 +606,7 @@ def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: An
     workers = [experts_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
     dtype_name = str(dtype).removeprefix("torch.")
     for held in (tensors, version):
-        promised = PromisedTensors(1, held, dtype_name, wholes=wholes)
+        promised = PromisedTensors(1, held, dtype_name, differences=Differences(wholes=wholes))
         assert promised.sums() == sums_of(version, dtype)
         found = weight_parts(told(sums, *workers, dtype=dtype), promised)
         assert fault_of(Attestation(found), 1, promised.sums()) == ""
@@ -633,7 +633,7 @@ def test_experts_that_were_quantised_are_summed_up_as_they_were_loaded(sums: Any
         for parameter in layer.parameters():
             parameter.data[-7:] = torch.nan
         process(layer, OnlineMoEMethodBase())
-    promised = PromisedTensors(1, tensors, "float32", wholes=wholes)
+    promised = PromisedTensors(1, tensors, "float32", differences=Differences(wholes=wholes))
     found = weight_parts(told(sums, *workers), promised)
     assert fault_of(Attestation(found), 1, promised.sums()) == ""
     workers[-1].mlp.experts.routed_experts.w2_weight.data.view(torch.int8)[5] += 1
@@ -653,7 +653,7 @@ def test_a_version_s_experts_are_cut_as_the_model_s_files_have_them(name: str, t
         weights.hold(given)
         held = weights.tensors()
         assert held.keys() == in_files.keys() and all(torch.equal(held[key], in_files[key]) for key in held)
-        promised = PromisedTensors(1, held, "float32", wholes=weights.wholes)
+        promised = PromisedTensors(1, held, "float32", differences=weights.differences)
         assert promised.sums() == sums_of(version, torch.float32)
         weights.close()
         weights.close_thread()
@@ -663,9 +663,9 @@ def test_a_version_s_experts_are_cut_as_the_model_s_files_have_them(name: str, t
     (path / "config.json").write_text(json.dumps({**config, "model_type": "of-somebody-s-own"}))
     unknown = ServerWeights(path, "float32", 1)
     unknown.hold(in_files)
-    assert unknown.wholes == {} and unknown.tensors().keys() == in_files.keys(), "its versions come as its files do"
+    assert unknown.differences.wholes == {} and unknown.tensors().keys() == in_files.keys(), "its versions come as its files do"
     plain = ServerWeights(MODEL, "float32", 1)
-    assert plain.wholes == {}
+    assert plain.differences.wholes == {}
 
 
 def test_what_no_version_has_is_given_to_servers_as_the_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,9 +781,9 @@ def test_what_is_kept_in_another_dtype_is_compared_where_no_version_has_it(sums:
     workers = told(sums, wide(model_of(tensors)))
     with pytest.raises(NotAttested, match=r"model\.norm\.weight is kept in float64"):
         weight_parts(workers, PromisedTensors(1, tensors, "float32"))
-    norm = tensors["model.norm.weight"]
+    norm, constants = tensors["model.norm.weight"], Differences(constants={"model.norm.weight"})
     for wrong, in_files in ((0, norm.double() + 1e-12), (1, norm.double())):
-        promised = PromisedTensors(1, tensors | {"model.norm.weight": in_files}, "float32", constants={"model.norm.weight"})
+        promised = PromisedTensors(1, tensors | {"model.norm.weight": in_files}, "float32", differences=constants)
         parts = version_parts(workers, promised)
         assert len(parts) == len(tensors) - 1 + wrong and len(weight_parts(workers, promised)) == len(tensors)
         fault = fault_of(Attestation(parts), 1, promised.sums())
@@ -809,7 +809,7 @@ def test_a_buffer_that_files_have_is_compared_with_theirs(sums: Any, tp: int) ->
         model.model.register_buffer("scale", torch.ones(1))  # which no file has
         model.model.register_buffer("cache", torch.ones(3), persistent=False)
     in_files = tensors | {"model.layer_scalar": scalar}
-    promised = PromisedTensors(1, in_files, "bfloat16", constants={"model.layer_scalar"})
+    promised = PromisedTensors(1, in_files, "bfloat16", differences=Differences(constants={"model.layer_scalar"}))
     for change, words in ((0, ""), (1, "with 1 tensors that version 1 does not have, model.layer_scalar the first")):
         models[-1].model.layer_scalar += change
         workers = told(sums, *models, dtype=torch.bfloat16)
@@ -824,14 +824,13 @@ class FilesWithMore:
     version, dtype = 0, "float32"
 
     def __init__(self, own: Mapping[str, Tensor], more: Mapping[str, Tensor], *, tells: bool) -> None:
-        self._own, self._more, self._tells, self.unused = own, more, tells, dict[str, Tensor]()
-        self.tied = self.wholes = self.constants = dict[str, Any]()
+        self._own, self._more, self._tells, self.differences = own, more, tells, Differences()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {**self._own, **(self._more if not self.unused else {})}
+        return {**self._own, **(self._more if not self.differences.unused else {})}
 
     def find_differences(self) -> bool:
-        self.unused = {**self._more} if self._tells else {}
+        self.differences = Differences(unused=self._more if self._tells else {})
         return self._tells
 
 
@@ -855,7 +854,8 @@ def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
     layer = model.mlp.experts.routed_experts
     layer.e_score_correction_bias = model.mlp.gate.e_score_correction_bias
     tensors["mlp.gate.e_score_correction_bias"] = bias
-    promised = PromisedTensors(1, tensors, "float32", wholes=wholes, constants={"mlp.gate.e_score_correction_bias"})
+    differences = Differences(wholes=wholes, constants={"mlp.gate.e_score_correction_bias"})
+    promised = PromisedTensors(1, tensors, "float32", differences=differences)
     assert fault_of(Attestation(version_parts(told(sums, model), promised)), 1, promised.sums()) == ""
     layer.e_score_correction_bias = nn.Parameter(bias.clone(), requires_grad=False)
     (worker,) = told(sums, model)
