@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,9 +49,12 @@ class Sitting:
         seconds = [found for each in rounds for found in each.recoveries]
         self.recovery = _deciles([after for _, after in seconds])
         self.recovery_of_kills = _deciles([after for name, after in seconds if name.startswith("kill")])
-        self.violations = [
-            f"seed {each.seed} ({each.mode}): {why}".replace(f"{ROOT}/", "") for each in rounds for why in each.violations
-        ]
+        self.violations = [_placeless(f"seed {each.seed} ({each.mode}): {why}") for each in rounds for why in each.violations]
+
+
+def _placeless(why: str) -> str:
+    """The words without the folders of this machine."""
+    return why.replace(f"{ROOT}/", "").replace(f"{sys.base_prefix}/", "")
 
 
 def _deciles(seconds: Sequence[float]) -> tuple[int, float, float]:
