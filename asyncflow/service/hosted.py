@@ -121,8 +121,7 @@ class HostedRun:
             await run.until(lambda: False)
         except Exception as error:  # whatever it is, the run is over
             self.failure = str(first_error(error))
-            self._is_stopping = True
-            self._ending = self._ending or asyncio.create_task(self._stop())
+            self._begin_to_stop()
 
     async def step(self) -> Mapping[str, float] | None:
         """Train one step; see `Trainer.step`."""
@@ -154,10 +153,12 @@ class HostedRun:
     async def stop(self) -> None:
         """Stop the run, if it is under way; model, trace and report are written. All callers wait for one end, and a caller that is
         cancelled does not end it. Raises what kept it from being in order, which `failure` says, too."""
+        await asyncio.shield(self._begin_to_stop())
+
+    def _begin_to_stop(self) -> asyncio.Task[None]:
         self._is_stopping = True
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._stop())
-        await asyncio.shield(self._ending)
+        self._ending = self._ending or asyncio.create_task(self._stop())
+        return self._ending
 
     async def _stop(self) -> None:
         if self._run is not None:

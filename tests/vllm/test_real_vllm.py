@@ -1,5 +1,5 @@
-"""Against a real vLLM (suite `vllm`): updates beside a fresh server, faults that are planted in servers, and whole runs. Eight
-starts of a minute each."""
+"""Against a real vLLM (suite `vllm`): updates beside a fresh server, faults that are planted in servers, and whole runs. Most
+tests start a server, which takes most of a minute."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
     for alias, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(module, []).append(alias.replace(WRAPPED, ""))
     absorbed = {module: _change_of_absorbed(module) for module in aliases if all(hasattr(module, name) for name in ABSORBED)}
-    changes = {_base_of(module.kv_b_proj): change for module, change in absorbed.items()}
+    changes = {_without_adapters(module.kv_b_proj): change for module, change in absorbed.items()}
     first_names: dict[int, str] = {}
     for module, paths in aliases.items():
         if module in absorbed and module._parameters.keys() <= {*ABSORBED}:
@@ -232,7 +232,7 @@ def _change_of_absorbed(attention: Any) -> int:
     return sum(map(sum_of_bits, made)) - sum_of_bits(get_and_maybe_dequant_weights(attention.kv_b_proj, out_dtype=made[0].dtype))
 
 
-def _base_of(layer: Any) -> nn.Module:
+def _without_adapters(layer: Any) -> nn.Module:
     return getattr(layer, "base_layer", layer)
 
 

@@ -66,6 +66,7 @@ class ServerWeights:
         self._is_looked_up = False
         self.constants: dict[str, Tensor] = {}
         """Tensors that servers have, and no version, as they are in the model's files."""
+        self._unused: Mapping[str, Tensor] = {}
         self._ties_head = bool(json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"))
         self._thread = ComputeThread("vllm weights")
 
@@ -88,27 +89,27 @@ class ServerWeights:
             return False
         self._found = msgspec.convert(look_up("file_tensors", "the tensors in the model's files", self._model_path), FileTensors)
         self._is_looked_up = True
-        files = TensorsInFiles(self._model_path)
-        self.constants = {name: files[name] for name in self._found.constants}
+        in_files, unused = TensorsInFiles(self._model_path), {*self._found.unused}
+        self.constants = {name: in_files[name] for name in self._found.constants}
+        self._unused = TensorsInFiles(self._model_path, without=in_files.keys() - unused) if unused else {}
         return self._found != FileTensors()
 
     @property
     def differences(self) -> Differences:
         """Differences between servers' tensors and a version's."""
-        files, unused = self._files, {*self._files.unused}
-        wholes = {name: whole for name, (whole, *_) in files.pieces.items()}
-        others = TensorsInFiles(self._model_path, without=self._in_files.keys() - unused) if unused else {}
-        return Differences(self.tied, wholes, self.constants.keys(), others)
+        wholes = {name: whole for name, (whole, *_) in self._files.pieces.items()}
+        return Differences(self.tied, wholes, self.constants.keys(), self._unused)
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._in_files.keys() - tensors.keys() - self.tied.keys() and self._files == FileTensors():
             self.find_differences()
         files = self._files
-        given = {name: tensor for name, tensor in tensors.items() if name not in {*files.unused, *files.constants}}
+        of_files = {*files.unused, *files.constants}
+        given = {name: tensor for name, tensor in tensors.items() if name not in of_files}
         for name, right in self.constants.items():
             if name in tensors and not right.to(tensors[name].dtype).equal(tensors[name]):
                 raise ValueError(f"{name} is another than in the model's files, and nothing trains it")
-        shapes = {name: shape for name, shape in self._in_files.items() if name not in {*files.unused, *files.constants}}
+        shapes = {name: shape for name, shape in self._in_files.items() if name not in of_files}
         pieces: dict[str, dict[str, Tensor | None]] = {}
         for name, (whole, first, count) in files.pieces.items():
             if whole in given and whole not in shapes:
