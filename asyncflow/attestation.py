@@ -19,7 +19,7 @@ This file imports no torch: manifests pass through the driver.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -65,12 +65,24 @@ class Attestation(msgspec.Struct, frozen=True):
     `parts` None: the engine cannot tell. `base`: sum over the model's own weights, where a version is an adapter over them; else
     None. `log_probs`: of a probe's tokens after the first, if the engine was asked for them and can tell; those of several servers
     stand one after another. `is_quantised`: the sums are those of weights that may be quantised, whose log-probs differ by more.
+    `unseen`: names of tensors that may lack in `parts`, or of which these have what was given to a layer and nobody sees what its
+    kernel reads.
     """
 
     parts: list[tuple[list[str], int]] | None
     base: int | None = None
     log_probs: list[float] | None = None
     is_quantised: bool = False
+    unseen: list[str] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether sums tell of all that the engine generates with: else log-probs have to, at every install."""
+        return self.parts is not None and not self.unseen
+
+    def share_seen(self, names: Collection[str]) -> float:
+        """Share of these tensors, a version's, that the sums tell of."""
+        return 0.0 if self.parts is None or not names else 1 - len({*self.unseen} & {*names}) / len(names)
 
 
 def new_probing(vocabulary: int, max_context: int, dtypes: Sequence[str]) -> Probing:
@@ -97,7 +109,7 @@ def fault_of(attested: Attestation, version: int, sums: Mapping[str, int], base:
     if attested.parts is None:
         return ""
     names = {name for part, _ in attested.parts for name in part}
-    if lacking := sorted(sums.keys() - names):
+    if lacking := sorted(sums.keys() - names - {*attested.unseen}):
         return (
             f"the engine generates without {len(lacking)} of the {len(sums)} tensors of version {version}, {lacking[0]} the first"
         )
@@ -118,7 +130,7 @@ def fault_of_probe(attested: Attestation, version: int, probe: Probe, tolerance:
     given, trainers, count = attested.log_probs, probe.log_probs, len(probe.log_probs)
     if not given or len(given) % count:
         return f"the engine gives {len(given)} log-probs of the probe sequence's {count}"
-    is_exact = attested.parts is not None and not attested.is_quantised
+    is_exact = attested.is_whole and not attested.is_quantised
     allowed = tolerance if is_exact else max(tolerance, UNSUMMED_TOLERANCE)
     for begin in range(0, len(given), count):
         found = given[begin : begin + count]

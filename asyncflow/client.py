@@ -410,8 +410,7 @@ class AsyncGeneratorWorker:
         body: dict[str, Any] = {"version": version}
         if attested is not None:
             parts = None if attested.parts is None else [{"names": names, "found": found} for names, found in attested.parts]
-            told = {"base": attested.base, "log_probs": attested.log_probs, "is_quantised": attested.is_quantised}
-            body["attested"] = {"parts": parts, **told}
+            body["attested"] = {**msgspec.structs.asdict(attested), "parts": parts}
         await self._client._post(f"{self._path}/installed", body)
         self.version = version
 

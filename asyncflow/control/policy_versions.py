@@ -57,7 +57,7 @@ class PolicyVersions:
         self.stale_since: dict[str, float] = {}  # by `PolicyVersions`'s clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
-        self.attested: dict[str, bool] = {}  # whether the engine of a worker has shown that it has the last version it was given
+        self.attested: dict[str, float] = {}  # share of the last version given that a worker's engine has shown to have
         self.called_for = -1
         self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
@@ -175,9 +175,9 @@ class PolicyVersions:
         target = self._targets.get(worker)
         promised = target if target is not None and target.version == version else self._kept.get(version)
         fault = self._fault(worker, promised, attested) if promised is not None else ""
-        is_compared = promised is not None and bool(promised.sums) and attested is not None and attested.parts is not None
         if version:
-            self.attested[worker] = is_compared and not fault
+            shown = 0.0 if fault or promised is None or attested is None else attested.share_seen(promised.sums)
+            self.attested[worker] = shown
         else:
             self.attested.pop(worker, None)
         if fault:
@@ -198,7 +198,7 @@ class PolicyVersions:
         given = attested or Attestation(None)
         if promised.probe is not None:
             left = self._probes_left.get(worker, FIRST_PROBES) - 1
-            self._probes_left[worker] = 0 if given.log_probs is None else max(left, given.parts is None)
+            self._probes_left[worker] = 0 if given.log_probs is None else max(left, not given.is_whole)
         fault = fault_of(given, promised.version, promised.sums, promised.base) if promised.sums else ""
         if not fault and promised.probe is not None:
             fault = fault_of_probe(given, promised.version, promised.probe, self.probing.tolerance)
@@ -297,9 +297,9 @@ class PolicyVersions:
 
     @property
     def share_attested(self) -> float | None:
-        """Share of the workers that have been given a version whose engine has shown, after its last install, that it has it; None
-        where none is promised. One that serves version 0, the worker's own files, has been given none yet."""
-        given = [has_shown for worker, has_shown in self.attested.items() if self._is_counted_on(worker)]
+        """Share of the versions given to workers that their engines have shown to have, after their last installs; None where none
+        is promised. A worker that serves version 0, its own files, has been given none yet."""
+        given = [share for worker, share in self.attested.items() if self._is_counted_on(worker)]
         if self.newest is None or not self.newest.sums or not given:
             return None
         return sum(given) / len(given)

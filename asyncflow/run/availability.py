@@ -6,17 +6,18 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
+from asyncflow.engines.check import AskedEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINE_ENVIRONMENTS, ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.loops.evaluation import EVALUATORS
-from asyncflow.registry import build, check_options
+from asyncflow.registry import build
 from asyncflow.run.factories import make_storage, queue_schema
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device
 from asyncflow.transfer_queue import ASKED_STORAGES
@@ -24,16 +25,6 @@ from asyncflow.types import RunError, UserError
 
 IMPORT_SECONDS: Final = 300.0
 _OF_ROLLOUT = ("model_path", "num_slots", "max_context", "dtype", "device", "num_threads", "kv_on_install")
-
-
-class AskedEngine(msgspec.Struct):
-    """Engine that a configuration names, its options, and the names of the arguments that a run gives it."""
-
-    kind: str
-    name: str
-    options: dict[str, Any]
-    known: dict[str, str]
-    given: list[str]
 
 
 async def check_devices(config: Config) -> None:
@@ -60,7 +51,7 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
         names = " and ".join(f"{each.kind} {each.name!r}" for each in asked)
         try:
             async with asyncio.timeout(IMPORT_SECONDS):
-                await _asked_of("asyncflow.run.availability", [], msgspec.msgpack.encode(asked), f"{names} cannot be imported")
+                await _asked_of("asyncflow.engines.check", [], msgspec.msgpack.encode(asked), f"{names} cannot be imported")
         except TimeoutError:
             raise UserError(f"{names} was not imported within {IMPORT_SECONDS:g} s: does the file wait for something?") from None
 
@@ -116,17 +107,3 @@ def _asked(config: Config) -> Iterator[AskedEngine]:
         yield AskedEngine("rollout engine", rollout.name, rollout.options, dict(ROLLOUT_ENGINES), given)
     if train.name not in TRAIN_ENGINE_CHECKS:
         yield AskedEngine("train engine", train.name, train.options, dict(TRAIN_ENGINES), ["model_path", "options"])
-
-
-def main() -> None:
-    """`python -m asyncflow.run.availability`: exit 2, with a sentence, for the first engine that cannot be had."""
-    for asked in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[AskedEngine]):
-        try:
-            check_options(asked.kind, asked.name, asked.options, asked.known, asked.given)
-        except UserError as error:
-            print(error, file=sys.stderr)
-            sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

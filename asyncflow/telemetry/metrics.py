@@ -136,8 +136,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "queue/stored_bytes": "Bytes of their values.",
     "queue/admission_wait_seconds": "Seconds that admissions have waited for room since the run began, over all of them.",
     "weights/version_bytes": "Bytes of the version that was published last: of a whole model, or of a low-rank adapter.",
-    "weights/attested": "Share of the rollout workers that have been given a version, when the row is written, whose engine has "
-    "shown, after its last install, that it generates with what was installed (0 to 1). Only once one has, of a trainer that "
+    "weights/attested": "Share (0 to 1) of the versions' tensors given to rollout workers, when the row is written, that their "
+    "engines have shown, after their last installs, to generate with. Only once one has been given any, of a trainer that "
     "promises what engines will have.",
     "run/num_resumes": "Number of times that the run has been resumed from a checkpoint; only where it has been.",
     "own/<name>": "Metric of the user's own: mean over what `log_metric` was given, in `advantages` for the step's groups, and "

@@ -158,7 +158,12 @@ def test_a_client_generates_under_the_laws_of_any_worker(
             path = each.fetch_weights(1, tmp_path / "weights.safetensors")
             assert path.stat().st_size > 1_000_000
             assert work.probe is not None and len(work.probe.token_ids) == 16
-            wrongs = Attestation([(["model.norm.weight"], 7)]), Attestation(None, None, [-99.0] * 15)
+            name, unseen = "model.norm.weight", [*load_file(path).keys() - {"model.norm.weight"}]
+            wrongs = (
+                Attestation([([name], 7)]),
+                Attestation([([name], 7)], unseen=unseen),
+                Attestation(None, None, [-99.0] * 15),
+            )
             for wrong in wrongs if each is other else ():
                 each.installed(1, wrong)  # it generates with anything else, and is to load the version again
                 work = wait_for(lambda each=each: (found := each.get_prompts_data(4, 5.0)).install is not None and found)

@@ -197,6 +197,7 @@ def test_an_engine_that_cannot_sum_up_its_weights_may_differ_by_more_and_one_tha
     for parts, difference, is_right in (([], 0.19, True), ([], 0.21, False), (None, 0.99, True), (None, 1.01, False)):
         told = Attestation(parts, None, [-2.0 - difference, -3.0 - difference])
         assert (fault_of_probe(told, 1, probe, 0.2) == "") == is_right, (parts, difference)
+    assert fault_of_probe(Attestation([], None, [-2.9, -3.9], unseen=["a"]), 1, probe, 0.2) == "", "it may be quantised"
     assert fault_of_probe(Attestation([]), 1, probe, 0.2) == ""
     assert "nan" in fault_of_probe(Attestation([], None, [-2.0, math.nan]), 1, probe, 0.2)
     right, wrong = probe.log_probs, [-5.0, -3.0]

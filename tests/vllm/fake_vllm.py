@@ -36,6 +36,7 @@ FAULTS = {
     "half": "updates load every second tensor",
     "unbound": "adapters are loaded, and bound to no layer",
     "cannot tell": "a worker cannot tell what it computes with",
+    "cannot tell of one": "it cannot tell of one layer",
 }
 STEP_SECONDS = 0.002
 VOCABULARY = 373
@@ -230,6 +231,9 @@ class FakeVllm:
         if has_weights:
             for name, data in self.tensors.items():
                 told["weights"].append([[name], len(data) // self.size, sum_of_bits(data, self.size), 0, []])
+            if self.fault() == "cannot tell of one":
+                told["weights"] = [each for each in told["weights"] if each[0] != ["model.norm.weight"]]
+                told["unseen"] = {"model.norm": "model.norm.weight is applied by SomeMethod"}
         if lora in self.loras and self.fault() != "unbound":
             folder = self.loras[lora][1]
             fields = json.loads((folder / "adapter_config.json").read_text())

@@ -128,6 +128,8 @@ class AttestedWeights(Body):
     """Log-probs of the probe's tokens after its first, at temperature 1, with the weights that the client now generates with."""
     is_quantised: bool = False
     """Whether the sums are those of quantised weights, whose log-probs differ by more."""
+    unseen: list[str] = Field(default_factory=list)
+    """Names of tensors that may lack in `parts`, since the client cannot tell what it has in their place."""
 
 
 class Installed(Body):
@@ -220,7 +222,7 @@ def add_installs(router: APIRouter, hosted: HostedRun) -> None:
         attested = None
         if given is not None:
             parts = None if given.parts is None else [(part.names, part.found) for part in given.parts]
-            attested = Attestation(parts, given.base, given.log_probs, given.is_quantised)
+            attested = Attestation(parts, given.base, given.log_probs, given.is_quantised, given.unseen)
         _session(hosted, worker).engine.installed(body.version, attested)
         return PolicyVersion(version=body.version)
 

@@ -635,6 +635,20 @@ async def test_a_worker_whose_weights_are_not_the_version_is_refused_until_they_
     assert await served.asks(A, served.versions.installed(1, None)) == "" and not served.versions.attested[A], "it cannot tell"
 
 
+async def test_a_worker_that_cannot_tell_of_some_tensors_counts_with_the_share_of_the_others() -> None:
+    served = Served()
+    promised = Manifest("incarnation", 1, "nowhere", "hash", 0, {}, sums={"a": 3, "b": 4, "c": 5, "d": 6})
+    await served.versions.publish(promised)
+    told = Attestation([(["a", "b"], 7)], unseen=["c", "d", "some.layer"])
+    assert await served.asks(A, served.versions.installed(1, told)) == ""
+    assert served.versions.share_attested == 0.5
+    fault = await served.asks(A, served.versions.installed(1, Attestation([(["a", "b"], 7)], unseen=["c"])))
+    assert fault == "the engine generates without 1 of the 4 tensors of version 1, d the first"
+    given = Attestation([(["a", "b"], 7), (["c"], 6)], unseen=["c", "d"])  # what a layer was given is compared
+    assert "in 1 of 2 parts, c the first" in await served.asks(A, served.versions.installed(1, given))
+    assert served.versions.share_attested == 0.0
+
+
 async def test_a_worker_that_had_shown_one_version_and_has_another_than_the_next_counts_as_not_attested() -> None:
     served = Served()
     for version, total in ((1, 7), (2, 9)):
@@ -709,6 +723,8 @@ async def test_an_engine_without_sums_is_probed_at_each_install_and_one_that_tel
     workers: dict[str, Attestation | None] = {A: Attestation(None, None, [-1.5, -2.0]), B: None}
     assert [await next_version(served, workers) for _ in range(5)] == [True] * 5
     assert served.versions.attested == {A: False, B: False}, "neither has shown it"
+    workers[A] = Attestation(SUMS, None, [-1.5, -2.0], unseen=["a"])
+    assert [await next_version(served, workers) for _ in range(3)] == [True] * 3, "nor are all of its weights seen"
     workers[A] = Attestation(SUMS)
     assert [await next_version(served, workers) for _ in range(3)] == [True, False, False]
 

@@ -1,5 +1,5 @@
 """A plug-in of vLLM's, which finds it by the entry point beside it: layers have their matrices the other way, as the kernels of
-some hardware want them (`quantization: turned`)."""
+some hardware want them (`quantization: turned`), or their methods have (`packed`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,18 @@ def register() -> None:
             found = x @ layer.weight
             return found if bias is None else found + bias
 
+    class PackedMethod(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            self.packed = layer.weight.detach().t().contiguous()
+
+        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            found = x @ self.packed
+            return found if bias is None else found + bias
+
     @register_quantization_config("turned")
     class Turned(QuantizationConfig):
+        method = TurnedMethod
+
         def get_name(self) -> str:
             return "turned"
 
@@ -44,4 +54,11 @@ def register() -> None:
             return cls()
 
         def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-            return TurnedMethod() if isinstance(layer, LinearBase) else None
+            return self.method() if isinstance(layer, LinearBase) else None
+
+    @register_quantization_config("packed")
+    class Packed(Turned):
+        method = PackedMethod
+
+        def get_name(self) -> str:
+            return "packed"

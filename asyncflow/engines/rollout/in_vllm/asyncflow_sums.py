@@ -9,8 +9,8 @@
 
 A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer
 are summed up together, since kernels order and fill up their matrices as they like. What the sums should be is known to the
-sender alone. Nothing can be told of what was quantised before it was saved, or lies anywhere else than in a layer's parameters and
-buffers.
+sender alone. A layer that cannot be told is named, with the reason; where one keeps what was made of its weights anywhere else than
+in parameters and buffers, the sum is over what it was given. Nothing can be told of what was quantised before it was saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,7 +54,8 @@ WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds a
 
 SumEntry = list[Any]
 """[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over,
-whether it may be quantised, dtype that it is kept in]. The last two are left out where it is not, and is kept in the model's.
+whether it may be quantised, dtype that it is kept in, why nobody sees that kernels read this]. The last three are left out where it
+is not, is kept in the model's, and they do.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
 no elements are counted."""
@@ -67,25 +68,32 @@ class CannotTell(Exception):
 @dataclass(frozen=True, slots=True)
 class Processed:
     """Sums of a layer whose method has made something of its weights. `loaded`: of each parameter before that, its dtype, and the
-    number of elements and the sum of each tensor in it. `made`: of each tensor after that, shape, dtype and sum."""
+    number of elements and the sum of each tensor in it. `made`: of each tensor after that, shape, dtype and sum. `hidden`: why
+    kernels may read something else than these; "" if there is no reason."""
 
     loaded: dict[str, tuple[torch.dtype, list[tuple[int, int]]]]
     made: dict[str, tuple[torch.Size, torch.dtype, int]]
+    hidden: str
 
 
 _processed: WeakKeyDictionary[nn.Module, Processed | str] = WeakKeyDictionary()
 """Of each layer, or why nothing is known."""
 _held_at_first: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 """Of each layer, what there was before anything was loaded (`_held`)."""
+_names_in_files: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""Of each model, names that its files have for what it calls otherwise."""
 
 
 def watch_loading() -> None:
-    """Have sums taken of what layers' methods are given whenever layers are loaded, and of what they make of it; in models that are
-    made from here on."""
+    """Have sums taken of what layers' methods are given whenever layers are loaded, and of what they make of it, and names noted
+    that models have for what they are given; in models that are made from here on."""
     record = loading.record_metadata_for_reloading
 
     def recorded(model: nn.Module) -> None:
         record(model)
+        if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is not None:
+            with contextlib.suppress(Exception):  # of another vLLM: these tensors are not told
+                _note_names(model, mapper.get_rename_mapper())
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN:
@@ -94,6 +102,20 @@ def watch_loading() -> None:
                     _held_at_first[layer] = _held(layer, method)
 
     loading.record_metadata_for_reloading = recorded
+
+
+def _note_names(model: Any, rename: Any) -> None:
+    load, names = model.load_weights, _names_in_files.setdefault(model, {})
+
+    def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            own = rename.map_name(name)
+            # Where a parameter itself is called otherwise, it is something else: A of state spaces is -exp(A_log).
+            if own is not None and own != name and own.rpartition(".")[2] == name.rpartition(".")[2]:
+                names[own] = name
+            yield name, tensor
+
+    model.load_weights = lambda weights, *given, **more: load(noted(weights), *given, **more)
 
 
 def _watch(method: Any) -> None:
@@ -107,9 +129,9 @@ def _watch(method: Any) -> None:
             return
         loaded = _unless_broken(lambda: _loaded(layer, method))
         process(layer)
-        made = _unless_broken(lambda: _made(layer, method))
+        made = _unless_broken(lambda: _sums(layer))
         broken = [each for each in (loaded, made) if isinstance(each, str)]
-        _processed[layer] = broken[0] if broken else Processed(loaded, made)
+        _processed[layer] = broken[0] if broken else Processed(loaded, made, _unless_broken(lambda: _hidden(layer, method)))
 
     method.process_weights_after_loading = watched
 
@@ -147,13 +169,13 @@ def _partitions(layer: Any, parameter: Any) -> Sequence[Tensor]:
     return torch.split(tensor, [*sizes], dimension)
 
 
-def _made(layer: nn.Module, method: Any) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
-    if not isinstance(method, ONLINE):
-        held = _held(layer, method)
-        tensors = {name for name, is_tensor in held.items() if is_tensor}
-        if own := tensors | (held.keys() - _held_at_first[layer].keys()):
-            raise CannotTell(f"it keeps {min(own)} of its own")
-    return _sums(layer)
+def _hidden(layer: nn.Module, method: Any) -> str:
+    """Why a layer may compute with something else than its parameters and buffers; "" if there is no reason."""
+    if isinstance(method, ONLINE):
+        return ""
+    held = _held(layer, method)
+    own = {name for name, is_tensor in held.items() if is_tensor} | (held.keys() - _held_at_first[layer].keys())
+    return f"it keeps {min(own)} of its own" if own else ""
 
 
 def _held(layer: nn.Module, method: Any) -> dict[str, bool]:
@@ -201,17 +223,32 @@ def _sums(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
 def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | None, has_weights: bool) -> dict[str, Any]:
     """Sums of the model's own weights, with `has_weights`, and of the adapter `lora_id`, if there is one; or `why` there are none.
 
-    `seed` chooses columns: after as many seeds as a matrix has columns, all have been seen.
+    `seed` chooses columns: after as many seeds as a matrix has columns, all have been seen. `unseen` and `unseen_lora` are the
+    layers that cannot be told, and why.
     """
+    unseen, unseen_lora = dict[str, str](), dict[str, str]()
     try:
-        weights, buffers = ([*_weights(model, dtype, seed)], [*_buffers(model, dtype)]) if has_weights else ([], [])
-        lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id)
+        weights, buffers = ([*_weights(model, dtype, seed, unseen)], [*_buffers(model, dtype)]) if has_weights else ([], [])
+        lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id, unseen_lora)
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
         return {"why": _words(error)}
-    return {"weights": weights, "buffers": buffers, "lora": lora, "lora_rank": rank}
+    in_files = _names_in_files.get(model, {})
+    for entry in [*weights, *buffers, *lora]:
+        entry[0] = [_in_files(name, in_files) for name in entry[0]]
+    told = {"weights": weights, "buffers": buffers, "lora": lora, "lora_rank": rank}
+    return told | {"unseen": unseen, "unseen_lora": unseen_lora}
 
 
-def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEntry]:
+def _in_files(name: str, in_files: dict[str, str]) -> str:
+    """Name that files have for a tensor, or for an adapter's of it."""
+    layer, found, matrix = name.partition(".lora_")
+    if not found:
+        return in_files.get(name, name)
+    weight = f"{layer}.weight"
+    return f"{in_files.get(weight, weight).removesuffix('.weight')}{found}{matrix}"
+
+
+def _weights(model: nn.Module, dtype: torch.dtype, seed: int, unseen: dict[str, str]) -> Iterator[SumEntry]:
     aliases: dict[nn.Module, list[str]] = {}
     for alias, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(module, []).append(alias.replace(WRAPPED, ""))
@@ -221,7 +258,12 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int) -> Iterator[SumEnt
     for module, paths in aliases.items():
         if module in absorbed and module._parameters.keys() <= {*ABSORBED}:
             continue
-        for entry in _of_layer(model, module, paths, first_names, dtype, seed):
+        try:
+            entries = [*_of_layer(model, module, paths, first_names, dtype, seed)]
+        except Exception as error:
+            unseen[paths[0]] = _words(error)
+            continue
+        for entry in entries:
             entry[2] = (entry[2] + changes.get(module, 0)) % (1 << 32)
             yield entry
 
@@ -303,13 +345,15 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
         raise CannotTell(f"{path} is processed by {type(method).__name__}: {processed}")
     now = _sums(module)
     forms, forms_then = ({name: each[:2] for name, each in one.items()} for one in (now, processed.made))
+    hidden = processed.hidden
     if forms != forms_then or not all(shape.numel() for shape, _ in forms.values()):
-        raise CannotTell(f"{path} is processed by {type(method).__name__}, and computed with something else than its parameters")
-    change = sum(now[name][2] - processed.made[name][2] for name in now)
+        hidden = "it computes with something else than its parameters"
+    why = f"{path} is processed by {type(method).__name__}: {hidden}" if hidden else ""
+    change = sum(now[name][2] - processed.made[name][2] for name in now if forms_then.get(name) == forms[name])
     for own_name, (kept, parts) in processed.loaded.items():
         if hasattr(module, "get_expert_mapping"):
             names = _names_of_experts(module, path, own_name, kept, dtype)
-            yield [names, 0, (parts[0][1] + change) % (1 << 32), 0, [], True]
+            yield [names, 0, (parts[0][1] + change) % (1 << 32), 0, [], True, "", why]
             continue
         names = _names(model, f"{path}.{own_name}".lstrip("."))
         if len(names) == 1:
@@ -317,7 +361,7 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
         if kept != dtype or len(parts) != len(names):
             raise CannotTell(f"{names[0]} was loaded in {kept}, in {len(parts)} parts")
         for name, (numel, found) in zip(names, parts, strict=True):
-            yield [[name], numel, (found + change) % (1 << 32), 0, [], True]
+            yield [[name], numel, (found + change) % (1 << 32), 0, [], True, "", why]
 
 
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:
@@ -383,7 +427,7 @@ def _pieces(module: nn.Module, names: Sequence[str], matrix: Tensor) -> Iterator
         yield name, matrix[end - size : end]
 
 
-def _lora(model: nn.Module, lora_id: int) -> tuple[list[SumEntry], int]:
+def _lora(model: nn.Module, lora_id: int, unseen: dict[str, str]) -> tuple[list[SumEntry], int]:
     """Sums of an adapter's matrices, as layers have them, and the rank up to which these are filled with zeros."""
     manager: Any = getattr(model, "lora_manager", None)
     if manager is None or lora_id not in manager.lora_index_to_id:
@@ -396,7 +440,7 @@ def _lora(model: nn.Module, lora_id: int) -> tuple[list[SumEntry], int]:
         stacks = {"lora_A": layer.lora_a_stacked, "lora_B": layer.lora_b_stacked}
         if not isinstance(layer, BaseLinearLayerWithLoRA) or len(stacks["lora_A"]) != len(names):
             if any(bool(stack[index].any()) for stack in _stacks(layer)):
-                raise CannotTell(f"an adapter of {path} is applied by {type(layer).__name__}")
+                unseen[path] = f"an adapter of {path} is applied by {type(layer).__name__}"
             continue
         for matrix, stack in stacks.items():
             for name, buffer in zip(names, stack, strict=True):

@@ -8,7 +8,8 @@
     B of an adapter, with its scaling      the sum over its file, with the difference of what lies there from what should
 
 So what lies in a server as it should has the sum that its tensor has, and anything else another one. Of columns that no kernel was
-asked for this time nothing is known; there are others each time.
+asked for this time nothing is known; there are others each time. Tensors that workers cannot tell of are unseen, each with the
+reason.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +39,15 @@ Part = tuple[list[str], int]
 
 
 class NotAttested(Exception):
-    """Error for a server of which one cannot tell what it generates with. The text says why."""
+    """Error for a server of which one cannot tell what it generates with, or has in a tensor's place. The text says why."""
+
+
+class Told(NamedTuple):
+    """Weights that a server's workers tell of. `unseen`: by the names of tensors, or paths of layers, why they tell nothing of it,
+    or what was given to a layer alone."""
+
+    parts: list[Part]
+    unseen: dict[str, str]
 
 
 class PromisedTensors:
@@ -66,6 +76,10 @@ class PromisedTensors:
         """Names of the tensors."""
         return self._tensors.keys()
 
+    def whole_of(self, name: str) -> str:
+        """Name of the version's tensor that this one is, or is a piece of."""
+        return self.wholes.get(name, name)
+
     def name_of(self, name: str) -> str:
         """Name that the tensor has here which a server's model calls so."""
         return name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name))
@@ -74,7 +88,7 @@ class PromisedTensors:
         """Sums of the version's tensors, by the names that it has for them."""
         found: dict[str, int] = {}
         for name in self._tensors.keys() - self.constants:
-            whole = self.wholes.get(name, name)
+            whole = self.whole_of(name)
             found[whole] = (found.get(whole, 0) + self.sum_of(name)) % modulus_of(name)
         return found
 
@@ -141,14 +155,15 @@ class PromisedTensors:
 
 
 class ServerAttestations:
-    """Attestations of the servers of one engine. `are_told`: they could be made the last time."""
+    """Attestations of the servers of one engine. `are_whole`: sums told of all that they generate with the last time."""
 
     def __init__(self, weights: ServerWeights, lora: LoraVersions | None) -> None:
         """`weights` are what the servers have, or the base of what they have: `lora`."""
         self._weights, self._lora = weights, lora
-        self._bases: WeakKeyDictionary[VllmClient, int] = WeakKeyDictionary()  # a server that starts again has a new client
+        self._bases: WeakKeyDictionary[VllmClient, tuple[int, dict[str, str]]] = WeakKeyDictionary()
+        """Of each server, which has a new client when it starts again, the sum over its base, and what is unseen of that."""
         self._has_logged_why = self._is_quantised = False
-        self.are_told = True
+        self.are_whole = True
 
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
@@ -161,7 +176,7 @@ class ServerAttestations:
         return PromisedTensors(version.version, tensors, self._weights.dtype, adapter=version.name, scaling=lora.spec.scaling)
 
     async def of_all(self, servers: ServerPool) -> Attestation | None:
-        """Attestation of all servers that are up; None, and a line in the log, where one cannot tell.
+        """Attestation of all servers that are up; None where one can tell nothing, and a line in the log where one cannot tell all.
 
         Of one that is lost meanwhile nothing is said: it is checked when it comes back. Raises `RunError` where all are lost.
         """
@@ -177,8 +192,8 @@ class ServerAttestations:
             await servers.everywhere(ask)
         found = [await self._attested(client, workers, promised) for client, workers in sums.items()]
         attested = [each for each in found if each is not None]
-        self.are_told = len(attested) == len(found)
-        return await asyncio.to_thread(self._merged, attested) if self.are_told else None
+        self.are_whole = len(attested) == len(found) and all(each.is_whole for each in attested)
+        return await asyncio.to_thread(self._merged, attested) if len(attested) == len(found) else None
 
     async def check(self, client: VllmClient, promised: PromisedTensors) -> None:
         """Check that a server which has come back has what it was given. Raises `ServerLost` if it has anything else."""
@@ -194,16 +209,14 @@ class ServerAttestations:
         base = bases.pop() if len(bases) == 1 else self.whole().base()
         return replace(merged(attested, base), is_quantised=self._is_quantised)
 
-    def _base(self, workers: Sequence[WorkerSums]) -> int:
-        """Sum over the base that a server has, from the sums of its workers. Raises `NotAttested`."""
+    def _base(self, workers: Sequence[WorkerSums]) -> tuple[int, dict[str, str]]:
+        """Sum over the base that a server has, from the sums of its workers, and what is unseen. Raises `NotAttested`."""
         base = self.whole()
-        try:
-            return base_of(weight_parts(workers, base), base)
-        except NotAttested:
-            if not self._weights.find_differences():  # else it is files that have more than servers
-                raise
-        base = self.whole()
-        return base_of(weight_parts(workers, base), base)
+        told = told_of(workers, base)
+        if told.unseen and self._weights.find_differences():  # it was files that have more than servers, perhaps
+            base = self.whole()
+            told = told_of(workers, base)
+        return base_of(told.parts, base), told.unseen
 
     async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
         """Sums that a server's workers answer."""
@@ -217,47 +230,72 @@ class ServerAttestations:
                 raise NotAttested(why[0])
             self._is_quantised |= any(each.is_quantised for worker in workers for each in worker.weights)
             if self._lora is None:
-                return Attestation(await asyncio.to_thread(version_parts, workers, promised))
-            if client not in self._bases:
-                self._bases[client] = await asyncio.to_thread(self._base, workers)
-            return Attestation(await asyncio.to_thread(lora_parts, workers, promised), self._bases[client])
+                (parts, unseen), base = await asyncio.to_thread(told_of_version, workers, promised), None
+            else:
+                if client not in self._bases:
+                    self._bases[client] = await asyncio.to_thread(self._base, workers)
+                base, unseen_of_base = self._bases[client]
+                parts, unseen = await asyncio.to_thread(told_of_lora, workers, promised)
+                unseen |= unseen_of_base
         except NotAttested as why_not:
-            if not self._has_logged_why:
-                log.warning("what %s generates with is not attested: %s", client.address, why_not)
-            self._has_logged_why = True
+            self._log_why(client, str(why_not))
             return None
+        if unseen:
+            self._log_why(client, f"{len(unseen)} of its tensors or layers, {next(iter(unseen.values()))}")
+        return Attestation(parts, base, unseen=sorted(unseen))
+
+    def _log_why(self, client: VllmClient, why: str) -> None:
+        if not self._has_logged_why:
+            log.warning("what %s generates with is not attested: %s", client.address, why)
+        self._has_logged_why = True
 
 
-def version_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
-    """Parts of a version that a server generates with, from the sums of its workers over the model's own weights, and tensors that
-    no version has where they are others than the model's files have. Raises `NotAttested`."""
-    return [
+def told_of_version(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
+    """Version that a server generates with, from the sums of its workers over the model's own weights, and tensors that no version
+    has where they are others than the model's files have. Raises `NotAttested` where they make up none at all."""
+    parts, unseen = told_of(workers, promised)
+    others = [
         (names, found)
-        for names, found in weight_parts(workers, promised)
+        for names, found in parts
         if not promised.constants.issuperset(names) or (found - sum(map(promised.sum_of, names))) % MODULUS
     ]
+    return Told(others, unseen)
 
 
-def weight_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
-    """All parts that a server generates with, likewise."""
-    parts: list[Part] = []
+def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
+    """All that a server generates with, likewise."""
+    parts, unseen = list[Part](), {path: why for worker in workers for path, why in worker.unseen.items()}
     own_buffers = [[each for each in worker.buffers if each.names[0] in promised.constants] for worker in workers]
     for each in [*_by_tensor([worker.weights for worker in workers]), *_by_tensor(own_buffers)]:
         names = [*dict.fromkeys(promised.name_of(name) for name in each[0].names)]
-        if len(each[0].names) == 1:
-            parts += [(names, found) for found in promised.found(names[0], each)]
+        found: list[int] = []
+        if unknown := {*names} - promised.names:
+            unseen[min(unknown)] = f"{min(unknown)} is in its model, and in no file of the model's"
+        elif len(each[0].names) == 1:
+            try:
+                found = promised.found(names[0], each)
+            except NotAttested as why_not:
+                unseen[names[0]] = str(why_not)
         else:
-            parts.append((names, sum(worker.found for worker in each) % MODULUS))
-    own = {name for names, _ in parts for name in names}
-    if lacking := promised.names - own:
-        raise NotAttested(f"its model has no {min(lacking)}, which is in a file of the model's")
-    if unknown := own - promised.names:
-        raise NotAttested(f"{min(unknown)} is in its model, and in no file of the model's")
-    return _of_wholes(parts, promised.wholes) if promised.wholes else parts
+            found = [sum(worker.found for worker in each) % MODULUS]
+        parts += [(names, one) for one in found]
+        if found and (why := next((worker.unseen for worker in each if worker.unseen), "")):
+            unseen.update(dict.fromkeys(map(promised.whole_of, names), why))
+    lacking = promised.names - {name for names, _ in parts for name in names}
+    for name in sorted(lacking):
+        unseen.setdefault(promised.whole_of(name), f"its model has no {name}, which is in a file of the model's")
+    if not promised.wholes:
+        return Told(parts, unseen)
+    parts = _of_wholes(parts, promised.wholes, {*map(promised.whole_of, lacking)})
+    why = next(iter(unseen.values()), "")
+    for name in {*map(promised.whole_of, promised.names)} - {name for names, _ in parts for name in names}:
+        unseen.setdefault(name, why)  # of tensors that are told together with those of which pieces are lacking
+    return Told(parts, unseen)
 
 
-def _of_wholes(parts: Sequence[Part], wholes: Mapping[str, str]) -> list[Part]:
-    """The parts by the names of a version's tensors: those with pieces of the same tensors are one."""
+def _of_wholes(parts: Sequence[Part], wholes: Mapping[str, str], lacking: Set[str]) -> list[Part]:
+    """The parts by the names of a version's tensors: those with pieces of the same tensors are one. Those with `lacking` tensors
+    are left out."""
     made, joined = list[Part](), dict[frozenset[str], tuple[list[str], int]]()
     for names, found in parts:
         if not wholes.keys() & set(names):
@@ -269,36 +307,48 @@ def _of_wholes(parts: Sequence[Part], wholes: Mapping[str, str]) -> list[Part]:
     pieces, tensors = [name for names, _ in joined.values() for name in names], [name for of in joined for name in of]
     if len({*pieces}) < len(pieces) or len({*tensors}) < len(tensors):
         raise NotAttested(f"several of its layers have pieces of {min(tensors)}")
-    return [*made, *((sorted(of), found) for of, (_, found) in joined.items())]
+    return [*made, *((sorted(of), found) for of, (_, found) in joined.items() if not of & lacking)]
 
 
-def lora_parts(workers: Sequence[WorkerSums], promised: PromisedTensors) -> list[Part]:
-    """Adapter that a server generates with, likewise. A layer that has none has zeros, and is left out. Raises `NotAttested`."""
-    parts: list[Part] = []
+def told_of_lora(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
+    """Adapter that a server generates with, likewise. A layer that has none has zeros, and is left out."""
+    parts, unseen = list[Part](), {path: why for worker in workers for path, why in worker.unseen_lora.items()}
     for each in _by_tensor([worker.lora for worker in workers]):
         (name,) = each[0].names
         if name in promised.names:
-            parts += [([name], found) for found in promised.found(name, each, workers[0].lora_rank)]
+            try:
+                parts += [([name], found) for found in promised.found(name, each, workers[0].lora_rank)]
+            except NotAttested as why_not:
+                unseen[name] = str(why_not)
         elif found := [worker.found for worker in each if worker.found]:
             parts.append(([name], found[0]))
-    return parts
+    if unseen:  # in these layers, perhaps
+        why = next(iter(unseen.values()))
+        unseen |= dict.fromkeys(promised.names - {name for names, _ in parts for name in names} - unseen.keys(), why)
+    return Told(parts, unseen)
 
 
 def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
-    """Sum over a model's own weights, from its parts. Of a tensor with several copies, one that is another counts."""
+    """Sum over a model's own weights, from its parts, as if what is in none were right. Of a tensor with several copies, one that
+    is another counts."""
     found: dict[tuple[str, ...], int] = {}
     for names, each in parts:
         key = (*names,)
         is_other = key in found and each != found[key]  # else nothing is read from files
         if key not in found or (is_other and each != sum_of_all(promised.all_sums()[name] for name in names)):
             found[key] = each
+    if lacking := {*map(promised.whole_of, promised.names)} - {name for names in found for name in names}:
+        right = promised.all_sums()
+        found |= {(name,): right[name] for name in lacking}
     return (sum_of_all(found.values()) + promised.sum_of_others) % MODULUS
 
 
 def merged(attestations: Sequence[Attestation], base: int | None) -> Attestation:
     """Attestation of several servers. `base`: what that of each should be; the first that is another counts."""
     others = [each.base for each in attestations if each.base != base]
-    return Attestation([part for each in attestations for part in each.parts or []], others[0] if others else base)
+    parts = [part for each in attestations for part in each.parts or []]
+    unseen = sorted({name for each in attestations for name in each.unseen})
+    return Attestation(parts, others[0] if others else base, unseen=unseen)
 
 
 def _by_tensor(workers: Sequence[Sequence[FoundSum]]) -> list[tuple[FoundSum, ...]]:

@@ -99,7 +99,8 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     `names`: the checkpoint's, one, or those of several tensors that are summed up together over all workers. `numel`: elements of
     the one tensor that the worker has. `columns`: those of it that the sum is over, where the worker has `inputs` of them; empty:
     it is over all that the worker has. `is_quantised`: the sum is over what was loaded and perhaps quantised, if what was made of
-    that lies there. `kept`: torch's name of the dtype that it is kept in, if that is not the model's.
+    that lies there. `kept`: torch's name of the dtype that it is kept in, if that is not the model's. `unseen`: why nobody sees
+    that kernels read this.
     """
 
     names: list[str]
@@ -109,16 +110,20 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     columns: list[int]
     is_quantised: bool = False
     kept: str = ""
+    unseen: str = ""
 
 
 class WorkerSums(msgspec.Struct, frozen=True):
     """Sums over what one of a server's workers computes with; or `why` it cannot tell. `buffers`: of its model, by vLLM's names;
-    most are in no file. `lora_rank`: up to which the matrices of an adapter are filled with zeros."""
+    most are in no file. `lora_rank`: up to which the matrices of an adapter are filled with zeros. `unseen` and
+    `unseen_lora`: why it cannot tell of some layers, by their paths, and of an adapter there."""
 
     weights: list[FoundSum] = []
     buffers: list[FoundSum] = []
     lora: list[FoundSum] = []
     lora_rank: int = 0
+    unseen: dict[str, str] = {}
+    unseen_lora: dict[str, str] = {}
     why: str = ""
 
 

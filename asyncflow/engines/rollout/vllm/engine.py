@@ -166,13 +166,13 @@ class VllmEngine(RolloutEngine):
             return await self._attestations.of_all(self._servers)
 
     async def log_probs(self, token_ids: Array) -> Array | None:
-        """See `RolloutEngine`. Of all servers that are up. Paused ones answer nothing: while the engine is paused, None if its
-        weights have sums; else what is under way is ended for this, and begins anew when the engine is resumed."""
+        """See `RolloutEngine`. Of all servers that are up. Paused ones answer nothing: while the engine is paused, None if sums
+        tell of all its weights; else what is under way is ended for this, and begins anew when the engine is resumed."""
         await self._begin()
         found: list[Array | None] = []
         async with self._one_by_one:
             self._check_open()
-            if self._is_paused and self._attestations.are_told:
+            if self._is_paused and self._attestations.are_whole:
                 return None
             name = None if self._lora is None else self._lora.current.name
             salt = f"probe {next(self._probes)}"  # by the keys of other weights it would answer what these make of it

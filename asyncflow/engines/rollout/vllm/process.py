@@ -46,7 +46,9 @@ _KV_BLOCK = 128  # tokens, the largest that vLLM's CPU backend takes
 _ERROR = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
 _USERS_ERROR = re.compile(r"\b(ValueError|ValidationError|NotImplementedError): |\.py: error: ")  # vLLM refuses what it was given
 _MEMORY = re.compile(r"memory", re.IGNORECASE)  # which may be there the next time
-_NO_CAUSE = "Engine core initialization failed"
+_NO_CAUSE = re.compile(r"(Engine core|WorkerProc) initialization failed")
+_VALIDATION = re.compile(r"\d+ validation errors? for ")  # what it is comes in the next line, with what pydantic says of its kind
+_KIND = re.compile(r" \[type=.*")
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
 
@@ -210,9 +212,14 @@ class ServerProcess:
         """The line that says most about why it ended: the first error that is not merely about another's."""
         if self._printing is not None:
             self._printing.join(KILL_SECONDS)
-        lines = [_PREFIX.sub("", line).strip() for line in self._lines]
-        errors = [line for line in lines if _ERROR.search(line) and _NO_CAUSE not in line]
-        return (errors or [line for line in lines if line] or ["it said nothing"])[-1]
+        lines = [_PREFIX.sub("", line) for line in self._lines]
+        errors = [number for number, line in enumerate(lines) if _ERROR.search(line) and not _NO_CAUSE.search(line)]
+        if not errors:
+            return ([line.strip() for line in lines if line.strip()] or ["it said nothing"])[-1]
+        words, after = lines[errors[-1]], [*lines[errors[-1] + 1 :], ""][0]
+        if _VALIDATION.search(words) and after.startswith(" "):
+            words += f" {_KIND.sub('', after).strip()}"
+        return words.strip()
 
     def stop(self) -> None:
         """Kill the server's processes and wait for their end. Raises `RunError` if the kernel does not deliver."""

@@ -915,6 +915,29 @@ def test_only_what_is_the_users_to_mend_ends_a_run(model: Path, python: str, sai
         VllmEngine(model, num_slots=2, max_context=64, python=python)
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "ValidationError: 1 validation error for VllmConfig\n  Assertion failed, Chunked prefill is required "
+            "[type=assertion_error, input_value=ArgsKwargs(())]\n    For further information visit https://errors.pydantic.dev",
+            "ValidationError: 1 validation error for VllmConfig Assertion failed, Chunked prefill is required",
+        ),
+        ("ValidationError: 1 validation error for VllmConfig", "ValidationError: 1 validation error for VllmConfig"),
+        (
+            "AttributeError: no attribute 'block_dim'\n"
+            "Exception: WorkerProc initialization failed due to an exception in a process.\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            "AttributeError: no attribute 'block_dim'",
+        ),
+    ],
+)
+def test_the_cause_of_an_end_is_said_and_not_what_came_of_it(model: Path, python: str, said: str, words: str) -> None:
+    (model / "refuse").write_text(said)
+    with pytest.raises((RunError, UserError), match=rf"vLLM 0 did not start: {re.escape(words)}$"):
+        VllmEngine(model, num_slots=2, max_context=64, python=python)
+
+
 def test_a_server_that_takes_too_long_may_come_the_next_time(model: Path, python: str) -> None:
     with pytest.raises(RunError, match=r"did not answer within 0\.01 s"):
         VllmEngine(model, num_slots=2, max_context=64, python=python, start_seconds=0.01)

@@ -148,6 +148,29 @@ async def test_a_server_that_cannot_tell_is_not_attested_and_one_line_says_why(
         assert [instance.num_restarts for instance in engine.instances] == [0, 0]
 
 
+@pytest.mark.parametrize("has_lora", [False, True])
+async def test_a_server_that_cannot_tell_of_one_layer_is_attested_by_the_others(
+    model: Path, python: str, caplog: pytest.LogCaptureFixture, has_lora: bool
+) -> None:
+    (model / "deaf").write_text("cannot tell of one")
+    async with opened(model, python, instances=2, **({"lora": LORA} if has_lora else {})) as engine:
+        with caplog.at_level(logging.WARNING, "asyncflow.engines.rollout.vllm.attesting"):
+            for version in (1, 2):
+                given = adapter(version) if has_lora else changed(0.1 * version)
+                await engine.install(version, given)
+                attested = await engine.attest()
+                assert attested is not None and attested.parts and not attested.is_whole
+                assert {*attested.unseen} == {"model.norm", "model.norm.weight"}
+                base = sum_of_base(model, "float32") if has_lora else None
+                assert fault_of(attested, version, sums_of(given), base) == ""
+                others = sums_of({name: tensor + 1 for name, tensor in given.items()})
+                assert "other weights than those" in fault_of(attested, version, others, base)
+                share = 1.0 if has_lora else 1 - 1 / len(given)
+                assert attested.share_seen(given.keys()) == pytest.approx(share)
+        (line,) = caplog.messages
+        assert "2 of its tensors or layers, model.norm.weight is applied by SomeMethod" in line
+
+
 async def test_a_server_that_tells_its_sums_in_another_form_is_not_attested_and_goes_on(
     model: Path, python: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

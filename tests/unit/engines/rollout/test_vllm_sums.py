@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
@@ -24,12 +25,14 @@ from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import weights as server_weights
 from asyncflow.engines.rollout.vllm.attesting import (
     NotAttested,
+    Part,
     PromisedTensors,
     ServerAttestations,
+    Told,
     base_of,
-    lora_parts,
-    version_parts,
-    weight_parts,
+    told_of,
+    told_of_lora,
+    told_of_version,
 )
 from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
@@ -365,6 +368,8 @@ def told(sums: Any, *models: Any, dtype: torch.dtype = torch.float32, seed: int 
             buffers=[FoundSum(*each) for each in one.get("buffers", [])],
             lora=[FoundSum(*each) for each in one.get("lora", [])],
             lora_rank=one.get("lora_rank", 0),
+            unseen=one.get("unseen", {}),
+            unseen_lora=one.get("unseen_lora", {}),
             why=one.get("why", ""),
         )
         for one in found
@@ -375,7 +380,16 @@ def fault_in(workers: Sequence[WorkerSums], tensors: Mapping[str, Tensor], dtype
     assert not any(worker.why for worker in workers), workers
     tied = {} if "lm_head.weight" in tensors else {"lm_head.weight": "model.embed_tokens.weight"}
     promised = PromisedTensors(1, tensors, str(dtype).removeprefix("torch."), differences=Differences(tied))
-    return fault_of(Attestation(weight_parts(workers, promised)), 1, sums_of(tensors, dtype))
+    return fault_of(attestation(told_of(workers, promised)), 1, sums_of(tensors, dtype))
+
+
+def attestation(told: Told) -> Attestation:
+    return Attestation(told.parts, unseen=[*told.unseen])
+
+
+def whole(told: Told) -> list[Part]:
+    assert not told.unseen
+    return told.parts
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -502,7 +516,7 @@ def test_an_output_layer_that_is_filled_up_is_summed_up_as_far_as_it_was_loaded(
     assert "in 1 of 10 parts, lm_head.weight the first" in fault_in(told(sums, model), tensors)
 
 
-def test_what_was_processed_otherwise_or_unseen_is_not_told(sums: Any) -> None:
+def test_what_was_processed_otherwise_or_unseen_is_told_as_far_as_it_was_seen(sums: Any) -> None:
     path, tensors = "model.layers.0.self_attn.qkv_proj", checkpoint(torch.bfloat16)
 
     def loaded(
@@ -524,9 +538,9 @@ def test_what_was_processed_otherwise_or_unseen_is_not_told(sums: Any) -> None:
     for model, why in (
         (loaded(), ""),
         (unseen, f"{path} is processed by OnlineLinearBase: nobody saw it"),
-        (moved, f"{path} is processed by OnlineLinearBase, and computed with something else than its parameters"),
-        (other, f"{path} is processed by OnlineLinearBase, and computed with something else than its parameters"),
-        (loaded(kind=Copying), f"{path} is processed by Copying, and computed with something else than its parameters"),
+        (moved, f"{path} is processed by OnlineLinearBase: it computes with something else than its parameters"),
+        (other, f"{path} is processed by OnlineLinearBase: it computes with something else than its parameters"),
+        (loaded(kind=Copying), f"{path} is processed by Copying: it computes with something else than its parameters"),
         (loaded(kind=KeepingKernel), f"{path} is processed by KeepingKernel: it keeps kernel.packed of its own"),
         (loaded(kind=KeepingLayer), f"{path} is processed by KeepingLayer: it keeps multiply of its own"),
         (
@@ -537,10 +551,19 @@ def test_what_was_processed_otherwise_or_unseen_is_not_told(sums: Any) -> None:
         (loaded([64, 32]), f"{of}.weight was loaded in torch.bfloat16, in 2 parts"),
     ):
         (worker,) = told(sums, model, dtype=torch.bfloat16)
-        assert worker.why.startswith(why) and bool(worker.why) == bool(why)
+        assert {*worker.unseen} <= {path} and not worker.why
+        own = {each.names[0]: each for each in worker.weights}
+        reason = worker.unseen.get(path) or own[f"{of}.weight"].unseen
+        assert reason.startswith(why) and bool(reason) == bool(why)
+        assert "model.embed_tokens.weight" in own, "the other layers are told"
+        fault = fault_in([worker], tensors, torch.bfloat16)
+        assert fault == "", "nor is one found wrong of which nobody sees what it computes with"
+        if path not in worker.unseen:  # and what was given to it is compared
+            other_q = tensors | {f"{of}.weight": tensors[f"{of}.weight"] + 1}
+            assert f"in 1 of 10 parts, {of}.weight the first" in fault_in([worker], other_q, torch.bfloat16)
     kept = loaded(kind=KeepingKernel)  # and it does so at every load, though it has had it at the second
     kept.model.layers[0].self_attn.qkv_proj.quant_method.process_weights_after_loading(kept.model.layers[0].self_attn.qkv_proj)
-    assert "it keeps kernel.packed" in told(sums, kept, dtype=torch.bfloat16)[0].why
+    assert any("it keeps kernel.packed" in each.unseen for each in told(sums, kept, dtype=torch.bfloat16)[0].weights)
 
 
 def test_after_as_many_seeds_as_there_are_columns_all_have_been_seen(sums: Any) -> None:
@@ -608,19 +631,19 @@ def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: An
     for held in (tensors, version):
         promised = PromisedTensors(1, held, dtype_name, differences=Differences(wholes=wholes))
         assert promised.sums() == sums_of(version, dtype)
-        found = weight_parts(told(sums, *workers, dtype=dtype), promised)
+        found = whole(told_of(told(sums, *workers, dtype=dtype), promised))
         assert fault_of(Attestation(found), 1, promised.sums()) == ""
         assert base_of(found, promised) == sum_of_all(promised.sums().values())
     for worker in workers:  # which may have adapters
         layer = worker.mlp.experts.routed_experts
         layer.quant_method = SimpleNamespace(old_quant_method=layer.quant_method)
-    assert weight_parts(told(sums, *workers, dtype=dtype), promised) == found
+    assert whole(told_of(told(sums, *workers, dtype=dtype), promised)) == found
     workers[-1].mlp.experts.routed_experts.w2_weight.data[5] += 1
-    found = weight_parts(told(sums, *workers, dtype=dtype), promised)
+    found = whole(told_of(told(sums, *workers, dtype=dtype), promised))
     assert "in 1 of 2 parts, mlp.experts.down_proj the first" in fault_of(Attestation(found), 1, promised.sums())
     assert base_of(found, promised) != sum_of_all(promised.sums().values())
     apart = PromisedTensors(1, tensors, dtype_name)
-    found = weight_parts(told(sums, *workers, dtype=dtype), apart)
+    found = whole(told_of(told(sums, *workers, dtype=dtype), apart))
     assert "mlp.experts.0.down_proj.weight the first" in fault_of(Attestation(found), 1, apart.sums())
 
 
@@ -634,10 +657,10 @@ def test_experts_that_were_quantised_are_summed_up_as_they_were_loaded(sums: Any
             parameter.data[-7:] = torch.nan
         process(layer, OnlineMoEMethodBase())
     promised = PromisedTensors(1, tensors, "float32", differences=Differences(wholes=wholes))
-    found = weight_parts(told(sums, *workers), promised)
+    found = whole(told_of(told(sums, *workers), promised))
     assert fault_of(Attestation(found), 1, promised.sums()) == ""
     workers[-1].mlp.experts.routed_experts.w2_weight.data.view(torch.int8)[5] += 1
-    found = weight_parts(told(sums, *workers), promised)
+    found = whole(told_of(told(sums, *workers), promised))
     assert "in 2 of 2 parts, mlp.experts.gate_up_proj the first" in fault_of(Attestation(found), 1, promised.sums())
 
 
@@ -745,7 +768,7 @@ def test_experts_that_cannot_be_told_are_not(sums: Any, change: Callable[[Any], 
     model = experts_of(experts()[0])
     change(model.mlp.experts.routed_experts)
     (worker,) = told(sums, model)
-    assert why in worker.why and not worker.weights
+    assert why in worker.unseen["mlp.experts.routed_experts"] and not worker.weights
 
 
 def quantised(model: Any) -> None:
@@ -759,7 +782,7 @@ def broken(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (quantised, "o_proj is processed by Fp8LinearMethod: nobody saw it"),
+        (quantised, "model.layers.0.self_attn.o_proj is processed by Fp8LinearMethod: nobody saw it"),
         (broken, "AttributeError"),
     ],
 )
@@ -768,7 +791,60 @@ def test_a_worker_says_why_it_cannot_tell(sums: Any, change: Callable[[Any], Non
     model = model_of(checkpoint())
     change(model)
     (worker,) = told(sums, model)
-    assert why in worker.why and not worker.weights
+    path = "model.layers.0.self_attn.o_proj"
+    assert why in worker.unseen[path] and len(worker.weights) == len(checkpoint()) - 1
+    assert fault_in([worker], checkpoint()) == ""
+    model.model.norm.weight.data += 1
+    assert "in 1 of 9 parts, model.norm.weight the first" in fault_in(told(sums, model), checkpoint())
+
+
+class Renaming:
+    """As vLLM's mapper of names without the matrices that it puts together."""
+
+    def get_rename_mapper(self) -> Renaming:
+        return self
+
+    def map_name(self, name: str) -> str | None:
+        if name.startswith("mtp."):
+            return None
+        return name.replace(".attn.", ".self_attn.").replace("gain", "weight")
+
+
+def test_a_model_whose_names_are_not_those_of_its_files_is_told_by_theirs(sums: Any) -> None:
+    """As vLLM's own rules say when weights are loaded; not of a parameter with another name, of which something else is made."""
+    tensors = checkpoint()
+    in_files = {name.replace(".self_attn.", ".attn."): tensor for name, tensor in tensors.items()}
+    in_files["model.norm.gain"] = in_files.pop("model.norm.weight")
+    model, loaded = model_of(tensors), {}
+    model.hf_to_vllm_mapper = Renaming()
+    model.load_weights = lambda weights, **options: loaded.update(dict(weights), **options)
+    sums.watch_loading()
+    sys.modules["vllm.model_executor.model_loader.utils"].record_metadata_for_reloading(model)
+    model.load_weights(iter({**in_files, "mtp.weight": torch.ones(1)}.items()), only="these")
+    assert loaded.keys() == {*in_files, "mtp.weight", "only"}
+    promised = PromisedTensors(1, in_files, "float32")
+    for change in (0, 1):
+        model.model.layers[0].self_attn.qkv_proj.bias.data[0] += change
+        found = told_of(told(sums, model), promised)
+        assert found.unseen == {
+            "model.norm.weight": "model.norm.weight is in its model, and in no file of the model's",
+            "model.norm.gain": "its model has no model.norm.gain, which is in a file of the model's",
+        }
+        fault = fault_of(attestation(found), 1, promised.sums())
+        assert bool(fault) == bool(change) and (not change or "model.layers.0.attn.q_proj.bias the first" in fault)
+    path = "model.layers.0"
+    lora = lora_of(tensors)
+    worker = with_lora(model, lora, rank=0, tp=1)
+    by_file = {name.replace(".self_attn.", ".attn."): tensor for name, tensor in lora.items()}
+    assert f"{path}.attn.o_proj.lora_A.weight" in by_file
+    assert fault_in_lora(told(sums, worker, lora_id=5), by_file) == ""
+
+
+def test_a_worker_of_another_vllm_says_why_it_can_tell_nothing(sums: Any) -> None:
+    model = model_of(checkpoint())
+    model.lora_manager = object()
+    (worker,) = told(sums, model, lora_id=5)
+    assert worker.why == "AttributeError: 'object' object has no attribute 'lora_index_to_id'" and not worker.weights
 
 
 def wide(model: Any) -> Any:
@@ -779,17 +855,17 @@ def wide(model: Any) -> Any:
 def test_what_is_kept_in_another_dtype_is_compared_where_no_version_has_it(sums: Any) -> None:
     tensors = checkpoint()
     workers = told(sums, wide(model_of(tensors)))
-    with pytest.raises(NotAttested, match=r"model\.norm\.weight is kept in float64"):
-        weight_parts(workers, PromisedTensors(1, tensors, "float32"))
+    unseen = told_of(workers, PromisedTensors(1, tensors, "float32")).unseen
+    assert unseen == {"model.norm.weight": "model.norm.weight is kept in float64"}
     norm, constants = tensors["model.norm.weight"], Differences(constants={"model.norm.weight"})
     for wrong, in_files in ((0, norm.double() + 1e-12), (1, norm.double())):
         promised = PromisedTensors(1, tensors | {"model.norm.weight": in_files}, "float32", differences=constants)
-        parts = version_parts(workers, promised)
-        assert len(parts) == len(tensors) - 1 + wrong and len(weight_parts(workers, promised)) == len(tensors)
+        parts = whole(told_of_version(workers, promised))
+        assert len(parts) == len(tensors) - 1 + wrong and len(whole(told_of(workers, promised))) == len(tensors)
         fault = fault_of(Attestation(parts), 1, promised.sums())
         assert bool(fault) == bool(wrong)
         assert "1 tensors that version 1 does not have, model.norm.weight the first" in fault or not wrong
-        assert (base_of(weight_parts(workers, promised), promised) == promised.base()) == (not wrong)
+        assert (base_of(whole(told_of(workers, promised)), promised) == promised.base()) == (not wrong)
 
 
 def test_a_router_that_is_computed_in_float32_is_compared_in_the_model_s_dtype(sums: Any) -> None:
@@ -797,7 +873,7 @@ def test_a_router_that_is_computed_in_float32_is_compared_in_the_model_s_dtype(s
     model.gate = LikeLinear([weight.float()], cut="outputs", rank=0, tp=1, packed=True)
     assert fault_in(told(sums, model, dtype=torch.bfloat16), {"gate.weight": weight}, torch.bfloat16) == ""
     model.gate = LikeLinear([weight.float() * 1.001], cut="outputs", rank=0, tp=1, packed=True)
-    assert told(sums, model, dtype=torch.bfloat16)[0].why == "gate.weight is kept in torch.float32"
+    assert told(sums, model, dtype=torch.bfloat16)[0].unseen == {"gate": "gate.weight is kept in torch.float32"}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -814,7 +890,7 @@ def test_a_buffer_that_files_have_is_compared_with_theirs(sums: Any, tp: int) ->
         models[-1].model.layer_scalar += change
         workers = told(sums, *models, dtype=torch.bfloat16)
         assert [each.names for each in workers[0].buffers] == [["model.layer_scalar"], ["model.scale"]]
-        fault = fault_of(Attestation(version_parts(workers, promised)), 1, promised.sums())
+        fault = fault_of(Attestation(whole(told_of_version(workers, promised))), 1, promised.sums())
         assert words in fault and bool(words) == bool(fault)
 
 
@@ -838,10 +914,11 @@ def test_a_base_whose_files_have_more_than_servers_is_looked_at_before_it_is_lef
     tensors, more = checkpoint(), {"model.mtp.weight": torch.ones(3)}
     workers = told(sums, model_of(tensors))
     known = ServerAttestations(cast(Any, FilesWithMore(tensors, more, tells=True)), None)
-    assert known._base(workers) == sum_of_all(sums_of(tensors | more).values())
+    right = sum_of_all(sums_of(tensors | more).values())
+    assert known._base(workers) == (right, {})
     unknown = ServerAttestations(cast(Any, FilesWithMore(tensors, more, tells=False)), None)
-    with pytest.raises(NotAttested, match=r"its model has no model\.mtp\.weight"):
-        unknown._base(workers)
+    why = "its model has no model.mtp.weight, which is in a file of the model's"
+    assert unknown._base(workers) == (right, {"model.mtp.weight": why}), "as if it were right: log-probs have to tell"
 
 
 def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
@@ -856,14 +933,16 @@ def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
     tensors["mlp.gate.e_score_correction_bias"] = bias
     differences = Differences(wholes=wholes, constants={"mlp.gate.e_score_correction_bias"})
     promised = PromisedTensors(1, tensors, "float32", differences=differences)
-    assert fault_of(Attestation(version_parts(told(sums, model), promised)), 1, promised.sums()) == ""
+    assert fault_of(Attestation(whole(told_of_version(told(sums, model), promised))), 1, promised.sums()) == ""
     layer.e_score_correction_bias = nn.Parameter(bias.clone(), requires_grad=False)
     (worker,) = told(sums, model)
-    assert "e_score_correction_bias is kept in torch.float32, or under another name" in worker.why
+    assert "e_score_correction_bias is kept in torch.float32, or under another name" in min(worker.unseen.values())
+    rest = told_of_version([worker], promised)
+    assert not rest.parts and {*rest.unseen} >= promised.sums().keys(), "a part with others is as unseen as they are"
     sums.watch_loading()
     process(layer, OnlineMoEMethodBase())
     layer.e_score_correction_bias.data += 1  # of this no load makes anything
-    assert fault_of(Attestation(version_parts(told(sums, model), promised)), 1, promised.sums()) == ""
+    assert fault_of(Attestation(whole(told_of_version(told(sums, model), promised))), 1, promised.sums()) == ""
 
 
 class LikeLatentAttention(nn.Module):
@@ -910,19 +989,20 @@ def test_what_makes_up_no_whole_is_not_told_rather_than_found_wrong(sums: Any) -
     tensors = checkpoint()
     both = [model_of(tensors, rank=rank, tp=2) for rank in range(2)]
     promised = PromisedTensors(1, tensors, "float32")
-    with pytest.raises(NotAttested, match="do not make up a whole"):
-        weight_parts(told(sums, both[0]), promised)
-    with pytest.raises(NotAttested, match="has no lm_head"):
-        weight_parts(told(sums, model_of(checkpoint(is_tied=True))), promised)
+    found = told_of(told(sums, both[0]), promised)
+    assert all("do not make up a whole" in why for why in found.unseen.values()) and "lm_head.weight" in found.unseen
+    assert [names for names, _ in found.parts] and not {name for names, _ in found.parts for name in names} & found.unseen.keys()
+    found = told_of(told(sums, model_of(checkpoint(is_tied=True))), promised)
+    assert found.unseen == {"lm_head.weight": "its model has no lm_head.weight, which is in a file of the model's"}
     del both[1].lm_head
     with pytest.raises(NotAttested, match="have not the same tensors"):
-        weight_parts(told(sums, *both), promised)
-    with pytest.raises(NotAttested, match=r"in its model, and in no file"):
-        weight_parts(told(sums, model_of(tensors)), PromisedTensors(1, checkpoint(is_tied=True), "float32"))
+        told_of(told(sums, *both), promised)
+    found = told_of(told(sums, model_of(tensors)), PromisedTensors(1, checkpoint(is_tied=True), "float32"))
+    assert found.unseen == {"lm_head.weight": "lm_head.weight is in its model, and in no file of the model's"}
     infinite = {**tensors, "lm_head.weight": tensors["lm_head.weight"].clone()}
     infinite["lm_head.weight"][0, 0] = torch.inf
-    with pytest.raises(NotAttested, match="is not finite"):
-        weight_parts(told(sums, model_of(infinite)), PromisedTensors(1, infinite, "float32"))
+    found = told_of(told(sums, model_of(infinite)), PromisedTensors(1, infinite, "float32"))
+    assert "is not finite" in found.unseen["lm_head.weight"] and len(found.unseen) == 1
 
 
 SPEC = LoraSpec(rank=4, alpha=6.0)
@@ -968,7 +1048,7 @@ def lora_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def fault_in_lora(workers: Sequence[WorkerSums], lora: Mapping[str, Tensor]) -> str:
     promised = PromisedTensors(1, lora, "float32", adapter="version-1-1", scaling=SPEC.scaling)
-    return fault_of(Attestation(lora_parts(workers, promised)), 1, sums_of(lora))
+    return fault_of(attestation(told_of_lora(workers, promised)), 1, sums_of(lora))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -1022,7 +1102,11 @@ def test_layers_whose_adapters_are_not_told_may_be_there_as_long_as_they_have_no
     assert fault_in_lora(told(sums, model, lora_id=5), lora) == ""
     model.lora_manager.modules["model.other"] = layer(has_one=True)
     (worker,) = told(sums, model, lora_id=5)
-    assert worker.why == "an adapter of model.other is applied by SimpleNamespace"
+    assert worker.unseen_lora == {"model.other": "an adapter of model.other is applied by SimpleNamespace"}
+    more = lora | {"model.other.lora_A.weight": torch.randn(4, 8)}
+    assert fault_in_lora([worker], more) == "", "it may be there"
+    assert "without 1 of the 9 tensors" in fault_in_lora([replace(worker, unseen_lora={})], more)
+    assert "in 8 of 8 parts" in fault_in_lora([worker], {name: tensor + 1 for name, tensor in more.items()})
 
 
 def test_sums_are_asyncflows_own(sums: Any) -> None:
