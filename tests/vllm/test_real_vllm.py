@@ -251,7 +251,12 @@ def experts_of(kind: str, folder: Path) -> Any:
         own = {**LATENT, **ROUTED, "num_key_value_heads": 4, "topk_method": "noaux_tc", "routed_scaling_factor": 1.0}
     elif kind == "glm4_moe":
         own = {**ROUTED, "head_dim": 32, "num_key_value_heads": 2}
-    config = AutoConfig.for_model(kind, **sizes, **counts, **own)
+    elif kind == "granitemoe":
+        own |= {"hidden_size": 128}
+    elif kind == "falcon_h1":
+        own = {"head_dim": 32, "num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}
+        own |= {"mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
+    config = AutoConfig.for_model(kind, **{**sizes, **counts, **own})
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -307,6 +312,31 @@ async def test_latent_attention_and_a_router_s_bias_are_attested(planted: Path, 
             planted.write_text("")
             await engine.install(version, tensors)
             assert await fault(engine, version, tensors, dtype=dtype) == ""
+
+
+@pytest.mark.parametrize(("kind", "unseen"), [("granitemoe", set()), ("falcon_h1", {"mamba.A_log", "mamba.mamba.A"})])
+async def test_a_model_that_vllm_calls_otherwise_is_attested_by_the_names_of_its_files(
+    planted: Path, tmp_path: Path, kind: str, unseen: set[str]
+) -> None:
+    """Experts that are together in files, with a router of another name; state spaces, of which vLLM makes something else (A)."""
+    model, prompt = experts_of(kind, tmp_path / "model"), np.arange(5, 40)
+    async with opened(tmp_path / "model", arguments={"enable_prefix_caching": False}) as engine:
+        for version, planted_fault in enumerate(("nothing", "half"), 1):
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * version)
+            tensors = {name: parameter.clone() for name, parameter in model.named_parameters()}
+            sums = {name: sum_of(name, tensor) for name, tensor in tensors.items()}
+            for text, words in ((planted_fault, "with other weights than those of"), ("", "")):
+                planted.write_text(text)
+                await engine.install(version, tensors)
+                attested = await engine.attest()
+                assert attested is not None
+                assert {*attested.unseen} == {f"model.layers.{layer}.{name}" for layer in range(2) for name in unseen}
+                found = fault_of(attested, version, sums)
+                assert words in found and bool(words) == bool(found)
+            given, logits = await engine.log_probs(prompt), model(torch.from_numpy(prompt)[None]).logits[0, :-1]
+            right = logits.log_softmax(-1).gather(1, torch.from_numpy(prompt[1:])[:, None])[:, 0].numpy()
+            assert given is not None and np.abs(given - right).max() < 1e-4
 
 
 async def test_an_adapter_beside_experts_is_attested_with_them_as_its_base(planted: Path, tmp_path: Path) -> None:

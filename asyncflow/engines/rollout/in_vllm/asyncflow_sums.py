@@ -80,8 +80,8 @@ _processed: WeakKeyDictionary[nn.Module, Processed | str] = WeakKeyDictionary()
 """Of each layer, or why nothing is known."""
 _held_at_first: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 """Of each layer, what there was before anything was loaded (`_held`)."""
-_names_in_files: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
-"""Of each model, names that its files have for what it calls otherwise."""
+_names_given: WeakKeyDictionary[nn.Module, list[dict[str, str]]] = WeakKeyDictionary()
+"""Of each model, and then of its parts, the names of what it was given, by those that it has for them."""
 
 
 def watch_loading() -> None:
@@ -91,9 +91,11 @@ def watch_loading() -> None:
 
     def recorded(model: nn.Module) -> None:
         record(model)
-        if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is not None:
-            with contextlib.suppress(Exception):  # of another vLLM: these tensors are not told
-                _note_names(model, mapper.get_rename_mapper())
+        for path, part in model.named_modules():
+            with contextlib.suppress(Exception):  # another vLLM's: what it calls otherwise is not told
+                if (mapper := getattr(part, "hf_to_vllm_mapper", None)) is not None and hasattr(part, "load_weights"):
+                    noted = _note_names(f"{path}.".lstrip("."), part, mapper.get_rename_mapper())
+                    _names_given.setdefault(model, []).append(noted)
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN:
@@ -104,18 +106,18 @@ def watch_loading() -> None:
     loading.record_metadata_for_reloading = recorded
 
 
-def _note_names(model: Any, rename: Any) -> None:
-    load, names = model.load_weights, _names_in_files.setdefault(model, {})
+def _note_names(prefix: str, part: Any, rename: Any) -> dict[str, str]:
+    """The names, whenever it is loaded, of what a part of a model is given: by those that it has for them, with this prefix."""
+    load, names = part.load_weights, dict[str, str]()
 
     def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            own = rename.map_name(name)
-            # Where a parameter itself is called otherwise, it is something else: A of state spaces is -exp(A_log).
-            if own is not None and own != name and own.rpartition(".")[2] == name.rpartition(".")[2]:
-                names[own] = name
+            if (own := rename.map_name(name)) is not None:
+                names[prefix + own] = prefix + name
             yield name, tensor
 
-    model.load_weights = lambda weights, *given, **more: load(noted(weights), *given, **more)
+    part.load_weights = lambda weights, *given, **more: load(noted(weights), *given, **more)
+    return names
 
 
 def _watch(method: Any) -> None:
@@ -232,20 +234,29 @@ def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | Non
         lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id, unseen_lora)
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
         return {"why": _words(error)}
-    in_files = _names_in_files.get(model, {})
     for entry in [*weights, *buffers, *lora]:
-        entry[0] = [_in_files(name, in_files) for name in entry[0]]
+        entry[0] = [_as_in_files(model, name) for name in entry[0]]
     told = {"weights": weights, "buffers": buffers, "lora": lora, "lora_rank": rank}
     return told | {"unseen": unseen, "unseen_lora": unseen_lora}
 
 
-def _in_files(name: str, in_files: dict[str, str]) -> str:
+def _in_files(model: nn.Module, name: str) -> str | None:
+    """Name that files have for what the model calls so; None if it was given nothing that it calls so."""
+    is_given = False
+    for given in reversed(_names_given.get(model, [])):
+        is_given |= name in given
+        name = given.get(name, name)
+    return name if is_given else None
+
+
+def _as_in_files(model: nn.Module, name: str) -> str:
     """Name that files have for a tensor, or for an adapter's of it."""
     layer, found, matrix = name.partition(".lora_")
-    if not found:
-        return in_files.get(name, name)
-    weight = f"{layer}.weight"
-    return f"{in_files.get(weight, weight).removesuffix('.weight')}{found}{matrix}"
+    own = f"{layer}.weight" if found else name
+    of_file = _in_files(model, own) or own
+    if of_file.rpartition(".")[2] != own.rpartition(".")[2]:
+        return name  # which is something else, it seems: A of state spaces is -exp(A_log)
+    return f"{of_file.removesuffix('.weight')}{found}{matrix}" if found else of_file
 
 
 def _weights(model: nn.Module, dtype: torch.dtype, seed: int, unseen: dict[str, str]) -> Iterator[SumEntry]:
@@ -298,7 +309,7 @@ def _of_layer(
             if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
                 raise CannotTell(f"{paths[0]} is computed by MOONEP")
             if not (is_shared and own_name in SKIP_LOAD_TENSORS):  # the router's
-                names = _names_of_experts(module, paths[0], own_name, parameter.dtype, dtype)
+                names = _names_of_experts(model, module, paths[0], own_name, parameter.dtype, dtype)
                 yield [names, 0, sum_of_bits(parameter.data), 0, []]
             continue
         if method is not None and type(method) not in PLAIN:
@@ -320,7 +331,7 @@ def _names(model: nn.Module, name: str) -> list[str]:
     return [f"{parent}.{each}.{own_name}".lstrip(".") for each in mapping.get(last, [last])]
 
 
-def _names_of_experts(module: Any, path: str, own_name: str, kept: torch.dtype, dtype: torch.dtype) -> list[str]:
+def _names_of_experts(model: nn.Module, module: Any, path: str, own_name: str, kept: torch.dtype, dtype: torch.dtype) -> list[str]:
     """The checkpoint's names for a parameter of experts. A worker has some of them, or its part of each: between them the workers
     have each of them once."""
     config, manager = module.moe_config, module.expert_map_manager
@@ -328,9 +339,14 @@ def _names_of_experts(module: Any, path: str, own_name: str, kept: torch.dtype, 
         raise CannotTell(f"{path} has experts twice, or others among them")
     parent = path.removesuffix(".routed_experts").removesuffix("experts")
     kind, _, end = own_name.partition("_")  # w13_weight, w2_bias
-    names = [
+    together = [
+        name
+        for parameter, of_experts, *_ in module.get_expert_mapping(include_fused=True)
+        if parameter == f"experts.{own_name}" and (name := _in_files(model, f"{parent}{of_experts}")) is not None
+    ]
+    names = together or [
         f"{parent}{of_expert.replace('base_layer.', '')}{end}"
-        for parameter, of_expert, _, _ in module.get_expert_mapping()
+        for parameter, of_expert, *_ in module.get_expert_mapping()
         if parameter == f"experts.{kind}_"
     ]
     if kept != dtype or not names or not parent.endswith("."):
@@ -352,7 +368,7 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
     change = sum(now[name][2] - processed.made[name][2] for name in now if forms_then.get(name) == forms[name])
     for own_name, (kept, parts) in processed.loaded.items():
         if hasattr(module, "get_expert_mapping"):
-            names = _names_of_experts(module, path, own_name, kept, dtype)
+            names = _names_of_experts(model, module, path, own_name, kept, dtype)
             yield [names, 0, (parts[0][1] + change) % (1 << 32), 0, [], True, "", why]
             continue
         names = _names(model, f"{path}.{own_name}".lstrip("."))

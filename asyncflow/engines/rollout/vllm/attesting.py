@@ -271,7 +271,7 @@ def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
         found: list[int] = []
         if unknown := {*names} - promised.names:
             unseen[min(unknown)] = f"{min(unknown)} is in its model, and in no file of the model's"
-        elif len(each[0].names) == 1:
+        elif any(worker.numel for worker in each):
             try:
                 found = promised.found(names[0], each)
             except NotAttested as why_not:

@@ -265,8 +265,14 @@ class LikeExperts(nn.Module):
             packed = torch.cat([*[each.flatten() for each in reversed(own)], torch.zeros(7, dtype=own[0].dtype)])
             self.register_parameter(name, nn.Parameter(packed, requires_grad=False))
 
-    def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
-        return [
+    def get_expert_mapping(self, *, include_fused: bool = False) -> list[tuple[str, str, int, str]]:
+        fused = [
+            ("experts.w13_weight", "experts.gate_up_proj", 0, "w1"),
+            ("experts.w13_weight", "experts.gate_up_proj", 1, "w3"),
+            ("experts.w2_weight", "experts.down_proj", 0, "w2"),
+            *(("experts.w13_", f"experts.{n}.gate_up_proj.", n, "w1") for n in range(4)),
+        ]
+        return (fused if include_fused else []) + [
             (f"experts.{'w2' if kind == 'down' else 'w13'}_", f"experts.{n}.{kind}_proj.", n, "w1")
             for n in range(4)
             for kind in ("gate", "up", "down")
@@ -838,6 +844,40 @@ def test_a_model_whose_names_are_not_those_of_its_files_is_told_by_theirs(sums: 
     by_file = {name.replace(".self_attn.", ".attn."): tensor for name, tensor in lora.items()}
     assert f"{path}.attn.o_proj.lora_A.weight" in by_file
     assert fault_in_lora(told(sums, worker, lora_id=5), by_file) == ""
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_that_are_together_in_files_are_told_by_the_names_there(sums: Any, tp: int) -> None:
+    """In files by other names, which a part of the model has rules for."""
+    tensors, _, version = experts()
+    workers = []
+    for rank in range(tp):
+        worker = nn.Module()
+        worker.model = experts_of(tensors, rank=rank, tp=tp)
+        worker.model.hf_to_vllm_mapper = Legacy()
+        worker.model.load_weights = dict
+        sums.watch_loading()
+        sys.modules["vllm.model_executor.model_loader.utils"].record_metadata_for_reloading(worker)
+        worker.model.load_weights((name.replace("_proj", "_old"), tensor) for name, tensor in version.items())
+        workers.append(worker)
+    for names in ("_old", "_proj"):  # as versions have them, too
+        in_files = {f"model.{name}".replace("_proj", names): tensor for name, tensor in version.items()}
+        if names == "_proj":
+            for worker in workers:
+                worker.model.load_weights(version.items())
+        promised = PromisedTensors(1, in_files, "float32")
+        assert fault_of(attestation(told_of(told(sums, *workers), promised)), 1, promised.sums()) == ""
+        assert not told_of(told(sums, *workers), promised).unseen
+    workers[-1].model.mlp.experts.routed_experts.w2_weight.data[5] += 1
+    fault = fault_of(attestation(told_of(told(sums, *workers), promised)), 1, promised.sums())
+    assert "in 1 of 2 parts, model.mlp.experts.down_proj the first" in fault
+
+
+class Legacy(Renaming):
+    """As of names that files had once."""
+
+    def map_name(self, name: str) -> str | None:
+        return name.replace("_old", "_proj")
 
 
 def test_a_worker_of_another_vllm_says_why_it_can_tell_nothing(sums: Any) -> None:
