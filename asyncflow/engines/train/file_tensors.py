@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncflow.model_folder import FileTensors, RowRange, is_weight, weight_files
+from asyncflow.user_file import came_of_shortage
 
 
 def file_tensors(folder: Path) -> FileTensors:
@@ -31,7 +32,9 @@ def file_tensors(folder: Path) -> FileTensors:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             module = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError):
+    except (ValueError, KeyError, OSError) as error:
+        if came_of_shortage(error):
+            raise
         return FileTensors()
     in_files = set[str]()
     for file in weight_files(folder):

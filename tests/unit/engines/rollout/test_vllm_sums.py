@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import sys
@@ -17,7 +18,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from asyncflow.attestation import Attestation, fault_of, sum_of_all
 from asyncflow.bit_sums import sum_in_pieces, sum_of, sum_of_bits
@@ -38,6 +39,7 @@ from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
 from asyncflow.engines.rollout.vllm.weights import Differences, ServerWeights
 from asyncflow.engines.train.file_tensors import file_tensors
+from asyncflow.model_folder import FileTensors
 from asyncflow.types import LoraSpec
 from tests.conftest import MODEL
 from tests.families import write_model
@@ -736,6 +738,20 @@ def test_what_no_version_has_is_given_to_servers_as_the_files_have_it(tmp_path: 
     for given in (changed(0), less):  # first as files have it
         whole.hold(given)
         assert torch.equal(whole.tensors()["model.norm.weight"], changed(0)["model.norm.weight"])
+
+
+def test_a_model_that_is_unknown_has_its_files_tensors_and_one_that_cannot_be_read_just_then_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "of_somebodys_own"}')
+    assert file_tensors(tmp_path) == FileTensors()
+
+    def short(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", short)
+    with pytest.raises(OSError, match="Too many open files"):
+        file_tensors(tmp_path)
 
 
 def test_a_layer_that_transformers_leaves_out_of_other_sizes_of_a_model_is_one_of_this(
