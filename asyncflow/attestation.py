@@ -62,11 +62,11 @@ NO_PROBING: Final = Probing([], 0.0)
 class Attestation(msgspec.Struct, frozen=True):
     """Weights that an engine generates with: for tensors that lie in one buffer their names, and the sum of their bits.
 
-    `parts` None: the engine cannot tell. `base`: sum over the model's own weights, where a version is an adapter over them; else
-    None. `log_probs`: of a probe's tokens after the first, if the engine was asked for them and can tell; those of several servers
-    stand one after another. `is_quantised`: the sums are those of weights that may be quantised, whose log-probs differ by more.
-    `unseen`: names of tensors that may lack in `parts`, or of which these have what was given to a layer and nobody sees what its
-    kernel reads.
+    `parts` None: the engine cannot tell. `base`: sum over the model's own weights, where a version is an adapter over them, and all
+    of them are seen; else None. `log_probs`: of a probe's tokens after the first, if the engine was asked for them and can tell;
+    those of several servers stand one after another. `is_quantised`: the sums are those of weights that may be quantised, whose
+    log-probs differ by more. `unseen`: names of tensors that may lack in `parts`, or of which these have what was given to a layer
+    and nobody sees what its kernel reads.
     """
 
     parts: list[tuple[list[str], int]] | None
@@ -118,7 +118,8 @@ def fault_of(attested: Attestation, version: int, sums: Mapping[str, int], base:
     if others := [part for part, found in attested.parts if (sum(sums[name] for name in part) - found) % modulus_of(part[0])]:
         where = f"in {len(others)} of {len(attested.parts)} parts, {others[0][0]} the first"
         return f"the engine generates with other weights than those of version {version} {where}"
-    if base is not None and (attested.base is None or (attested.base - base) % MODULUS):
+    is_unseen = attested.base is None and bool(attested.unseen)
+    if base is not None and not is_unseen and (attested.base is None or (attested.base - base) % MODULUS):
         return f"version {version} is an adapter for another base than the engine's: give every machine the same model"
     return ""
 

@@ -81,8 +81,8 @@ class PolicyVersions:
     async def probe_ids(self, version: int) -> list[int]:
         """Token ids of the probe that the trainer is to compute with a version that it will publish; none: nobody compares it.
 
-        Compared are the first versions that a worker's process installs, and all where its engine cannot sum up its weights. Each
-        of the trainer's ranks that asks is answered the same.
+        Compared are the first versions that a worker's process installs, and all where its engine cannot sum up all its weights.
+        Each of the trainer's ranks that asks is answered the same.
         """
         if version != self._probed[0]:
             is_wanted = version % PROBE_EVERY == 0 or any(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -203,3 +204,10 @@ def test_a_sum_is_that_of_all_words_also_where_it_does_not_fit_into_32_bits(coun
             assert sum_of_bits(torch.full((count,), value, dtype=dtype)) == count * halves % (1 << 32)
     words = torch.randint(-(1 << 31), 1 << 31, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
     assert sum_of_bits(words) == sum(words.tolist()) % (1 << 32)
+
+
+def test_a_base_that_is_not_all_seen_is_not_compared_and_one_that_is_not_told_is_refused() -> None:
+    told = Attestation([(["a"], 1)])
+    assert "an adapter for another base" in fault_of(told, 1, {"a": 1}, 5)
+    assert fault_of(replace(told, unseen=["model.norm"]), 1, {"a": 1}, 5) == ""
+    assert "an adapter for another base" in fault_of(replace(told, base=6, unseen=["model.norm"]), 1, {"a": 1}, 5)

@@ -58,7 +58,7 @@ whether it may be quantised, dtype that it is kept in, why nobody sees that kern
 is not, is kept in the model's, and they do.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
-no elements are counted."""
+no elements are counted. An adapter's tensor has the names that it may have."""
 
 
 class CannotTell(Exception):
@@ -93,7 +93,8 @@ def watch_loading() -> None:
         record(model)
         for path, part in model.named_modules():
             with contextlib.suppress(Exception):  # another vLLM's: what it calls otherwise is not told
-                if (mapper := getattr(part, "hf_to_vllm_mapper", None)) is not None and hasattr(part, "load_weights"):
+                mapper = getattr(part, "hf_to_vllm_mapper", None)
+                if mapper is not None and callable(getattr(part, "load_weights", None)):
                     noted = _note_names(f"{path}.".lstrip("."), part, mapper.get_rename_mapper())
                     _names_given.setdefault(model, []).append(noted)
         for layer in model.modules():
@@ -234,7 +235,7 @@ def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | Non
         lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id, unseen_lora)
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
         return {"why": _words(error)}
-    for entry in [*weights, *buffers, *lora]:
+    for entry in [*weights, *buffers]:
         entry[0] = [_as_in_files(model, name) for name in entry[0]]
     told = {"weights": weights, "buffers": buffers, "lora": lora, "lora_rank": rank}
     return told | {"unseen": unseen, "unseen_lora": unseen_lora}
@@ -250,13 +251,15 @@ def _in_files(model: nn.Module, name: str) -> str | None:
 
 
 def _as_in_files(model: nn.Module, name: str) -> str:
-    """Name that files have for a tensor, or for an adapter's of it."""
-    layer, found, matrix = name.partition(".lora_")
-    own = f"{layer}.weight" if found else name
-    of_file = _in_files(model, own) or own
-    if of_file.rpartition(".")[2] != own.rpartition(".")[2]:
-        return name  # which is something else, it seems: A of state spaces is -exp(A_log)
-    return f"{of_file.removesuffix('.weight')}{found}{matrix}" if found else of_file
+    """Name that files have for a tensor, if they have one for the same."""
+    of_file = _in_files(model, name)
+    # Where a parameter itself is called otherwise, it is something else, it seems: A of state spaces is -exp(A_log).
+    return of_file if of_file is not None and of_file.rpartition(".")[2] == name.rpartition(".")[2] else name
+
+
+def _paths(model: nn.Module, path: str) -> list[str]:
+    """What files and the model call a layer: an adapter has one of these names."""
+    return [*dict.fromkeys([_as_in_files(model, f"{path}.weight").removesuffix(".weight"), path])]
 
 
 def _weights(model: nn.Module, dtype: torch.dtype, seed: int, unseen: dict[str, str]) -> Iterator[SumEntry]:
@@ -452,16 +455,18 @@ def _lora(model: nn.Module, lora_id: int, unseen: dict[str, str]) -> tuple[list[
     found: list[SumEntry] = []
     for path, layer in manager.modules.items():
         parent, _, last = path.rpartition(".")
-        names = manager.packed_modules_mapping.get(last, [last])
+        own_names = manager.packed_modules_mapping.get(last, [last])
+        names = [_paths(model, f"{parent}.{name}".lstrip(".")) for name in own_names]
         stacks = {"lora_A": layer.lora_a_stacked, "lora_B": layer.lora_b_stacked}
         if not isinstance(layer, BaseLinearLayerWithLoRA) or len(stacks["lora_A"]) != len(names):
             if any(bool(stack[index].any()) for stack in _stacks(layer)):
-                unseen[path] = f"an adapter of {path} is applied by {type(layer).__name__}"
+                why = f"an adapter of {path} is applied by {type(layer).__name__}"
+                unseen.update(dict.fromkeys([path, *(each for paths in names for each in paths)], why))
             continue
         for matrix, stack in stacks.items():
-            for name, buffer in zip(names, stack, strict=True):
+            for paths, buffer in zip(names, stack, strict=True):
                 piece = buffer[index]
-                found.append([[f"{parent}.{name}.{matrix}.weight".lstrip(".")], piece.numel(), sum_of_bits(piece, np.int64), 0, []])
+                found.append([[f"{each}.{matrix}.weight" for each in paths], piece.numel(), sum_of_bits(piece, np.int64), 0, []])
     return found, manager.lora_config.max_lora_rank
 
 

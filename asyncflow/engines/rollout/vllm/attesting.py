@@ -136,9 +136,15 @@ class PromisedTensors:
         columns = sorted({column for each in parts for column in each.columns})
         if columns:
             matrix = self._tensor(name)
-            if sum(each.numel // each.inputs * len(each.columns) for each in parts) != len(matrix) * len(columns):
+            count = sum(each.numel // each.inputs * len(each.columns) for each in parts)
+            owns = [  # GPT-2's matrices are loaded the other way
+                sum_of(name, _normal(way[:, columns]))
+                for way in (matrix, matrix.t())
+                if len(way) * len(columns) == count and columns[-1] < way.shape[1]
+            ]
+            if not owns:
                 raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
-            own = sum_of(name, _normal(matrix[:, columns]))
+            own = found if found in owns else owns[0]
             if found != own and not bool(matrix.isfinite().all()):
                 raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
             found += self.sum_of(name) - own
@@ -160,8 +166,8 @@ class ServerAttestations:
     def __init__(self, weights: ServerWeights, lora: LoraVersions | None) -> None:
         """`weights` are what the servers have, or the base of what they have: `lora`."""
         self._weights, self._lora = weights, lora
-        self._bases: WeakKeyDictionary[VllmClient, tuple[int, dict[str, str]]] = WeakKeyDictionary()
-        """Of each server, which has a new client when it starts again, the sum over its base, and what is unseen of that."""
+        self._bases: WeakKeyDictionary[VllmClient, tuple[int | None, dict[str, str]]] = WeakKeyDictionary()
+        """Of each server, which has a new client when it starts again, the sum over its base, or what is unseen of that."""
         self._has_logged_why = self._is_quantised = False
         self.are_whole = True
 
@@ -205,18 +211,19 @@ class ServerAttestations:
 
     def _merged(self, attested: Sequence[Attestation]) -> Attestation:
         """Servers that have one base have the one that each should have, or are all wrong."""
-        bases = {each.base for each in attested}
-        base = bases.pop() if len(bases) == 1 else self.whole().base()
+        bases = {each.base for each in attested if each.base is not None}
+        base = self.whole().base() if len(bases) > 1 else next(iter(bases), None)
         return replace(merged(attested, base), is_quantised=self._is_quantised)
 
-    def _base(self, workers: Sequence[WorkerSums]) -> tuple[int, dict[str, str]]:
-        """Sum over the base that a server has, from the sums of its workers, and what is unseen. Raises `NotAttested`."""
+    def _base(self, workers: Sequence[WorkerSums]) -> tuple[int | None, dict[str, str]]:
+        """Sum over the base that a server has, from the sums of its workers; or None, and what is unseen: one that was quantised
+        has other norms, too. Raises `NotAttested`."""
         base = self.whole()
         told = told_of(workers, base)
         if told.unseen and self._weights.find_differences():  # it was files that have more than servers, perhaps
             base = self.whole()
             told = told_of(workers, base)
-        return base_of(told.parts, base), told.unseen
+        return None if told.unseen else base_of(told.parts, base), told.unseen
 
     async def _ask(self, client: VllmClient, promised: PromisedTensors) -> list[WorkerSums]:
         """Sums that a server's workers answer."""
@@ -241,7 +248,7 @@ class ServerAttestations:
             self._log_why(client, str(why_not))
             return None
         if unseen:
-            self._log_why(client, f"{len(unseen)} of its tensors or layers, {next(iter(unseen.values()))}")
+            self._log_why(client, f"a part is not seen: {next(iter(unseen.values()))}")
         return Attestation(parts, base, unseen=sorted(unseen))
 
     def _log_why(self, client: VllmClient, why: str) -> None:
@@ -314,7 +321,7 @@ def told_of_lora(workers: Sequence[WorkerSums], promised: PromisedTensors) -> To
     """Adapter that a server generates with, likewise. A layer that has none has zeros, and is left out."""
     parts, unseen = list[Part](), {path: why for worker in workers for path, why in worker.unseen_lora.items()}
     for each in _by_tensor([worker.lora for worker in workers]):
-        (name,) = each[0].names
+        name = next((name for name in each[0].names if name in promised.names), each[0].names[0])
         if name in promised.names:
             try:
                 parts += [([name], found) for found in promised.found(name, each, workers[0].lora_rank)]
@@ -322,31 +329,32 @@ def told_of_lora(workers: Sequence[WorkerSums], promised: PromisedTensors) -> To
                 unseen[name] = str(why_not)
         elif found := [worker.found for worker in each if worker.found]:
             parts.append(([name], found[0]))
-    if unseen:  # in these layers, perhaps
-        why = next(iter(unseen.values()))
-        unseen |= dict.fromkeys(promised.names - {name for names, _ in parts for name in names} - unseen.keys(), why)
+    for name in promised.names - {name for names, _ in parts for name in names}:
+        if layer := next((path for path in unseen if name.startswith(f"{path}.")), ""):
+            unseen[name] = unseen[layer]
     return Told(parts, unseen)
 
 
 def base_of(parts: Sequence[Part], promised: PromisedTensors) -> int:
-    """Sum over a model's own weights, from its parts, as if what is in none were right. Of a tensor with several copies, one that
-    is another counts."""
+    """Sum over a model's own weights, from its parts. Of a tensor with several copies, one that is another counts."""
     found: dict[tuple[str, ...], int] = {}
     for names, each in parts:
         key = (*names,)
         is_other = key in found and each != found[key]  # else nothing is read from files
         if key not in found or (is_other and each != sum_of_all(promised.all_sums()[name] for name in names)):
             found[key] = each
-    if lacking := {*map(promised.whole_of, promised.names)} - {name for names in found for name in names}:
-        right = promised.all_sums()
-        found |= {(name,): right[name] for name in lacking}
     return (sum_of_all(found.values()) + promised.sum_of_others) % MODULUS
 
 
 def merged(attestations: Sequence[Attestation], base: int | None) -> Attestation:
-    """Attestation of several servers. `base`: what that of each should be; the first that is another counts."""
-    others = [each.base for each in attestations if each.base != base]
+    """Attestation of several servers. `base`: what that of each should be; the first that is another counts. What one server has
+    none of, and others have, is zeros there."""
+    others = [each.base for each in attestations if each.base not in (base, None)]
     parts = [part for each in attestations for part in each.parts or []]
+    every = {name for names, _ in parts for name in names}
+    for each in attestations:
+        own = {name for names, _ in each.parts or [] for name in names}
+        parts += [([name], 0) for name in sorted(every - own - {*each.unseen})]
     unseen = sorted({name for each in attestations for name in each.unseen})
     return Attestation(parts, others[0] if others else base, unseen=unseen)
 

@@ -96,7 +96,8 @@ class ServerSettings(msgspec.Struct):
 class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     """Sum of bits over a tensor, or a part of one, in a buffer of one worker (in_vllm/asyncflow_sums.py).
 
-    `names`: the checkpoint's, one, or those of several tensors that are summed up together over all workers. `numel`: elements of
+    `names`: the checkpoint's, one, or those of several tensors that are summed up together over all workers; of an adapter's
+    tensor those that it may have. `numel`: elements of
     the one tensor that the worker has. `columns`: those of it that the sum is over, where the worker has `inputs` of them; empty:
     it is over all that the worker has. `is_quantised`: the sum is over what was loaded and perhaps quantised, if what was made of
     that lies there. `kept`: torch's name of the dtype that it is kept in, if that is not the model's. `unseen`: why nobody sees

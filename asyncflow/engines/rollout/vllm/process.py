@@ -47,7 +47,7 @@ _ERROR = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
 _USERS_ERROR = re.compile(r"\b(ValueError|ValidationError|NotImplementedError): |\.py: error: ")  # vLLM refuses what it was given
 _MEMORY = re.compile(r"memory", re.IGNORECASE)  # which may be there the next time
 _NO_CAUSE = re.compile(r"(Engine core|WorkerProc) initialization failed")
-_VALIDATION = re.compile(r"\d+ validation errors? for ")  # what it is comes in the next line, with what pydantic says of its kind
+_VALIDATION = re.compile(r"\d+ validation errors? for ")  # pydantic says in the next lines what it is, and of which kind
 _KIND = re.compile(r" \[type=.*")
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
@@ -209,16 +209,17 @@ class ServerProcess:
         )
 
     def last_words(self) -> str:
-        """The line that says most about why it ended: the first error that is not merely about another's."""
+        """What says most about why it ended: the last error that is not merely about another's."""
         if self._printing is not None:
             self._printing.join(KILL_SECONDS)
         lines = [_PREFIX.sub("", line) for line in self._lines]
         errors = [number for number, line in enumerate(lines) if _ERROR.search(line) and not _NO_CAUSE.search(line)]
         if not errors:
             return ([line.strip() for line in lines if line.strip()] or ["it said nothing"])[-1]
-        words, after = lines[errors[-1]], [*lines[errors[-1] + 1 :], ""][0]
-        if _VALIDATION.search(words) and after.startswith(" "):
-            words += f" {_KIND.sub('', after).strip()}"
+        words, after = lines[errors[-1]], lines[errors[-1] + 1 : errors[-1] + 3]  # a field's name, maybe, and what is wrong
+        if _VALIDATION.search(words):
+            last = next((number for number, line in enumerate(after, 1) if _KIND.search(line)), 0)
+            words = " ".join([words, *(_KIND.sub("", line).strip() for line in after[:last])])
         return words.strip()
 
     def stop(self) -> None:

@@ -923,6 +923,11 @@ def test_only_what_is_the_users_to_mend_ends_a_run(model: Path, python: str, sai
             "[type=assertion_error, input_value=ArgsKwargs(())]\n    For further information visit https://errors.pydantic.dev",
             "ValidationError: 1 validation error for VllmConfig Assertion failed, Chunked prefill is required",
         ),
+        (
+            "ValidationError: 1 validation error for SchedulerConfig\nmax_num_seqs\n  Input should be greater than 0 "
+            "[type=greater_than, input_value=0]\n    For further information visit https://errors.pydantic.dev",
+            "ValidationError: 1 validation error for SchedulerConfig max_num_seqs Input should be greater than 0",
+        ),
         ("ValidationError: 1 validation error for VllmConfig", "ValidationError: 1 validation error for VllmConfig"),
         (
             "AttributeError: no attribute 'block_dim'\n"

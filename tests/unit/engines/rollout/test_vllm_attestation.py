@@ -162,13 +162,14 @@ async def test_a_server_that_cannot_tell_of_one_layer_is_attested_by_the_others(
                 assert attested is not None and attested.parts and not attested.is_whole
                 assert {*attested.unseen} == {"model.norm", "model.norm.weight"}
                 base = sum_of_base(model, "float32") if has_lora else None
+                assert attested.base is None, "of what is not all seen no sum is made"
                 assert fault_of(attested, version, sums_of(given), base) == ""
                 others = sums_of({name: tensor + 1 for name, tensor in given.items()})
                 assert "other weights than those" in fault_of(attested, version, others, base)
                 share = 1.0 if has_lora else 1 - 1 / len(given)
                 assert attested.share_seen(given.keys()) == pytest.approx(share)
         (line,) = caplog.messages
-        assert "2 of its tensors or layers, model.norm.weight is applied by SomeMethod" in line
+        assert "is not attested: a part is not seen: model.norm.weight is applied by SomeMethod" in line
 
 
 async def test_a_server_that_tells_its_sums_in_another_form_is_not_attested_and_goes_on(
