@@ -92,6 +92,19 @@ _WINDOW_UNLESS_NONE: Final = ("mistral", "phi3", "starcoder2")
 _LENGTH_DEPENDENT_ROPES: Final = ("dynamic", "longrope")
 
 
+_OTHER_NAMES: Final = {
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+}
+
+
+def with_usual_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's `config.json`, with the sizes under the usual names too that GPT-2, Bloom and their like call otherwise."""
+    named = {name: fields[own] for name, others in _OTHER_NAMES.items() for own in others if own in fields}
+    return named | {name: value for name, value in fields.items() if value is not None or name not in named}
+
+
 def head_dim(fields: Mapping[str, Any]) -> int:
     """Width of an attention head, in elements. `fields`: a model's `config.json`, of any family."""
     family = DECODED.get(fields.get("model_type", ""))

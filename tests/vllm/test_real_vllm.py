@@ -251,7 +251,7 @@ def experts_of(kind: str, folder: Path) -> Any:
         own = {**LATENT, **ROUTED, "num_key_value_heads": 4, "topk_method": "noaux_tc", "routed_scaling_factor": 1.0}
     elif kind == "glm4_moe":
         own = {**ROUTED, "head_dim": 32, "num_key_value_heads": 2}
-    elif kind == "granitemoe":
+    elif kind in ("granitemoe", "gpt2"):
         own |= {"hidden_size": 128}
     elif kind == "falcon_h1":
         own = {"head_dim": 32, "num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}
@@ -314,11 +314,14 @@ async def test_latent_attention_and_a_router_s_bias_are_attested(planted: Path, 
             assert await fault(engine, version, tensors, dtype=dtype) == ""
 
 
-@pytest.mark.parametrize(("kind", "unseen"), [("granitemoe", set()), ("falcon_h1", {"mamba.A_log", "mamba.mamba.A"})])
-async def test_a_model_that_vllm_calls_otherwise_is_attested_by_the_names_of_its_files(
+@pytest.mark.parametrize(
+    ("kind", "unseen"), [("granitemoe", set()), ("falcon_h1", {"mamba.A_log", "mamba.mamba.A"}), ("gpt2", set())]
+)
+async def test_a_model_that_vllm_has_otherwise_is_attested_by_what_its_files_have(
     planted: Path, tmp_path: Path, kind: str, unseen: set[str]
 ) -> None:
-    """Experts that are together in files, with a router of another name; state spaces, of which vLLM makes something else (A)."""
+    """Experts that are together in files, with a router of another name; state spaces, of which vLLM makes something else (A);
+    matrices that it turns, some of them square."""
     model, prompt = experts_of(kind, tmp_path / "model"), np.arange(5, 40)
     async with opened(tmp_path / "model", arguments={"enable_prefix_caching": False}) as engine:
         for version, planted_fault in enumerate(("nothing", "half"), 1):

@@ -33,7 +33,7 @@ from typing import Any
 import httpx2
 
 from asyncflow.devices import SHOWN_BY, kind_of
-from asyncflow.engines.families import head_dim
+from asyncflow.engines.families import head_dim, with_usual_names
 from asyncflow.engines.rollout.vllm.options import VllmOptions, by_option, check_environment, is_cpu
 from asyncflow.types import RunError, UserError
 
@@ -135,9 +135,10 @@ class ServerOptions:
     def _kv_bytes(self) -> int:
         """Keys and values of all slots, each filled to the end: of a CPU's memory, which is the machine's, no share is taken."""
         engine = self.engine
-        fields = json.loads((engine.model_path / "config.json").read_text())
-        heads = fields["num_attention_heads"]
-        token = 2 * fields["num_hidden_layers"] * (fields.get("num_key_value_heads") or heads) * head_dim(fields) * 4
+        fields = with_usual_names(json.loads((engine.model_path / "config.json").read_text()))
+        heads = fields.get("num_key_value_heads") or fields.get("num_attention_heads")
+        width = heads * head_dim(fields) if heads else fields["hidden_size"]  # of states alone: as if it were keys
+        token = 2 * fields["num_hidden_layers"] * width * 4
         blocks = -(-engine.max_context // _KV_BLOCK) * engine.slots_each + 1
         return max(blocks * _KV_BLOCK * token, 64 << 20)
 

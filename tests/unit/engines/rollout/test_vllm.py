@@ -1022,6 +1022,25 @@ def test_an_option_that_asyncflow_gives_too_is_there_once_however_it_is_written(
     assert "--kv-cache-memory-bytes" not in left_out and left_out.count("--enforce-eager") == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3, "hidden_size": 4096}, 1024),
+        ({"n_head": 8, "n_layer": 3, "n_embd": 4096}, 4096),
+        ({"n_head": 8, "n_layer": 3, "hidden_size": 4096}, 4096),
+        ({"num_attention_heads": None, "n_head": 8, "num_hidden_layers": 3, "hidden_size": 4096}, 4096),
+        ({"num_hidden_layers": 3, "hidden_size": 4096}, 4096),
+    ],
+)
+def test_a_cpu_s_cache_has_room_for_all_slots_whatever_a_family_calls_its_sizes(
+    fields: dict[str, Any], width: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    command = server_options("py", tmp_path, num_slots=8, max_context=512).command("/s")
+    blocks = 512 // 128 * 8 + 1
+    assert int(command[command.index("--kv-cache-memory-bytes") + 1]) == blocks * 128 * 2 * 3 * width * 4
+
+
 async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str) -> None:
     async with opened(model, python) as engine:
         await responses(engine)
