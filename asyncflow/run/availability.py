@@ -18,9 +18,8 @@ from asyncflow.engines.rollout import ROLLOUT_ENGINE_ENVIRONMENTS, ROLLOUT_ENGIN
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.registry import build
-from asyncflow.run.factories import make_storage, queue_schema
+from asyncflow.run.factories import make_storage, queue_schema, reaches_storage
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device
-from asyncflow.transfer_queue import ASKED_STORAGES
 from asyncflow.types import RunError, UserError
 
 IMPORT_SECONDS: Final = 300.0
@@ -58,8 +57,7 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
 
 async def check_storage(config: Config) -> None:
     """Check that the server of the queue's storage is there, where this machine uses it. Raises `UserError`."""
-    is_here = config.queue.place == "driver" or config.cluster.name in ON_ONE_MACHINE
-    if config.queue.storage.name not in ASKED_STORAGES or not is_here:
+    if not reaches_storage(config):
         return
     storage = make_storage(config, 0)
     try:

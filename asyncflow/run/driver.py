@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from asyncflow.run.factories import (
     make_storage,
     new_owner,
     queue_schema,
+    reaches_storage,
     shape_of,
     task_plan,
     tasks_before_training,
@@ -102,6 +103,7 @@ class Driver:
         has_key = config.queue.listen is not None or weights_need_key(config)
         self._credentials = Credentials.create(config.run_dir / KEY_FILE) if has_key else None
         self.signal = Signal()
+        self._owner = new_owner(config)
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
         fields = read_json(prepared.model / "config.json")
@@ -137,7 +139,7 @@ class Driver:
             events={task: self._events(task) for task in (*tasks, EVALUATE_TASK)},
             unit_options=unit_options(self.config),
             credentials=self._credentials,
-            owner=new_owner(self.config),
+            owner=self._owner,
         )
 
     def _events(self, task: str) -> TaskEvents:
@@ -332,27 +334,40 @@ class Driver:
         """Do what is to be done beside the run with storage units that are in processes of their own, while there are any."""
         if self.config.queue.place == "workers":
             await self.background.settle(self.transfer_queue.places.patience_seconds)
-            await self._remove_rows()
+            if not reaches_storage(self.config):
+                await self._remove_rows(self.transfer_queue.remove)
 
     async def close(self) -> None:
         """Write what is left and close the files."""
         await self.background.close()
         if self.config.queue.place == "driver":
-            await self._remove_rows()
+            await self._remove_rows(self.transfer_queue.remove)
         await self.transfer_queue.close()
+        if self.config.queue.place == "workers" and reaches_storage(self.config):
+            await self._remove_rows(self._remove_from_server)
         self.record.close()
 
-    async def _remove_rows(self) -> None:
+    async def _remove_rows(self, remove: Callable[[], Awaitable[None]]) -> None:
         """Remove what the attempt has stored outside of its processes. What is left goes when another attempt begins."""
         if self.config.queue.storage.name == "memory":
             return
         try:
             with waiting(ROWS_REMOVED):
                 async with asyncio.timeout(REMOVE_SECONDS):
-                    await self.transfer_queue.remove()
+                    await remove()
         except (RunError, TimeoutError) as error:
             why = str(error) or f"no answer in {REMOVE_SECONDS:g} s"
             self.log(f"what the queue has stored stays there until the run is resumed, if it is: {why}")
+
+    async def _remove_from_server(self) -> None:
+        """Remove what units have stored, when their processes have ended: one that was started again while the run ended has stored
+        something once more."""
+        storage = make_storage(self.config, 0)
+        try:
+            await storage.open(queue_schema(self.config), self._owner)
+            await storage.remove()
+        finally:
+            await storage.close()
 
     def progress(self) -> None:
         """Something has moved: the run is not stalled."""

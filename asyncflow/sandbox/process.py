@@ -10,11 +10,13 @@ A process is ended by SIGKILL, with everything in its session; what it started o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import Any, cast
 
 import msgspec
+import psutil
 
 from asyncflow.sandbox import guard
 from asyncflow.sandbox.frames import MAX_FRAME_BYTES, TOKEN_BYTES
@@ -75,6 +77,13 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         """`memory` or `exited`. Nobody here kills a process that may still answer, so a SIGKILL is the kernel's, and its reason is
         memory."""
         return "memory" if self.ended.result() == -signal.SIGKILL and not self.is_garbled else "exited"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether something keeps it from running (SIGSTOP)."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     async def ask(self, question: bytes, seconds: float) -> Any:
         """Send a frame and wait for the answer. Raises `TimeoutError`, or `ProcessEnded` if the process ends first."""

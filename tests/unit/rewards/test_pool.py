@@ -460,6 +460,36 @@ async def test_a_scorer_that_is_killed_before_it_is_built_is_no_mistake_of_the_u
     assert own_children() == []
 
 
+@pytest.mark.parametrize("is_continued", [True, False])
+async def test_a_scorer_that_is_stopped_while_it_is_imported_is_no_mistake_of_the_users(tmp_path: Path, is_continued: bool) -> None:
+    """The seconds in which it cannot run do not count, and one that stays so is started again."""
+    told = tmp_path / "told"
+    (tmp_path / "stopped.py").write_text(
+        "import os, pathlib, signal\n"
+        f"told = pathlib.Path({str(told)!r})\n"
+        "is_first = not told.exists()\n"
+        "if is_first:\n"
+        "    told.write_text(str(os.getpid()))\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "def f(sample):\n"
+        "    return float(is_first)"
+    )
+    seconds = patience(3)
+    limits = ProcessLimits(1, MEMORY_BYTES, start_seconds=seconds)
+    pool = RewardPool([RewardPart("test", f"{tmp_path / 'stopped.py'}:f")], limits, num_workers=1, name="test")
+    starting = asyncio.create_task(pool.start())
+    async with asyncio.timeout(patience(60)):
+        while not told.exists() or not told.read_text():
+            await asyncio.sleep(0.01)
+        if is_continued:
+            await asyncio.sleep(1.3 * seconds)
+            os.kill(int(told.read_text()), signal.SIGCONT)
+        await starting
+    assert (await pool.score(sample("number 1"))).reward == float(is_continued), "the same process, or another"
+    await pool.close()
+    assert own_children() == []
+
+
 @pytest.mark.parametrize("path", ["final_answer", ":Name", "module:", ""])
 def test_a_path_without_a_name_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=r"package\.module:Name"):
