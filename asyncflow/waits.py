@@ -249,7 +249,7 @@ PUBLISHING: Final = _wait(
 PROCESS: Final = _wait(
     "process",
     "{process} {pid}",
-    "sandbox/process.py:SandboxProcess.ask sandbox/pool.py:SandboxPool._unless_failed SandboxPool._set_up",
+    "sandbox/process.py:SandboxProcess.ask sandbox/pool.py:SandboxPool._unless_failed",
     ends="its own deadline (reward.deadline_seconds, episodes.deadline_seconds)",
 )
 PROCESS_END: Final = _wait(

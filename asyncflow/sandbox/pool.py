@@ -32,7 +32,6 @@ from asyncflow.user_file import tells_of_shortage
 T = TypeVar("T")
 
 NUM_STARTS = 3  # of a process that somebody kills before it has begun
-NUM_LOOKS = 60  # at a process that has not begun, in the seconds that it has for that
 RESTART_PAUSES_SECONDS = (0.5, 2.0)
 
 
@@ -226,7 +225,7 @@ class SandboxPool(ABC):
         self._living.add(process)
         self._write_to_guard(f"+{process.pid}\n")
         try:
-            return process, await self._set_up(process, seconds)
+            return process, await process.ask(self._setup, seconds, counts_stops=False)
         except TimeoutError:
             is_stopped = process.is_stopped
             await self._remove(process)
@@ -239,20 +238,6 @@ class SandboxPool(ABC):
                 return process, None
             ended = f"its process {process.end} before the {names.built} was built"
             raise UserError(f"{self._code}: {ended}{process.last_line}") from None
-
-    async def _set_up(self, process: SandboxProcess, seconds: float) -> Any:
-        """A process's answer to the setup. Raises `TimeoutError` if it has none after so many seconds: those in which something has
-        stopped it (SIGSTOP) do not count, up to as many."""
-        asked = asyncio.ensure_future(process.ask(self._setup, 2 * seconds))
-        left = NUM_LOOKS
-        try:
-            while left and not (await asyncio.wait([asked], timeout=seconds / NUM_LOOKS))[0]:
-                left -= 0 if process.is_stopped else 1
-            if not asked.done():
-                raise TimeoutError
-            return await asked
-        finally:
-            asked.cancel()
 
     async def _remove(self, process: SandboxProcess) -> None:
         """Kill a process, and forget it."""

@@ -25,6 +25,7 @@ from asyncflow.waits import PROCESS, waiting
 
 LAST_WORDS_BYTES = 4096
 DRAIN_SECONDS = 0.2  # for the pipes of a process that has ended: somebody outside its group may hold them open
+NUM_LOOKS = 60  # at a process that may be stopped, in the seconds that it has for an answer
 KILL_SECONDS = 5.0  # SIGKILL to the end of the process; longer only if the kernel is stuck
 
 
@@ -85,8 +86,9 @@ class SandboxProcess(asyncio.SubprocessProtocol):
             return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         return False
 
-    async def ask(self, question: bytes, seconds: float) -> Any:
-        """Send a frame and wait for the answer. Raises `TimeoutError`, or `ProcessEnded` if the process ends first."""
+    async def ask(self, question: bytes, seconds: float, *, counts_stops: bool = True) -> Any:
+        """Send a frame and wait for the answer. Raises `TimeoutError`, or `ProcessEnded` if the process ends first. Without
+        `counts_stops` the seconds in which it is stopped do not count, up to as many."""
         loop = asyncio.get_running_loop()
         if not self.is_alive:
             await asyncio.shield(self.ended)
@@ -97,13 +99,23 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._asked[token] = reply
         self._stdin.write(token + question)
         # A timer, not asyncio.timeout: an answer that came in time counts even where this loop was too busy to look.
-        timer = loop.call_later(seconds, _settle, reply, TimeoutError())
+        timer = loop.call_later(seconds if counts_stops else 2 * seconds, _settle, reply, TimeoutError())
+        if not counts_stops:
+            self._look(reply, seconds / NUM_LOOKS, NUM_LOOKS)
         try:
             with waiting(PROCESS, seconds=seconds, process=self._what, pid=self.pid):
                 return await reply
         finally:
             timer.cancel()
             del self._asked[token]
+
+    def _look(self, reply: asyncio.Future[Any], every: float, left: int) -> None:
+        """Settle the reply when the process has not been stopped in so many looks, one `every` so many seconds."""
+        if not left:
+            _settle(reply, TimeoutError())
+        elif not reply.done():
+            left -= 0 if self.is_stopped else 1
+            asyncio.get_running_loop().call_later(every, self._look, reply, every, left)
 
     async def kill(self) -> None:
         """SIGKILL the process group and wait for the end. Raises `RunError` if the kernel does not deliver."""
