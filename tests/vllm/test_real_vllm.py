@@ -259,7 +259,7 @@ def experts_of(kind: str, folder: Path) -> Any:
     config = AutoConfig.for_model(kind, **{**sizes, **counts, **own})
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # GPT-2 leaves elements out in training
     for tensor in [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("_bias"))]:
         values = torch.randn_like(tensor) * 0.2
         tensor.requires_grad_(False).copy_(values.bfloat16() if isinstance(tensor, torch.nn.Parameter) else values)
