@@ -258,7 +258,7 @@ def _as_in_files(model: nn.Module, name: str) -> str:
 
 
 def _paths(model: nn.Module, path: str) -> list[str]:
-    """What files and the model call a layer: an adapter has one of these names."""
+    """Names of a layer, in files and in the model: an adapter has one of these."""
     return [*dict.fromkeys([_as_in_files(model, f"{path}.weight").removesuffix(".weight"), path])]
 
 

@@ -210,7 +210,7 @@ class ServerProcess:
         )
 
     def last_words(self) -> str:
-        """What says most about why it ended: the last error that is not merely about another's."""
+        """Words that say most about why it ended: the last error that is not merely about another's."""
         if self._printing is not None:
             self._printing.join(KILL_SECONDS)
         lines = [_PREFIX.sub("", line) for line in self._lines]
