@@ -16,6 +16,7 @@ from asyncflow.cli.check import EXTRAS, _extras, _machine
 from asyncflow.cli.verbs import app
 from asyncflow.cluster import CLUSTERS
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
+from asyncflow.engines.rollout.vllm.process import IN_VLLM
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.rewards import REWARDS
 from asyncflow.transfer_queue import STORAGES
@@ -82,7 +83,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 def third_party() -> set[str]:
     files = (ROOT / "asyncflow").rglob("*.py")
     found = {name for file in files for name in imported(ast.parse(file.read_text()))}
-    return found - set(sys.stdlib_module_names) - {"asyncflow", "asyncflow_sums", "asyncflow_vllm"}
+    return found - set(sys.stdlib_module_names) - {"asyncflow", *(file.stem for file in IN_VLLM.glob("asyncflow_*.py"))}
 
 
 def test_every_extra_is_listed_by_the_package_that_is_imported() -> None:

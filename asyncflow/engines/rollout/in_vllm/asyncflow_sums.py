@@ -15,41 +15,25 @@ in parameters and buffers, the sum is over what it was given. Nothing can be tol
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from asyncflow_bits import is_exact, normal, sum_of_bits
+from asyncflow_loading import PLAIN, CannotTell, Composed, composed_of, name_in_files, processed_of, sums_of_tensors, words_of
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
-from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader import utils as loading
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 LEAST_COLUMNS = 16
 LEAST_ELEMENTS = 1 << 15  # of each tensor, in these columns: enough if one in a thousand has changed, as in a step in bfloat16
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
-"""Methods of layers whose weights lie there as they were loaded, or can be asked for."""
-ONLINE = (OnlineLinearBase, OnlineMoEMethodBase)
-"""Methods that quantise what is loaded, of which vLLM's source says that they compute with a layer's parameters."""
-NUMBERS_AND_WORDS = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum, type(None))
 ABSORBED = ("W_UV", "W_UK_T")
 """Parameters of latent attention (MLA) that are made of the rows of `kv_b_proj`, each in one of them."""
-DEEPEST = 4
-"""Levels of objects in objects that are looked into for what a layer keeps."""
 WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds adapters to it
 
 SumEntry = list[Any]
@@ -59,167 +43,6 @@ is not, is kept in the model's, and they do.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
 no elements are counted. An adapter's tensor has the names that it may have."""
-
-
-class CannotTell(Exception):
-    """Error for weights that the model computes with and that cannot be told. The text says of which part."""
-
-
-@dataclass(frozen=True, slots=True)
-class Processed:
-    """Sums of a layer whose method has made something of its weights. `loaded`: of each parameter before that, its dtype, and the
-    number of elements and the sum of each tensor in it. `made`: of each tensor after that, shape, dtype and sum. `hidden`: why
-    kernels may read something else than these; "" if there is no reason."""
-
-    loaded: dict[str, tuple[torch.dtype, list[tuple[int, int]]]]
-    made: dict[str, tuple[torch.Size, torch.dtype, int]]
-    hidden: str
-
-
-_processed: WeakKeyDictionary[nn.Module, Processed | str] = WeakKeyDictionary()
-"""Of each layer, or why nothing is known."""
-_held_at_first: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
-"""Of each layer, what there was before anything was loaded (`_held`)."""
-_names_given: WeakKeyDictionary[nn.Module, list[dict[str, str]]] = WeakKeyDictionary()
-"""Of each model, and then of its parts, the names of what it was given, by those that it has for them."""
-
-
-def watch_loading() -> None:
-    """Have sums taken of what layers' methods are given whenever layers are loaded, and of what they make of it, and names noted
-    that models have for what they are given; in models that are made from here on."""
-    record = loading.record_metadata_for_reloading
-
-    def recorded(model: nn.Module) -> None:
-        record(model)
-        for path, part in model.named_modules():
-            with contextlib.suppress(Exception):  # another vLLM's: what it calls otherwise is not told
-                mapper = getattr(part, "hf_to_vllm_mapper", None)
-                if mapper is not None and callable(getattr(part, "load_weights", None)):
-                    noted = _note_names(f"{path}.".lstrip("."), part, mapper.get_rename_mapper())
-                    _names_given.setdefault(model, []).append(noted)
-        for layer in model.modules():
-            method: Any = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN:
-                with contextlib.suppress(Exception):  # one that takes no attributes, say: nobody sees what it does
-                    _watch(method)
-                    _held_at_first[layer] = _held(layer, method)
-
-    loading.record_metadata_for_reloading = recorded
-
-
-def _note_names(prefix: str, part: Any, rename: Any) -> dict[str, str]:
-    """The names, whenever it is loaded, of what a part of a model is given: by those that it has for them, with this prefix."""
-    load, names = part.load_weights, dict[str, str]()
-
-    def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            if (own := rename.map_name(name)) is not None:
-                names[prefix + own] = prefix + name
-            yield name, tensor
-
-    part.load_weights = lambda weights, *given, **more: load(noted(weights), *given, **more)
-    return names
-
-
-def _watch(method: Any) -> None:
-    if "process_weights_after_loading" in vars(method):  # of several layers
-        return
-    process = method.process_weights_after_loading
-
-    def watched(layer: nn.Module) -> None:
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            process(layer)  # which returns at once
-            return
-        loaded = _unless_broken(lambda: _loaded(layer, method))
-        process(layer)
-        made = _unless_broken(lambda: _sums(layer))
-        broken = [each for each in (loaded, made) if isinstance(each, str)]
-        _processed[layer] = broken[0] if broken else Processed(loaded, made, _unless_broken(lambda: _hidden(layer, method)))
-
-    method.process_weights_after_loading = watched
-
-
-def _unless_broken(take: Callable[[], Any]) -> Any:
-    """Result of the call, or its error in words: of another vLLM than this was written against, maybe, which loads all the same."""
-    try:
-        return take()
-    except Exception as error:
-        return _words(error)
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
-
-
-def _loaded(layer: Any, method: Any) -> dict[str, tuple[torch.dtype, list[tuple[int, int]]]]:
-    is_of_experts = hasattr(layer, "get_expert_mapping")
-    if is_of_experts:
-        method._zero_padding(layer)  # else it is whatever was in memory; methods that quantise it do the same
-    found = {}
-    for name, parameter in layer._parameters.items():
-        if parameter is not None and name not in SKIP_LOAD_TENSORS:
-            parts = [parameter.data] if is_of_experts else _partitions(layer, parameter)
-            found[name] = parameter.dtype, [(part.numel(), sum_of_bits(part)) for part in parts]
-    return found
-
-
-def _partitions(layer: Any, parameter: Any) -> Sequence[Tensor]:
-    """The tensors that lie in a parameter one after another."""
-    tensor, dimension = parameter.data, getattr(parameter, "output_dim", None) or 0
-    if (num_tokens := getattr(layer, "num_org_embeddings_per_partition", None)) is not None:
-        return [tensor.narrow(dimension, 0, num_tokens)]
-    sizes = getattr(layer, "output_partition_sizes", None) or [tensor.shape[dimension]]
-    return torch.split(tensor, [*sizes], dimension)
-
-
-def _hidden(layer: nn.Module, method: Any) -> str:
-    """Why a layer may compute with something else than its parameters and buffers; "" if there is no reason."""
-    if isinstance(method, ONLINE):
-        return ""
-    held = _held(layer, method)
-    own = {name for name, is_tensor in held.items() if is_tensor} | (held.keys() - _held_at_first[layer].keys())
-    return f"it keeps {min(own)} of its own" if own else ""
-
-
-def _held(layer: nn.Module, method: Any) -> dict[str, bool]:
-    """Names of what a layer, its method, and what these have, hold besides numbers, words, and the layer's parameters and buffers;
-    and whether it is a tensor. Of modules that are no part of the layer nothing more is looked for."""
-    found, seen = dict[str, bool](), {id(layer._parameters), id(layer._buffers)}
-    seen |= {id(tensor) for tensor in [*layer._parameters.values(), *layer._buffers.values()] if tensor is not None}
-    owners: list[tuple[str, Any, int]] = [("", layer, 0), ("", method, 0)]
-    while owners:
-        path, owner, depth = owners.pop()
-        if id(owner) in seen:
-            continue
-        seen.add(id(owner))
-        if isinstance(owner, (list, tuple)):
-            own = dict(enumerate(owner))
-        else:
-            own = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        for name, value in own.items():
-            if isinstance(value, NUMBERS_AND_WORDS) or id(value) in seen:
-                continue
-            is_tensor = isinstance(value, Tensor)
-            found[f"{path}{name}"] = is_tensor
-            is_part = not isinstance(value, nn.Module) or owner is layer._modules
-            if depth < DEEPEST and is_part and not is_tensor and not isinstance(value, (type, types.ModuleType)):
-                owners.append((f"{path}{name}.", value, depth + 1))
-    return found
-
-
-def _sums(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
-    """Shape, dtype and sum of all tensors that a layer has, and that these are made of, but for those that no load changes."""
-    own = [*layer._parameters.items(), *layer._buffers.items()]
-    tensors = [(name, tensor) for name, tensor in own if tensor is not None and name not in SKIP_LOAD_TENSORS]
-    found = {}
-    while tensors:
-        name, tensor = tensors.pop()
-        if is_traceable_wrapper_subclass(tensor.data):
-            inner = [(f"{name}.{own}", getattr(tensor.data, own)) for own in tensor.data.__tensor_flatten__()[0]]
-            tensors += [(path, each) for path, each in inner if each is not None]
-        else:
-            found[name] = tensor.shape, tensor.dtype, sum_of_bits(tensor.data)
-    return found
 
 
 @torch.inference_mode()
@@ -234,32 +57,23 @@ def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | Non
         weights, buffers = ([*_weights(model, dtype, seed, unseen)], [*_buffers(model, dtype)]) if has_weights else ([], [])
         lora, rank = ([], 0) if lora_id is None else _lora(model, lora_id, unseen_lora)
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
-        return {"why": _words(error)}
+        return {"why": words_of(error)}
     for entry in [*weights, *buffers]:
-        entry[0] = [_as_in_files(model, name) for name in entry[0]]
+        entry[0] = [_asname_in_files(model, name) for name in entry[0]]
     told = {"weights": weights, "buffers": buffers, "lora": lora, "lora_rank": rank}
     return told | {"unseen": unseen, "unseen_lora": unseen_lora}
 
 
-def _in_files(model: nn.Module, name: str) -> str | None:
-    """Name that files have for what the model calls so; None if it was given nothing that it calls so."""
-    is_given = False
-    for given in reversed(_names_given.get(model, [])):
-        is_given |= name in given
-        name = given.get(name, name)
-    return name if is_given else None
-
-
-def _as_in_files(model: nn.Module, name: str) -> str:
+def _asname_in_files(model: nn.Module, name: str) -> str:
     """Name that files have for a tensor, if they have one for the same."""
-    of_file = _in_files(model, name)
-    # Where a parameter itself is called otherwise, it is something else, it seems: A of state spaces is -exp(A_log).
+    of_file = name_in_files(model, name)
+    # Where a parameter itself is called otherwise, it is something else, it seems.
     return of_file if of_file is not None and of_file.rpartition(".")[2] == name.rpartition(".")[2] else name
 
 
 def _paths(model: nn.Module, path: str) -> list[str]:
     """Names of a layer, in files and in the model: an adapter has one of these."""
-    return [*dict.fromkeys([_as_in_files(model, f"{path}.weight").removesuffix(".weight"), path])]
+    return [*dict.fromkeys([_asname_in_files(model, f"{path}.weight").removesuffix(".weight"), path])]
 
 
 def _weights(model: nn.Module, dtype: torch.dtype, seed: int, unseen: dict[str, str]) -> Iterator[SumEntry]:
@@ -275,7 +89,7 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int, unseen: dict[str, 
         try:
             entries = [*_of_layer(model, module, paths, first_names, dtype, seed)]
         except Exception as error:
-            unseen[paths[0]] = _words(error)
+            unseen[paths[0]] = words_of(error)
             continue
         for entry in entries:
             entry[2] = (entry[2] + changes.get(module, 0)) % (1 << 32)
@@ -308,6 +122,9 @@ def _of_layer(
         is_shared = id(parameter) in first_names
         name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
         names = _names(model, name)
+        if (composed := composed_of.get(module, {}).get(own_name)) is not None:
+            yield _of_composed(composed, model, name, parameter, dtype)
+            continue
         if type(method) is UnquantizedFusedMoEMethod:
             if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
                 raise CannotTell(f"{paths[0]} is computed by MOONEP")
@@ -345,7 +162,7 @@ def _names_of_experts(model: nn.Module, module: Any, path: str, own_name: str, k
     together = [
         name
         for parameter, of_experts, *_ in module.get_expert_mapping(include_fused=True)
-        if parameter == f"experts.{own_name}" and (name := _in_files(model, f"{parent}{of_experts}")) is not None
+        if parameter == f"experts.{own_name}" and (name := name_in_files(model, f"{parent}{of_experts}")) is not None
     ]
     names = together or [
         f"{parent}{of_expert.replace('base_layer.', '')}{end}"
@@ -359,10 +176,10 @@ def _names_of_experts(model: nn.Module, module: Any, path: str, own_name: str, k
 
 def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: torch.dtype) -> Iterator[SumEntry]:
     """Sums over what was loaded; where other bits lie there than were made of it, all are others."""
-    processed = _processed.get(module, "nobody saw it")
+    processed = processed_of.get(module, "nobody saw it")
     if isinstance(processed, str):
         raise CannotTell(f"{path} is processed by {type(method).__name__}: {processed}")
-    now = _sums(module)
+    now = sums_of_tensors(module)
     forms, forms_then = ({name: each[:2] for name, each in one.items()} for one in (now, processed.made))
     hidden = processed.hidden
     if forms != forms_then or not all(shape.numel() for shape, _ in forms.values()):
@@ -383,10 +200,21 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
             yield [[name], numel, (found + change) % (1 << 32), 0, [], True, "", why]
 
 
+def _of_composed(composed: Composed, model: nn.Module, name: str, parameter: Tensor, dtype: torch.dtype) -> SumEntry:
+    """Sum over what the parameter's loader made it of; where other bits lie there than it made, another one."""
+    if not composed.given:
+        raise CannotTell(f"nobody saw what {name} was made of")
+    own = next(iter(composed.given))
+    kept = [] if dtype in composed.given else [False, _name_of(own)]
+    in_files = name_in_files(model, name) or (f"{name}_log" if name.endswith(".A") else name)
+    change = sum_of_bits(parameter.data) - composed.made
+    return [[in_files], parameter.numel(), (composed.given.get(dtype, composed.given[own]) + change) % (1 << 32), 0, [], *kept]
+
+
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:
     if not buffer.numel() or not buffer.is_floating_point():
         raise CannotTell(f"{names[0]} is in no buffer of its own")
-    if _is_exact(buffer, dtype):  # such as a bias that a kernel wants in float32
+    if is_exact(buffer, dtype):  # such as a bias that a kernel wants in float32
         buffer = buffer.to(dtype)
     for name, piece in _pieces(module, names, buffer):
         yield _as_kept(name, piece, dtype)
@@ -394,13 +222,12 @@ def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: t
 
 def _as_kept(name: str, tensor: Tensor, dtype: torch.dtype) -> SumEntry:
     """Sum over all of a tensor, in the dtype that it has here."""
-    kept = [] if tensor.dtype == dtype else [False, str(tensor.dtype).removeprefix("torch.")]
+    kept = [] if tensor.dtype == dtype else [False, _name_of(tensor.dtype)]
     return [[name], tensor.numel(), sum_of_bits(tensor), 0, [], *kept]
 
 
-def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether this dtype holds what the tensor has."""
-    return tensor.dtype == dtype or torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[SumEntry]:
@@ -419,7 +246,7 @@ def _of_columns(module: Any, names: Sequence[str], dtype: torch.dtype, seed: int
     rows = torch.zeros(count, inputs, dtype=module.params_dtype)
     rows[torch.arange(count), columns] = 1
     answers = module.quant_method.apply(module, rows.to(module.weight.device), None)
-    if not _is_exact(answers, dtype):
+    if not is_exact(answers, dtype):
         raise CannotTell(f"{names[0]} is kept in {answers.dtype}")
     answers = answers.to(dtype)  # of a router, say, that is computed in float32
     begin = inputs * module.tp_rank if inputs != module.input_size else 0
@@ -476,22 +303,3 @@ def _stacks(layer: Any) -> Iterator[Tensor]:
     for kind in kinds:
         stacked = getattr(layer, f"{kind}_stacked")
         yield from [stacked] if isinstance(stacked, Tensor) else stacked  # the output layer has one
-
-
-def normal(tensor: Tensor) -> Tensor:
-    """The tensor, with 0 for -0 and for numbers so small that a product with 1 may lose them (`attesting.py` does the same)."""
-    return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)
-
-
-def sum_of_bits(tensor: Tensor, dtype: Any = np.int32) -> int:
-    """Sum of the bits of a tensor's elements as integers, of 64 bits as two of 32, modulo 2^32, or with int64 2^64
-    (`asyncflow/bit_sums.py`)."""
-    words = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
-    if words.device.type == "cpu":  # numpy adds up eight times as many a second
-        return int(np.add.reduce(words.numpy(), dtype=dtype)) % (1 << 8 * np.dtype(dtype).itemsize)
-    return int(sum_in_pieces(words)) % (1 << 8 * np.dtype(dtype).itemsize)
-
-
-def sum_in_pieces(words: Tensor, size: int = 1 << 24) -> Tensor:
-    """Sum of integers, modulo 2^64: torch makes a copy of what it sums up, with eight bytes for each."""
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in torch.split(words, size)]).sum()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
+import asyncflow_loading
 import asyncflow_sums
 import torch
 from torch import Tensor
@@ -171,6 +172,7 @@ def _settings(config: Any) -> dict[str, Any]:
         "logprobs_mode": config.model_config.logprobs_mode,
         "enable_chunked_prefill": config.scheduler_config.enable_chunked_prefill,
         "device_type": config.device_config.device_type,
+        "enable_eplb": config.parallel_config.enable_eplb,
     }
 
 
@@ -195,4 +197,4 @@ async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
 
 
 WeightTransferEngineFactory.register_engine("asyncflow", FileWeights)
-asyncflow_sums.watch_loading()
+asyncflow_loading.watch_loading()

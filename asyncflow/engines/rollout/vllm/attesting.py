@@ -17,29 +17,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence, Set
-from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from msgspec.structs import replace
-from torch import Tensor
 
-from asyncflow.attestation import MODULUS, Attestation, fault_of, modulus_of, sum_of_all
-from asyncflow.bit_sums import sum_of, sum_over
-from asyncflow.engines.lora_files import A, B
+from asyncflow.attestation import MODULUS, Attestation, fault_of, sum_of_all
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
+from asyncflow.engines.rollout.vllm.promised import NotAttested, PromisedTensors
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
-from asyncflow.engines.rollout.vllm.weights import NO_DIFFERENCES, Differences, ServerWeights
+from asyncflow.engines.rollout.vllm.weights import ServerWeights
 
 log = logging.getLogger(__name__)
 
 Part = tuple[list[str], int]
-
-
-class NotAttested(Exception):
-    """Error for a server of which one cannot tell what it generates with, or has in a tensor's place. The text says why."""
 
 
 class Told(NamedTuple):
@@ -50,116 +42,6 @@ class Told(NamedTuple):
     unseen: dict[str, str]
 
 
-class PromisedTensors:
-    """Tensors that a server was to load, as engines of this dtype have them, and sums over them."""
-
-    def __init__(
-        self,
-        version: int,
-        tensors: Mapping[str, Tensor],
-        dtype: str,
-        *,
-        differences: Differences = NO_DIFFERENCES,
-        adapter: str | None = None,
-        scaling: float = 1.0,
-    ) -> None:
-        """`tensors` may be read from files, one at a time. `differences`: between them and a version. `adapter`: name of one, if
-        they are its. `scaling`: of its product; vLLM multiplies B with it."""
-        self.version, self.adapter = version, adapter
-        self.tied, self.wholes, constants, self._unused = differences
-        self.constants = constants & tensors.keys()
-        self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
-        self._sums: dict[str, int] = {}
-
-    @property
-    def names(self) -> Set[str]:
-        """Names of the tensors."""
-        return self._tensors.keys()
-
-    def whole_of(self, name: str) -> str:
-        """Name of the version's tensor that this one is, or is a piece of."""
-        return self.wholes.get(name, name)
-
-    def name_of(self, name: str) -> str:
-        """Name that the tensor has here which a server's model calls so."""
-        return name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name))
-
-    def sums(self) -> dict[str, int]:
-        """Sums of the version's tensors, by the names that it has for them."""
-        found: dict[str, int] = {}
-        for name in self._tensors.keys() - self.constants:
-            whole = self.whole_of(name)
-            found[whole] = (found.get(whole, 0) + self.sum_of(name)) % modulus_of(name)
-        return found
-
-    @cached_property
-    def sum_of_others(self) -> int:
-        """Sum over what the model's files have besides, and no server."""
-        return sum_over(self._unused.values(), self._dtype)
-
-    def all_sums(self) -> dict[str, int]:
-        """Sums of the version's tensors and of those that no version has."""
-        return self.sums() | {name: self.sum_of(name) for name in self.constants}
-
-    def base(self) -> int:
-        """Sum over the model's files, if this is what they have."""
-        return (sum_of_all(self.all_sums().values()) + self.sum_of_others) % MODULUS
-
-    def sum_of(self, name: str) -> int:
-        """Sum over a tensor's bits."""
-        if name not in self._sums:
-            self._sums[name] = sum_of(name, self._tensor(name))
-        return self._sums[name]
-
-    def found(self, name: str, workers: Sequence[FoundSum], filled: int = 0) -> list[int]:
-        """Sums over the copies of one tensor that a server has, from those of its workers, in the order of their ranks.
-
-        `filled`: rank up to which an adapter's matrices are filled with zeros. Raises `NotAttested` where they make up no copies.
-        """
-        if name not in self._tensors:
-            raise NotAttested(f"{name} is in its model, and in no file of the model's")
-        tensor = self._tensors[name]
-        numel = tensor.numel()
-        if name.endswith((A, B)):
-            rank = tensor.shape[0 if name.endswith(A) else 1]
-            numel = numel // rank * filled
-        num_copies, rest = divmod(sum(each.numel for each in workers), numel)
-        if rest or not num_copies or len(workers) % num_copies:
-            raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
-        copies = (
-            workers[copy::num_copies] for copy in range(num_copies)
-        )  # vLLM gives a part to neighbours, where it is to several
-        return [self._found_in(name, parts) for parts in copies]
-
-    def _found_in(self, name: str, parts: Sequence[FoundSum]) -> int:
-        found = sum(each.found for each in parts) % modulus_of(name)
-        columns = sorted({column for each in parts for column in each.columns})
-        if columns:
-            matrix = self._tensor(name)
-            count = sum(each.numel // each.inputs * len(each.columns) for each in parts)
-            owns = [  # GPT-2's matrices are loaded the other way
-                sum_of(name, _normal(way[:, columns]))
-                for way in (matrix, matrix.t())
-                if len(way) * len(columns) == count and columns[-1] < way.shape[1]
-            ]
-            if not owns:
-                raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
-            own = found if found in owns else owns[0]
-            if found != own and not bool(matrix.isfinite().all()):
-                raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
-            found += self.sum_of(name) - own
-        elif kept := parts[0].kept:
-            if name not in self.constants:
-                raise NotAttested(f"{name} is kept in {kept}")
-            found += self.sum_of(name) - sum_of(name, self._tensors[name].to(getattr(torch, kept)))
-        elif name.endswith(B) and self._scaling != 1:
-            found += self.sum_of(name) - sum_of(name, self._tensor(name) * self._scaling)
-        return found % modulus_of(name)
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._dtype)
-
-
 class ServerAttestations:
     """Attestations of the servers of one engine. `are_whole`: sums told of all that they generate with the last time."""
 
@@ -168,13 +50,17 @@ class ServerAttestations:
         self._weights, self._lora = weights, lora
         self._bases: WeakKeyDictionary[VllmClient, tuple[int | None, dict[str, str]]] = WeakKeyDictionary()
         """Of each server, which has a new client when it starts again, the sum over its base, or what is unseen of that."""
+        self._paired: dict[str, str] = {}
+        """See `PromisedTensors.pair`."""
         self._has_logged_why = self._is_quantised = False
         self.are_whole = True
 
     def whole(self) -> PromisedTensors:
         """The weights that the servers should have; valid until they are to have others."""
         weights = self._weights
-        return PromisedTensors(weights.version, weights.tensors(), weights.dtype, differences=weights.differences)
+        return PromisedTensors(
+            weights.version, weights.tensors(), weights.dtype, differences=weights.differences, paired=self._paired
+        )
 
     def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
         """The adapter that is this version. Blocks."""
@@ -273,20 +159,16 @@ def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
     """All that a server generates with, likewise."""
     parts, unseen = list[Part](), {path: why for worker in workers for path, why in worker.unseen.items()}
     own_buffers = [[each for each in worker.buffers if each.names[0] in promised.constants] for worker in workers]
-    for each in [*_by_tensor([worker.weights for worker in workers]), *_by_tensor(own_buffers)]:
-        names = [*dict.fromkeys(promised.name_of(name) for name in each[0].names)]
-        found: list[int] = []
-        if unknown := {*names} - promised.names:
-            unseen[min(unknown)] = f"{min(unknown)} is in its model, and in no file of the model's"
-        elif any(worker.numel for worker in each):
-            try:
-                found = promised.found(names[0], each)
-            except NotAttested as why_not:
-                unseen[names[0]] = str(why_not)
-        else:
-            found = [sum(worker.found for worker in each) % MODULUS]
-        parts += [(names, one) for one in found]
-        if found and (why := next((worker.unseen for worker in each if worker.unseen), "")):
+    by_tensor = [*_by_tensor([worker.weights for worker in workers]), *_by_tensor(own_buffers)]
+    promised.pair(by_tensor)
+    for each in by_tensor:
+        names = promised.names_of(each[0])
+        try:
+            parts += [(names, found) for found in promised.found(names, each)]
+        except NotAttested as why_not:
+            unseen[min({*names} - promised.names, default=names[0])] = str(why_not)
+            continue
+        if why := next((worker.unseen for worker in each if worker.unseen), ""):
             unseen.update(dict.fromkeys(map(promised.whole_of, names), why))
     lacking = promised.names - {name for names, _ in parts for name in names}
     for name in sorted(lacking):
@@ -324,7 +206,7 @@ def told_of_lora(workers: Sequence[WorkerSums], promised: PromisedTensors) -> To
         name = next((name for name in each[0].names if name in promised.names), each[0].names[0])
         if name in promised.names:
             try:
-                parts += [([name], found) for found in promised.found(name, each, workers[0].lora_rank)]
+                parts += [([name], found) for found in promised.found([name], each, workers[0].lora_rank)]
             except NotAttested as why_not:
                 unseen[name] = str(why_not)
         elif found := [worker.found for worker in each if worker.found]:
@@ -366,8 +248,3 @@ def _by_tensor(workers: Sequence[Sequence[FoundSum]]) -> list[tuple[FoundSum, ..
     if any(len({(*worker.names,) for worker in each}) != 1 for each in by_tensor):
         raise NotAttested("its workers have not the same tensors")
     return by_tensor
-
-
-def _normal(tensor: Tensor) -> Tensor:
-    """See `normal` in in_vllm/asyncflow_sums.py."""
-    return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)

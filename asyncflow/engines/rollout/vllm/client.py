@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import Response
-from asyncflow.engines.rollout.vllm.options import PauseMode
+from asyncflow.engines.rollout.vllm.options import MOVES_EXPERTS, PauseMode
 from asyncflow.types import Array, UserError
 
 CONNECT_SECONDS = 10.0
@@ -91,6 +91,7 @@ class ServerSettings(msgspec.Struct):
     logprobs_mode: str
     enable_chunked_prefill: bool
     device_type: str
+    enable_eplb: bool = False
 
 
 class FoundSum(msgspec.Struct, frozen=True, array_like=True):
@@ -349,6 +350,8 @@ async def check_settings(client: VllmClient, *, max_context: int, seeded: bool) 
             f"{client.address} has --logprobs-mode {settings.logprobs_mode}, whose log-probs are not those of the distribution "
             f"that it samples from: start it with processed_logprobs (docs/vllm.md)"
         )
+    if settings.enable_eplb:
+        raise UserError(f"{client.address} has --enable-eplb: {MOVES_EXPERTS}; start it without (docs/vllm.md)")
     if settings.max_model_len < max_context:
         raise UserError(
             f"{client.address} has --max-model-len {settings.max_model_len}, and this run's prompts and responses have up to "

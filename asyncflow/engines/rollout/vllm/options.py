@@ -22,6 +22,7 @@ _SAMPLING: Final = "the run says how it samples, and training needs the log-prob
 _DEVICES: Final = "the devices of an instance are rollout.engine.tensor_parallel and rollout.engine.devices"
 _SECRET: Final = "a secret is on no command line: AsyncFlow makes the server's key, and what else there is goes by the environment"
 _CONTROL: Final = "AsyncFlow controls the server by it"
+MOVES_EXPERTS: Final = "it moves experts while it generates, and vLLM loads a version's to where they were at first"
 _FIXED: Final[Mapping[str, str]] = {
     "model": "it is model.path",
     "load-format": "a server's first weights are those of model.path",
@@ -32,6 +33,7 @@ _FIXED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("logprobs-mode", "generation-config", "override-generation-config"), _SAMPLING),
     **dict.fromkeys(("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size"), _DEVICES),
     **dict.fromkeys(("data-parallel-size", "nnodes", "device-ids"), _DEVICES),
+    **dict.fromkeys(("enable-eplb", "eplb-config", "enable-elastic-ep"), MOVES_EXPERTS),
     **dict.fromkeys(("api-key", "hf-token"), _SECRET),
     **dict.fromkeys(("worker-extension-cls", "enable-scale-out", "middleware", "headless"), _CONTROL),
     **dict.fromkeys(("uds", "host", "port", "grpc", "grpc-port", "ssl-keyfile", "ssl-certfile"), _SOCKET),

@@ -109,6 +109,9 @@ class ServerOptions:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            # On AMD's devices: the sums of experts that are fused with shared ones cannot be told apart.
+            "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS": "0",
+            "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS": "0",
         }
         if engine.lora is not None:
             own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

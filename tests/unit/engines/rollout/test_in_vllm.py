@@ -98,8 +98,9 @@ def module(monkeypatch: pytest.MonkeyPatch, reload: Reload) -> Iterator[Any]:
         for key, value in own.items():
             monkeypatch.setattr(sys.modules[name], key, value, raising=False)
     attested = lambda *asked: {"told": [str(each) for each in asked[1:]]}  # noqa: E731
-    own = SimpleNamespace(attested=attested, watch_loading=lambda: setattr(reload, "is_watched", True))
-    monkeypatch.setitem(sys.modules, "asyncflow_sums", own)
+    monkeypatch.setitem(sys.modules, "asyncflow_sums", SimpleNamespace(attested=attested))
+    watched = SimpleNamespace(watch_loading=lambda: setattr(reload, "is_watched", True))
+    monkeypatch.setitem(sys.modules, "asyncflow_loading", watched)
     monkeypatch.syspath_prepend(str(IN_VLLM))
     monkeypatch.delitem(sys.modules, "asyncflow_vllm", raising=False)
     monkeypatch.setenv("VLLM_API_KEY", KEY)
@@ -138,6 +139,7 @@ class Server:
             model_config=SimpleNamespace(max_model_len=512, logprobs_mode="processed_logprobs"),
             scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
             device_config=SimpleNamespace(device_type="cpu"),
+            parallel_config=SimpleNamespace(enable_eplb=False),
         )
         serving = SimpleNamespace(lora_requests=adapters)
         state = SimpleNamespace(vllm_config=config, engine_client=self.engine, openai_serving_models=serving)
@@ -183,7 +185,8 @@ async def test_with_the_key_vllm_answers_its_routes_and_ours_are_two(module: Any
     assert (await server.ask("/v1/completions"))[0]["status"] == 204 and server.passed_on == ["/v1/completions"]
     sent = await server.ask("/asyncflow/settings")
     assert sent[0]["status"] == 200 and content_of(sent) == {
-        **{"max_model_len": 512, "logprobs_mode": "processed_logprobs", "enable_chunked_prefill": True, "device_type": "cpu"}
+        **{"max_model_len": 512, "logprobs_mode": "processed_logprobs", "enable_chunked_prefill": True, "device_type": "cpu"},
+        **{"enable_eplb": False},
     }
     assert server.passed_on == ["/v1/completions"]
 

@@ -695,7 +695,11 @@ async def test_a_given_server_may_cut_prompts_where_vllm_does_not_die_of_it(
 
 @pytest.mark.parametrize(
     ("said", "words"),
-    [({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs"), ({"enable_chunked_prefill": True}, "cuts long prompts")],
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs"),
+        ({"enable_chunked_prefill": True}, "cuts long prompts"),
+        ({"enable_eplb": True}, "--enable-eplb: it moves experts"),
+    ],
 )
 async def test_the_runs_own_servers_are_asked_too(model: Path, python: str, said: dict[str, Any], words: str) -> None:
     (model / "settings").write_text(json.dumps(said))
@@ -810,6 +814,8 @@ def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[st
         ({"dtype": "auto"}, r"it is rollout\.dtype"),
         ({"model": "elsewhere"}, r"it is model\.path"),
         ({"config": "vllm.yaml"}, "a file might set"),
+        ({"enable_eplb": True}, "moves experts while it generates"),
+        ({"eplb_config.num_redundant_experts": 2}, "moves experts"),
         ({"port": 8000}, "a socket of AsyncFlow's own"),
         ({"weight_transfer_config.backend": "nccl"}, "it is rollout.engine.transfer"),
         ({"logprobs_m": "raw_logprobs"}, r"logprobs_m \(vLLM may take it for logprobs-mode\) is not"),
@@ -992,7 +998,9 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         hosts = hosts_of(server_options("py", MODEL, device=cpu, instances=2).engine, "asyncflow")
         assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [None, None]
     assert "--enforce-eager" not in command and "--distributed-executor-backend" not in command
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS", "1")
     environment = options.environment("secret")
+    assert environment["VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"] == "0"
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3" and environment["PYTHONPATH"].split(os.pathsep)[0] == str(IN_VLLM)
     assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
 

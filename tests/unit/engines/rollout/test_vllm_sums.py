@@ -25,9 +25,7 @@ from asyncflow.bit_sums import sum_in_pieces, sum_of, sum_of_bits
 from asyncflow.engines.lora import sum_of_base
 from asyncflow.engines.rollout.vllm import weights as server_weights
 from asyncflow.engines.rollout.vllm.attesting import (
-    NotAttested,
     Part,
-    PromisedTensors,
     ServerAttestations,
     Told,
     base_of,
@@ -38,6 +36,7 @@ from asyncflow.engines.rollout.vllm.attesting import (
 )
 from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
+from asyncflow.engines.rollout.vllm.promised import NotAttested, PromisedTensors
 from asyncflow.engines.rollout.vllm.weights import Differences, ServerWeights
 from asyncflow.engines.train.file_tensors import file_tensors
 from asyncflow.model_folder import FileTensors
@@ -282,6 +281,9 @@ class LikeExperts(nn.Module):
         ]
 
 
+OURS = ("asyncflow_sums", "asyncflow_loading", "asyncflow_bits")
+
+
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs in vLLM's workers."""
@@ -312,9 +314,22 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.syspath_prepend(str(IN_VLLM))
-    monkeypatch.delitem(sys.modules, "asyncflow_sums", raising=False)
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("asyncflow_sums")
-    sys.modules.pop("asyncflow_sums", None)
+    for name in OURS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def loading(sums: Any) -> Any:
+    """The module there that notes what is loaded."""
+    return sys.modules["asyncflow_loading"]
+
+
+def made(model: Any) -> None:
+    """As vLLM does when it has made a model."""
+    sys.modules["vllm.model_executor.model_loader.utils"].record_metadata_for_reloading(model)
 
 
 def checkpoint(
@@ -466,7 +481,7 @@ def test_an_output_layer_that_should_be_the_embedding_and_shares_it_no_more_is_c
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", [OnlineLinearBase, Int8Online, TorchAOLinearMethod, Turning])
 def test_what_was_made_of_loaded_weights_has_the_sums_of_the_file_and_anything_else_is_named(
-    sums: Any, tp: int, kind: type[QuantizeMethodBase]
+    sums: Any, loading: Any, tp: int, kind: type[QuantizeMethodBase]
 ) -> None:
     tensors, path, method = checkpoint(torch.bfloat16), "model.layers.0.self_attn", kind()
     models = [model_of(tensors, rank=rank, tp=tp, packed=False) for rank in range(tp)]
@@ -476,7 +491,7 @@ def test_what_was_made_of_loaded_weights_has_the_sums_of_the_file_and_anything_e
             process(model.model.layers[0].self_attn.qkv_proj, method)
             process(model.model.layers[0].self_attn.o_proj, method)
 
-    sums.watch_loading()
+    loading.watch_loading()
     load()
     workers = told(sums, *models, dtype=torch.bfloat16)
     assert {each.names[0] for each in workers[0].weights if each.is_quantised} == {
@@ -504,28 +519,28 @@ def test_what_was_made_of_loaded_weights_has_the_sums_of_the_file_and_anything_e
     assert f"in 1 of {num_parts} parts, {path}.o_proj.weight the first" in words
 
 
-def test_a_matrix_that_is_loaded_the_other_way_is_taken_apart_where_its_outputs_lie(sums: Any) -> None:
+def test_a_matrix_that_is_loaded_the_other_way_is_taken_apart_where_its_outputs_lie(sums: Any, loading: Any) -> None:
     tensors = checkpoint()
     model = model_of(tensors, packed=False)
     layer = model.model.layers[0].self_attn.qkv_proj
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
     layer.weight.output_dim = 1  # as vLLM says it
-    sums.watch_loading()
+    loading.watch_loading()
     process(layer, Turning())
     assert fault_in(told(sums, model), tensors) == ""
 
 
-def test_an_output_layer_that_is_filled_up_is_summed_up_as_far_as_it_was_loaded(sums: Any) -> None:
+def test_an_output_layer_that_is_filled_up_is_summed_up_as_far_as_it_was_loaded(sums: Any, loading: Any) -> None:
     tensors = checkpoint()
     model = model_of(tensors, packed=False)
-    sums.watch_loading()
+    loading.watch_loading()
     process(model.lm_head, Turning())
     assert fault_in(told(sums, model), tensors) == ""
     model.lm_head.weight.data[0, 0] += 1
     assert "in 1 of 10 parts, lm_head.weight the first" in fault_in(told(sums, model), tensors)
 
 
-def test_what_was_processed_otherwise_or_unseen_is_told_as_far_as_it_was_seen(sums: Any) -> None:
+def test_what_was_processed_otherwise_or_unseen_is_told_as_far_as_it_was_seen(sums: Any, loading: Any) -> None:
     path, tensors = "model.layers.0.self_attn.qkv_proj", checkpoint(torch.bfloat16)
 
     def loaded(
@@ -539,7 +554,7 @@ def test_what_was_processed_otherwise_or_unseen_is_told_as_far_as_it_was_seen(su
         return model
 
     unseen = loaded()
-    sums.watch_loading()
+    loading.watch_loading()
     moved, other = loaded(), loaded()
     moved.model.layers[0].self_attn.qkv_proj.weight = nn.Parameter(torch.empty(0))  # as of a kernel with a copy of its own
     other.model.layers[0].self_attn.qkv_proj.workspace = nn.Parameter(torch.empty(3))
@@ -657,10 +672,10 @@ def test_experts_are_summed_up_together_by_the_names_that_a_version_has(sums: An
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_experts_that_were_quantised_are_summed_up_as_they_were_loaded(sums: Any, tp: int) -> None:
+def test_experts_that_were_quantised_are_summed_up_as_they_were_loaded(sums: Any, loading: Any, tp: int) -> None:
     tensors, wholes, _ = experts()
     workers = [experts_of(tensors, rank=rank, tp=tp) for rank in range(tp)]
-    sums.watch_loading()
+    loading.watch_loading()
     for layer in (worker.mlp.experts.routed_experts for worker in workers):
         for parameter in layer.parameters():
             parameter.data[-7:] = torch.nan
@@ -833,16 +848,16 @@ class Renaming:
         return name.replace(".attn.", ".self_attn.").replace("gain", "weight")
 
 
-def test_a_model_whose_names_are_not_those_of_its_files_is_told_by_theirs(sums: Any) -> None:
+def test_a_model_whose_names_are_not_those_of_its_files_is_told_by_theirs(sums: Any, loading: Any) -> None:
     """As vLLM's own rules say when weights are loaded; not of a parameter with another name, of which something else is made."""
     tensors = checkpoint()
     in_files = {name.replace(".self_attn.", ".attn."): tensor for name, tensor in tensors.items()}
-    in_files["model.norm.gain"] = in_files.pop("model.norm.weight")
+    in_files["model.norm.gain"] = in_files.pop("model.norm.weight") - 1
     model, loaded = model_of(tensors), {}
     model.hf_to_vllm_mapper = Renaming()
     model.load_weights = lambda weights, **options: loaded.update(dict(weights), **options)
-    sums.watch_loading()
-    sys.modules["vllm.model_executor.model_loader.utils"].record_metadata_for_reloading(model)
+    loading.watch_loading()
+    made(model)
     model.load_weights(iter({**in_files, "mtp.weight": torch.ones(1)}.items()), only="these")
     assert loaded.keys() == {*in_files, "mtp.weight", "only"}
     promised = PromisedTensors(1, in_files, "float32")
@@ -864,6 +879,140 @@ def test_a_model_whose_names_are_not_those_of_its_files_is_told_by_theirs(sums: 
         assert fault_in_lora(told(sums, worker, lora_id=5), given) == ""
         others = {name: tensor + 1 for name, tensor in given.items()}
         assert "in 8 of 8 parts" in fault_in_lora(told(sums, worker, lora_id=5), others)
+
+
+def composed_weight_loader(loader: Callable[..., None], fn: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """As vLLM's."""
+
+    def composed_loader(param: Tensor, loaded_weight: Tensor) -> None:
+        loader(param, loaded_weight)
+        param.data.copy_(fn(param))
+
+    return composed_loader
+
+
+class MambaMixer(nn.Module):
+    """As vLLM's of state spaces: a part of A_log, and A in float32."""
+
+    def __init__(self, rank: int, tp: int, is_second: bool) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(8 // tp, 3))
+
+        def weight_loader(param: Tensor, loaded_weight: Tensor) -> None:
+            param.data.copy_(loaded_weight.chunk(tp)[rank])
+
+        def A_weight_loader(param: Tensor, loaded_weight: Tensor) -> None:
+            weight_loader(param, -torch.exp(loaded_weight.float()))
+
+        composed = composed_weight_loader(weight_loader, lambda tensor: -torch.exp(tensor.float()))
+        self.A.weight_loader = composed if is_second else A_weight_loader  # type: ignore[attr-defined]
+
+
+class RenamingA(Renaming):
+    def map_name(self, name: str) -> str | None:
+        return name.replace("A_log", "A")
+
+
+@pytest.mark.parametrize("has_rules", [True, False])
+@pytest.mark.parametrize("is_second", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_loader_makes_something_of_is_told_by_what_it_took(
+    sums: Any, loading: Any, dtype: torch.dtype, tp: int, is_second: bool, has_rules: bool
+) -> None:
+    """A of state spaces, and a norm's weight that is kept plus 1; named by rules, or renamed where a model loads."""
+    generator = torch.Generator().manual_seed(3)
+    versions = [
+        {
+            "mixer.A_log": torch.randn(8, 3, generator=generator).to(dtype),
+            "norm.weight": torch.randn(5, generator=generator).to(dtype),
+        }
+        for _ in range(2)
+    ]
+    models = [nn.Module() for _ in range(tp)]
+    loading.watch_loading()
+    for rank, model in enumerate(models):
+        model.mixer, model.norm = MambaMixer(rank, tp, is_second), nn.Module()
+        model.norm.weight = nn.Parameter(torch.empty(5, dtype=dtype))
+        take = lambda param, loaded_weight: param.data.copy_(loaded_weight)  # noqa: E731
+        model.norm.weight.weight_loader = composed_weight_loader(take, lambda tensor: tensor + 1)
+        if has_rules:
+            model.hf_to_vllm_mapper = RenamingA()
+
+        def load(weights: Any, own: Any = model) -> None:
+            for name, tensor in weights:
+                parameter = own.get_parameter(name.replace("A_log", "A"))
+                parameter.weight_loader(param=parameter.to("meta"), loaded_weight=tensor.to("meta"))  # vLLM counts
+                parameter.weight_loader(parameter, tensor)
+
+        model.load_weights = load
+        made(model)
+    promised = [PromisedTensors(1, version, str(dtype).removeprefix("torch.")) for version in versions]
+
+    def fault(number: int) -> str:
+        found = told_of(told(sums, *models, dtype=dtype), promised[number])
+        assert not found.unseen
+        return fault_of(attestation(found), 1, promised[number].sums())
+
+    (worker, *_) = told(sums, *models, dtype=dtype)
+    assert "nobody saw what mixer.A was made of" in worker.unseen["mixer"] and "nobody saw what norm" in worker.unseen["norm"]
+    for model in models:
+        model.load_weights(versions[0].items())
+        assert model.mixer.A.max() < 0  # loaded as before
+    assert fault(0) == ""
+    assert ("in 2 of 2" if tp == 1 else "in 3 of 3") in fault(1), "nothing was loaded"
+    for model in models:
+        model.load_weights([("mixer.A_log", versions[1]["mixer.A_log"])])
+    assert "norm.weight the first" in fault(1) and "mixer.A_log the first" in fault(0)
+    for model in models:
+        model.load_weights(versions[1].items())
+    assert fault(1) == ""
+    models[-1].mixer.A.data[2, 1] *= 1.001  # what it was made into lies there no more
+    assert "mixer.A_log the first" in fault(1)
+
+
+def test_what_was_made_of_a_tensor_that_the_model_s_dtype_does_not_hold_is_not_told(sums: Any, loading: Any) -> None:
+    loading.watch_loading()
+    model = nn.Module()
+    model.mixer = MambaMixer(0, 1, is_second=True)
+    made(model)
+    model.mixer.A.weight_loader(model.mixer.A, torch.full((8, 3), 1 / 3))
+    promised = PromisedTensors(1, {"mixer.A_log": torch.full((8, 3), 1 / 3)}, "bfloat16")
+    found = told_of(told(sums, model, dtype=torch.bfloat16), promised)
+    assert found.unseen == {"mixer.A_log": "mixer.A_log is kept in float32"}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_names_that_only_a_model_s_code_has_are_paired_by_what_lies_there(sums: Any, tp: int) -> None:
+    """Of an output layer, a norm, and experts that are one tensor in files. Where several are alike, or one is the same everywhere,
+    nothing is known."""
+    tensors, (of_experts, _, version) = checkpoint(), experts()
+    names = {"lm_head.weight": "out.matrix", "model.norm.weight": "model.last.gain", "mlp.experts.gate_up_proj": "mlp.input"}
+    in_files = {names.get(name, name): tensor for name, tensor in (tensors | version).items()}
+    in_files |= {"gone.ones": torch.ones(64), "gone.gain": torch.randn(64)}
+    paired: dict[str, str] = {}
+
+    def workers(given: Mapping[str, Tensor], own_experts: Any = of_experts) -> list[WorkerSums]:
+        models = [model_of(given, rank=rank, tp=tp) for rank in range(tp)]
+        for rank, model in enumerate(models):
+            model.mlp = experts_of(own_experts, rank=rank, tp=tp).mlp
+            model.ones = nn.LayerNorm(64, bias=False)
+        return told(sums, *models)
+
+    def unseen(given: Mapping[str, Tensor], own_experts: Any = of_experts) -> tuple[set[str], str]:
+        promised = PromisedTensors(1, in_files, "float32", paired=paired)
+        found = told_of(workers(given, own_experts), promised)
+        return {*found.unseen}, fault_of(attestation(found), 1, promised.sums())
+
+    stale, others = {name: tensor + 1 for name, tensor in tensors.items()}, experts()[0]
+    lacking = {*names.values(), "mlp.experts.down_proj"}
+    assert lacking < unseen(stale, others)[0] and not paired, "another version pairs nothing"
+    in_files["gone.gain"], another = tensors["model.norm.weight"], in_files["gone.gain"]
+    assert "model.last.gain" in unseen(tensors)[0] and {*paired.values()} == lacking - {"model.last.gain"}, "two are alike"
+    in_files["gone.gain"] = another
+    assert unseen(tensors) == ({"gone.ones", "gone.gain", "ones.weight"}, "") and {*paired.values()} == lacking
+    assert ("in 10 of 12 parts" if tp == 1 else "in 11 of 13 parts") in unseen(stale)[1]
+    assert "in 2 of" in unseen(tensors, others)[1] and "mlp.input the first" in unseen(tensors, others)[1]
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (48, 64)])
@@ -889,7 +1038,7 @@ def test_an_adapter_that_one_of_two_servers_has_is_not_everywhere() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_experts_that_are_together_in_files_are_told_by_the_names_there(sums: Any, tp: int) -> None:
+def test_experts_that_are_together_in_files_are_told_by_the_names_there(sums: Any, loading: Any, tp: int) -> None:
     """In files by other names, which a part of the model has rules for."""
     tensors, _, version = experts()
     workers = []
@@ -898,8 +1047,8 @@ def test_experts_that_are_together_in_files_are_told_by_the_names_there(sums: An
         worker.model = experts_of(tensors, rank=rank, tp=tp)
         worker.model.hf_to_vllm_mapper = Legacy()
         worker.model.load_weights = dict
-        sums.watch_loading()
-        sys.modules["vllm.model_executor.model_loader.utils"].record_metadata_for_reloading(worker)
+        loading.watch_loading()
+        made(worker)
         worker.model.load_weights((name.replace("_proj", "_old"), tensor) for name, tensor in version.items())
         workers.append(worker)
     for names in ("_old", "_proj"):  # as versions have them, too
@@ -1003,7 +1152,7 @@ def test_a_base_whose_files_have_more_than_servers_is_looked_at_before_it_is_lef
     assert unknown._base(workers) == (None, {"model.mtp.weight": why})
 
 
-def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
+def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any, loading: Any) -> None:
     tensors, wholes, _ = experts()
     model, bias = nn.Module(), torch.randn(4)
     model.mlp = nn.Module()
@@ -1021,7 +1170,7 @@ def test_a_router_s_bias_that_experts_have_too_is_told_once(sums: Any) -> None:
     assert "e_score_correction_bias is kept in torch.float32, or under another name" in min(worker.unseen.values())
     rest = told_of_version([worker], promised)
     assert not rest.parts and {*rest.unseen} >= promised.sums().keys(), "a part with others is as unseen as they are"
-    sums.watch_loading()
+    loading.watch_loading()
     process(layer, OnlineMoEMethodBase())
     layer.e_score_correction_bias.data += 1  # of this no load makes anything
     assert fault_of(Attestation(whole(told_of_version(told(sums, model), promised))), 1, promised.sums()) == ""
@@ -1194,10 +1343,11 @@ def test_layers_whose_adapters_are_not_told_may_be_there_as_long_as_they_have_no
 
 def test_sums_are_asyncflows_own(sums: Any) -> None:
     """Nothing of AsyncFlow is imported beside vLLM."""
+    bits = sys.modules["asyncflow_bits"]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.randn(7, 11).to(dtype)
-        assert sums.sum_of_bits(tensor) == sum_of_bits(tensor)
-        assert sums.sum_of_bits(tensor, np.int64) == sum_of("q_proj.lora_B.weight", tensor)
+        assert bits.sum_of_bits(tensor) == sum_of_bits(tensor)
+        assert bits.sum_of_bits(tensor, np.int64) == sum_of("q_proj.lora_B.weight", tensor)
         words = tensor.flatten().view({4: torch.int32, 2: torch.int16}[tensor.element_size()])
         for size in (1, 10, 1000):  # as on a device
-            assert sums.sum_in_pieces(words, size) == sum_in_pieces(words, size) == words.sum()
+            assert bits.sum_in_pieces(words, size) == sum_in_pieces(words, size) == words.sum()

@@ -1,0 +1,162 @@
+"""Tensors that vLLM's servers were to load, by the names that versions have, and sums over them (attesting.py)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from asyncflow.attestation import MODULUS, modulus_of, sum_of_all
+from asyncflow.bit_sums import sum_of, sum_over
+from asyncflow.engines.lora_files import A, B
+from asyncflow.engines.rollout.vllm.client import FoundSum
+from asyncflow.engines.rollout.vllm.weights import NO_DIFFERENCES, Differences
+
+
+class NotAttested(Exception):
+    """Error for a server of which one cannot tell what it generates with, or has in a tensor's place. The text says why."""
+
+
+class PromisedTensors:
+    """Tensors that a server was to load, as engines of this dtype have them, and sums over them."""
+
+    def __init__(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        dtype: str,
+        *,
+        differences: Differences = NO_DIFFERENCES,
+        paired: dict[str, str] | None = None,
+        adapter: str | None = None,
+        scaling: float = 1.0,
+    ) -> None:
+        """`tensors` may be read from files, one at a time. `differences`: between them and a version. `paired`: see `pair`, which
+        adds to it. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM multiplies B with it."""
+        self.version, self.adapter = version, adapter
+        self.tied, self.wholes, constants, self._unused = differences
+        self.constants = constants & tensors.keys()
+        self._paired = {} if paired is None else paired
+        self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
+        self._sums: dict[str, int] = {}
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of the tensors."""
+        return self._tensors.keys()
+
+    def whole_of(self, name: str) -> str:
+        """Name of the version's tensor that this one is, or is a piece of."""
+        return self.wholes.get(name, name)
+
+    def names_of(self, found: FoundSum) -> list[str]:
+        """Names that the tensors have here which a server's model calls so."""
+        if (name := self._paired.get(found.names[0])) is not None:
+            return [name]
+        own = (name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name)) for name in found.names)
+        return [*dict.fromkeys(own)]
+
+    def pair(self, found: Sequence[Sequence[FoundSum]]) -> None:
+        """Pair names of the server's that are in no file with names in files that it has not: those whose tensors are the same to
+        the bit, and no others. From then on they count as these, whatever they have."""
+        known = {name for each in found for name in self.names_of(each[0])}
+        strangers = [each for each in found if not {*self.names_of(each[0])} <= self.names]
+        lacking = sorted(self.names - known) if strangers else []
+        fit = [(each[0].names[0], name) for each in strangers for name in lacking if self._is(name, each)]
+        own, theirs = (Counter(side) for side in zip(*fit, strict=True)) if fit else (Counter(), Counter())
+        self._paired.update((stranger, name) for stranger, name in fit if own[stranger] == theirs[name] == 1)
+
+    def _is(self, name: str, workers: Sequence[FoundSum]) -> bool:
+        """Whether a server has this tensor there; false of one that is the same everywhere, as others may be."""
+        with contextlib.suppress(NotAttested):
+            if {*self.found([name], workers)} == {self.sum_of(name)}:
+                tensor = self._tensor(name)
+                return bool(tensor.min() < tensor.max())
+        return False
+
+    def sums(self) -> dict[str, int]:
+        """Sums of the version's tensors, by the names that it has for them."""
+        found: dict[str, int] = {}
+        for name in self._tensors.keys() - self.constants:
+            whole = self.whole_of(name)
+            found[whole] = (found.get(whole, 0) + self.sum_of(name)) % modulus_of(name)
+        return found
+
+    @cached_property
+    def sum_of_others(self) -> int:
+        """Sum over what the model's files have besides, and no server."""
+        return sum_over(self._unused.values(), self._dtype)
+
+    def all_sums(self) -> dict[str, int]:
+        """Sums of the version's tensors and of those that no version has."""
+        return self.sums() | {name: self.sum_of(name) for name in self.constants}
+
+    def base(self) -> int:
+        """Sum over the model's files, if this is what they have."""
+        return (sum_of_all(self.all_sums().values()) + self.sum_of_others) % MODULUS
+
+    def sum_of(self, name: str) -> int:
+        """Sum over a tensor's bits."""
+        if name not in self._sums:
+            self._sums[name] = sum_of(name, self._tensor(name))
+        return self._sums[name]
+
+    def found(self, names: Sequence[str], workers: Sequence[FoundSum], filled: int = 0) -> list[int]:
+        """Sums over the copies of a tensor that a server has, or over several tensors together, from those of its workers, in the
+        order of their ranks.
+
+        `filled`: rank up to which an adapter's matrices are filled with zeros. Raises `NotAttested` where they make up no copies.
+        """
+        if unknown := {*names} - self.names:
+            raise NotAttested(f"{min(unknown)} is in its model, and in no file of the model's")
+        if not any(worker.numel for worker in workers):  # of experts
+            return [sum(worker.found for worker in workers) % MODULUS]
+        name = names[0]
+        tensor = self._tensors[name]
+        numel = tensor.numel()
+        if name.endswith((A, B)):
+            rank = tensor.shape[0 if name.endswith(A) else 1]
+            numel = numel // rank * filled
+        num_copies, rest = divmod(sum(each.numel for each in workers), numel)
+        if rest or not num_copies or len(workers) % num_copies:
+            raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
+        # vLLM gives a part to neighbours, where it is to several.
+        copies = (workers[copy::num_copies] for copy in range(num_copies))
+        return [self._found_in(name, parts) for parts in copies]
+
+    def _found_in(self, name: str, parts: Sequence[FoundSum]) -> int:
+        found = sum(each.found for each in parts) % modulus_of(name)
+        columns = sorted({column for each in parts for column in each.columns})
+        if columns:
+            matrix = self._tensor(name)
+            count = sum(each.numel // each.inputs * len(each.columns) for each in parts)
+            owns = [  # GPT-2's matrices are loaded the other way
+                sum_of(name, _normal(way[:, columns]))
+                for way in ((matrix, matrix.t()) if matrix.ndim == 2 else ())
+                if len(way) * len(columns) == count and columns[-1] < way.shape[1]
+            ]
+            if not owns:
+                raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
+            own = found if found in owns else owns[0]
+            if found != own and not bool(matrix.isfinite().all()):
+                raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
+            found += self.sum_of(name) - own
+        elif kept := parts[0].kept:
+            if name not in self.constants:
+                raise NotAttested(f"{name} is kept in {kept}")
+            found += self.sum_of(name) - sum_of(name, self._tensors[name].to(getattr(torch, kept)))
+        elif name.endswith(B) and self._scaling != 1:
+            found += self.sum_of(name) - sum_of(name, self._tensor(name) * self._scaling)
+        return found % modulus_of(name)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._dtype)
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    """See `normal` in in_vllm/asyncflow_bits.py."""
+    return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)
