@@ -1,4 +1,4 @@
-"""Check that devices, engines and the queue's storage can be had on this machine, before any worker is started there."""
+"""Check that devices and engines can be had on this machine, before any worker is started there."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from asyncflow.engines.rollout import ROLLOUT_ENGINE_ENVIRONMENTS, ROLLOUT_ENGIN
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.registry import build
-from asyncflow.run.factories import make_storage, queue_schema, reaches_storage
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device
-from asyncflow.types import RunError, UserError
+from asyncflow.types import UserError
 
 IMPORT_SECONDS: Final = 300.0
 _OF_ROLLOUT = ("model_path", "num_slots", "max_context", "dtype", "device", "num_threads", "kv_on_install")
@@ -53,18 +52,6 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
                 await _asked_of("asyncflow.engines.check", [], msgspec.msgpack.encode(asked), f"{names} cannot be imported")
         except TimeoutError:
             raise UserError(f"{names} was not imported within {IMPORT_SECONDS:g} s: does the file wait for something?") from None
-
-
-async def check_storage(config: Config) -> None:
-    """Check that the server of the queue's storage is there, where this machine uses it. Raises `UserError`."""
-    if not reaches_storage(config):
-        return
-    storage = make_storage(config, 0)
-    try:
-        await storage.open(queue_schema(config))
-    except RunError as error:
-        raise UserError(f"queue.storage: {error}") from error
-    await storage.close()
 
 
 async def _asked_of(module: str, arguments: Sequence[str], given: bytes, otherwise: str) -> None:

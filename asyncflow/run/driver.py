@@ -39,7 +39,6 @@ from asyncflow.run.factories import (
     make_storage,
     new_owner,
     queue_schema,
-    reaches_storage,
     shape_of,
     task_plan,
     tasks_before_training,
@@ -62,6 +61,7 @@ from asyncflow.run.state.driver_state import Resumed, as_prompt
 from asyncflow.run.state.journal import Kept
 from asyncflow.run.state.memory_pace import MemoryPace
 from asyncflow.run.state.saving import CheckpointCoordinator
+from asyncflow.run.stored_rows import reaches_storage, remove_from_server
 from asyncflow.run_dir import KEY_FILE, UNSCORED_FILE
 from asyncflow.transfer_queue.controller import Handed, TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
@@ -344,7 +344,7 @@ class Driver:
             await self._remove_rows(self.transfer_queue.remove)
         await self.transfer_queue.close()
         if self.config.queue.place == "workers" and reaches_storage(self.config):
-            await self._remove_rows(self._remove_from_server)
+            await self._remove_rows(lambda: remove_from_server(self.config, self._owner))
         self.record.close()
 
     async def _remove_rows(self, remove: Callable[[], Awaitable[None]]) -> None:
@@ -358,16 +358,6 @@ class Driver:
         except (RunError, TimeoutError) as error:
             why = str(error) or f"no answer in {REMOVE_SECONDS:g} s"
             self.log(f"what the queue has stored stays there until the run is resumed, if it is: {why}")
-
-    async def _remove_from_server(self) -> None:
-        """Remove what units have stored, when their processes have ended: one that was started again while the run ended has stored
-        something once more."""
-        storage = make_storage(self.config, 0)
-        try:
-            await storage.open(queue_schema(self.config), self._owner)
-            await storage.remove()
-        finally:
-            await storage.close()
 
     def progress(self) -> None:
         """Something has moved: the run is not stalled."""

@@ -39,11 +39,11 @@ from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.run.helper_devices import ON_ONE_MACHINE, num_helpers
+from asyncflow.run.helper_devices import num_helpers
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.settings import Choice
-from asyncflow.transfer_queue import ASKED_STORAGES, STORAGES
+from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.sampler.checks import check_sampler
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
@@ -356,12 +356,6 @@ def make_storage(config: Config, number: int) -> Storage:
     chosen = config.queue.storage
     storage: Storage = build("queue storage", chosen.name, chosen.options, STORAGES, {"unit": number})
     return storage
-
-
-def reaches_storage(config: Config) -> bool:
-    """Whether the driver uses the server of the queue's storage, or could, since its machine is the units' too."""
-    is_here = config.queue.place == "driver" or config.cluster.name in ON_ONE_MACHINE
-    return config.queue.storage.name in ASKED_STORAGES and is_here
 
 
 def new_owner(config: Config) -> QueueOwner:

@@ -14,7 +14,7 @@ from asyncflow.engines.families import why_not_generated
 from asyncflow.engines.lora_files import check_lora_targets
 from asyncflow.loops.samples import Prompt
 from asyncflow.model_folder import read_json
-from asyncflow.run.availability import check_devices, check_engines, check_storage
+from asyncflow.run.availability import check_devices, check_engines
 from asyncflow.run.factories import critic_folder, environment_pool, pass_note, probing_of, reward_pool
 from asyncflow.run.models.model_source import Log, check_folder, is_made, model_folder
 from asyncflow.run.preparation.checks import (
@@ -29,6 +29,7 @@ from asyncflow.run.preparation.checks import (
     check_turns,
 )
 from asyncflow.run.preparation.prompts import read_source, short_enough, tokenize
+from asyncflow.run.stored_rows import check_storage
 from asyncflow.types import UserError
 
 TOKENIZER_FILES = (
