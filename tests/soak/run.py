@@ -42,8 +42,8 @@ from tests.suites import commit
 
 DISK_BYTES: Final = 256 << 20
 HANG_SECONDS: Final = 150.0
-"""An attempt that has trained no step by then, and has not ended, hangs; less what processes of it were stopped. There is no limit to
-all of it, which depends on the machine and on how many faults there are."""
+"""An attempt that has trained no step by then, and has not ended, hangs; less what processes of it were stopped. All of it may take
+longer: that depends on the machine, and on how many faults there are."""
 MOST_ATTEMPTS: Final = 60
 KIND: Final = ("kill", "kill", "kill", "stop", "stop", "slow", "handles", "memory", "cut", "fill")
 """Kinds of faults, as often as they are drawn."""
