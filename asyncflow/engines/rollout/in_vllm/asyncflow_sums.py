@@ -59,12 +59,12 @@ def attested(model: nn.Module, dtype: torch.dtype, seed: int, lora_id: int | Non
     except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
         return {"why": words_of(error)}
     for entry in [*weights, *buffers]:
-        entry[0] = [_asname_in_files(model, name) for name in entry[0]]
+        entry[0] = [_as_in_files(model, name) for name in entry[0]]
     told = {"weights": weights, "buffers": buffers, "lora": lora, "lora_rank": rank}
     return told | {"unseen": unseen, "unseen_lora": unseen_lora}
 
 
-def _asname_in_files(model: nn.Module, name: str) -> str:
+def _as_in_files(model: nn.Module, name: str) -> str:
     """Name that files have for a tensor, if they have one for the same."""
     of_file = name_in_files(model, name)
     # Where a parameter itself is called otherwise, it is something else, it seems.
@@ -73,7 +73,7 @@ def _asname_in_files(model: nn.Module, name: str) -> str:
 
 def _paths(model: nn.Module, path: str) -> list[str]:
     """Names of a layer, in files and in the model: an adapter has one of these."""
-    return [*dict.fromkeys([_asname_in_files(model, f"{path}.weight").removesuffix(".weight"), path])]
+    return [*dict.fromkeys([_as_in_files(model, f"{path}.weight").removesuffix(".weight"), path])]
 
 
 def _weights(model: nn.Module, dtype: torch.dtype, seed: int, unseen: dict[str, str]) -> Iterator[SumEntry]:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from asyncflow.attestation import MODULUS, Attestation, fault_of, sum_of_all
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
-from asyncflow.engines.rollout.vllm.promised import NotAttested, PromisedTensors
+from asyncflow.engines.rollout.vllm.promised import Found, NamePairs, NotAttested, PromisedTensors
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 
@@ -50,8 +50,7 @@ class ServerAttestations:
         self._weights, self._lora = weights, lora
         self._bases: WeakKeyDictionary[VllmClient, tuple[int | None, dict[str, str]]] = WeakKeyDictionary()
         """Of each server, which has a new client when it starts again, the sum over its base, or what is unseen of that."""
-        self._paired: dict[str, str] = {}
-        """See `PromisedTensors.pair`."""
+        self._pairs = NamePairs()
         self._has_logged_why = self._is_quantised = False
         self.are_whole = True
 
@@ -59,7 +58,7 @@ class ServerAttestations:
         """The weights that the servers should have; valid until they are to have others."""
         weights = self._weights
         return PromisedTensors(
-            weights.version, weights.tensors(), weights.dtype, differences=weights.differences, paired=self._paired
+            weights.version, weights.tensors(), weights.dtype, differences=weights.differences, pairs=self._pairs
         )
 
     def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
@@ -160,16 +159,16 @@ def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
     parts, unseen = list[Part](), {path: why for worker in workers for path, why in worker.unseen.items()}
     own_buffers = [[each for each in worker.buffers if each.names[0] in promised.constants] for worker in workers]
     by_tensor = [*_by_tensor([worker.weights for worker in workers]), *_by_tensor(own_buffers)]
-    promised.pair(by_tensor)
+    strangers = list[Found]()
     for each in by_tensor:
-        names = promised.names_of(each[0])
-        try:
-            parts += [(names, found) for found in promised.found(names, each)]
-        except NotAttested as why_not:
-            unseen[min({*names} - promised.names, default=names[0])] = str(why_not)
-            continue
-        if why := next((worker.unseen for worker in each if worker.unseen), ""):
-            unseen.update(dict.fromkeys(map(promised.whole_of, names), why))
+        if {*promised.names_of(each[0])} <= promised.names:
+            _tell(each, promised, parts, unseen)
+        else:
+            strangers.append(each)
+    if strangers and parts and all((found - sum(map(promised.sum_of, names))) % MODULUS == 0 for names, found in parts):
+        promised.pair(strangers, promised.names - {name for names, _ in parts for name in names})
+    for stranger in strangers:
+        _tell(stranger, promised, parts, unseen)
     lacking = promised.names - {name for names, _ in parts for name in names}
     for name in sorted(lacking):
         unseen.setdefault(promised.whole_of(name), f"its model has no {name}, which is in a file of the model's")
@@ -180,6 +179,18 @@ def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
     for name in {*map(promised.whole_of, promised.names)} - {name for names, _ in parts for name in names}:
         unseen.setdefault(name, why)  # of tensors that are told together with those of which pieces are lacking
     return Told(parts, unseen)
+
+
+def _tell(each: Found, promised: PromisedTensors, parts: list[Part], unseen: dict[str, str]) -> None:
+    """Add what a server has there to the parts, or to what is unseen."""
+    names = promised.names_of(each[0])
+    try:
+        parts += [(names, found) for found in promised.found(names, each)]
+    except NotAttested as why_not:
+        unseen[min({*names} - promised.names, default=names[0])] = str(why_not)
+        return
+    if why := next((worker.unseen for worker in each if worker.unseen), ""):
+        unseen.update(dict.fromkeys(map(promised.whole_of, names), why))
 
 
 def _of_wholes(parts: Sequence[Part], wholes: Mapping[str, str], lacking: Set[str]) -> list[Part]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 
 import torch
@@ -16,9 +17,49 @@ from asyncflow.engines.lora_files import A, B
 from asyncflow.engines.rollout.vllm.client import FoundSum
 from asyncflow.engines.rollout.vllm.weights import NO_DIFFERENCES, Differences
 
+Found = Sequence[FoundSum]
+"""Sums of all workers over a tensor."""
+
 
 class NotAttested(Exception):
     """Error for a server of which one cannot tell what it generates with, or has in a tensor's place. The text says why."""
+
+
+class NamePairs:
+    """Pairs of names: of a server's model for a tensor, and of its files for the same, which the model's code alone puts together.
+
+    A pair counts where both had the same sum in each version that a server had, two different ones at least, and no other name
+    would do: sums of small tensors are the same by chance now and then. Both are of the same layer, by the first number in them.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, set[int]]] = {}
+        """Of each stranger, by the names that it may be, the sums that both have had."""
+        self._names: dict[str, str] = {}
+
+    def name_of(self, stranger: str) -> str | None:
+        """Name in files of what a server's model calls so; None: it is not known."""
+        return self._names.get(stranger)
+
+    def learn(self, strangers: Mapping[str, Found], lacking: Set[str], same: Callable[[Found, str], int | None]) -> None:
+        """Take in what a right server has. `strangers`: by their names there. `same`: the sum over a stranger, if it is that over
+        the tensor of a name, too."""
+        for stranger, found in strangers.items():
+            may_be = self._sums.get(stranger)
+            if may_be is None:
+                may_be = {name: set() for name in lacking if _layer(name) == _layer(stranger)}
+            both = ((name, sums, same(found, name)) for name, sums in may_be.items())
+            self._sums[stranger] = {name: sums | {one} for name, sums, one in both if one is not None}
+        owners = Counter(name for may_be in self._sums.values() for name in may_be)
+        for stranger, may_be in self._sums.items():
+            for name, sums in may_be.items():
+                if len(may_be) == owners[name] == 1 and len(sums) > 1:
+                    self._names[stranger] = name
+
+
+def _layer(name: str) -> str:
+    found = re.search(r"\d+", name)
+    return found[0] if found else ""
 
 
 class PromisedTensors:
@@ -31,18 +72,20 @@ class PromisedTensors:
         dtype: str,
         *,
         differences: Differences = NO_DIFFERENCES,
-        paired: dict[str, str] | None = None,
+        pairs: NamePairs | None = None,
         adapter: str | None = None,
         scaling: float = 1.0,
     ) -> None:
-        """`tensors` may be read from files, one at a time. `differences`: between them and a version. `paired`: see `pair`, which
-        adds to it. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM multiplies B with it."""
+        """`tensors` may be read from files, one at a time. `differences`: between them and a version. `pairs`: names that
+        servers of this model have for them. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM multiplies B
+        with it."""
         self.version, self.adapter = version, adapter
         self.tied, self.wholes, constants, self._unused = differences
         self.constants = constants & tensors.keys()
-        self._paired = {} if paired is None else paired
+        self.pairs = NamePairs() if pairs is None else pairs
         self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
         self._sums: dict[str, int] = {}
+        self._are_finite: dict[str, bool] = {}
 
     @property
     def names(self) -> Set[str]:
@@ -55,28 +98,21 @@ class PromisedTensors:
 
     def names_of(self, found: FoundSum) -> list[str]:
         """Names that the tensors have here which a server's model calls so."""
-        if (name := self._paired.get(found.names[0])) is not None:
+        if (name := self.pairs.name_of(found.names[0])) is not None:
             return [name]
         own = (name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name)) for name in found.names)
         return [*dict.fromkeys(own)]
 
-    def pair(self, found: Sequence[Sequence[FoundSum]]) -> None:
-        """Pair names of the server's that are in no file with names in files that it has not: those whose tensors are the same to
-        the bit, and no others. From then on they count as these, whatever they have."""
-        known = {name for each in found for name in self.names_of(each[0])}
-        strangers = [each for each in found if not {*self.names_of(each[0])} <= self.names]
-        lacking = sorted(self.names - known) if strangers else []
-        fit = [(each[0].names[0], name) for each in strangers for name in lacking if self._is(name, each)]
-        own, theirs = (Counter(side) for side in zip(*fit, strict=True)) if fit else (Counter(), Counter())
-        self._paired.update((stranger, name) for stranger, name in fit if own[stranger] == theirs[name] == 1)
+    def pair(self, strangers: Sequence[Found], lacking: Set[str]) -> None:
+        """See which of these names, which a right server seems to lack, its strangers may have."""
 
-    def _is(self, name: str, workers: Sequence[FoundSum]) -> bool:
-        """Whether a server has this tensor there; false of one that is the same everywhere, as others may be."""
-        with contextlib.suppress(NotAttested):
-            if {*self.found([name], workers)} == {self.sum_of(name)}:
-                tensor = self._tensor(name)
-                return bool(tensor.min() < tensor.max())
-        return False
+        def same(workers: Found, name: str) -> int | None:
+            with contextlib.suppress(NotAttested):
+                if {*self.found([name], workers)} == {self.sum_of(name)}:
+                    return self.sum_of(name)
+            return None
+
+        self.pairs.learn({each[0].names[0]: each for each in strangers}, lacking, same)
 
     def sums(self) -> dict[str, int]:
         """Sums of the version's tensors, by the names that it has for them."""
@@ -121,6 +157,8 @@ class PromisedTensors:
         if name.endswith((A, B)):
             rank = tensor.shape[0 if name.endswith(A) else 1]
             numel = numel // rank * filled
+        if not numel or len({each.kept for each in workers}) > 1:
+            raise NotAttested(f"{name} is empty, or kept in several dtypes")
         num_copies, rest = divmod(sum(each.numel for each in workers), numel)
         if rest or not num_copies or len(workers) % num_copies:
             raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
@@ -142,7 +180,7 @@ class PromisedTensors:
             if not owns:
                 raise NotAttested(f"{name} is cut into parts over its workers that do not make up a whole")
             own = found if found in owns else owns[0]
-            if found != own and not bool(matrix.isfinite().all()):
+            if found != own and not self._is_finite(name):
                 raise NotAttested(f"{name} is not finite, and what is not takes the rest of a product with it")
             found += self.sum_of(name) - own
         elif kept := parts[0].kept:
@@ -152,6 +190,11 @@ class PromisedTensors:
         elif name.endswith(B) and self._scaling != 1:
             found += self.sum_of(name) - sum_of(name, self._tensor(name) * self._scaling)
         return found % modulus_of(name)
+
+    def _is_finite(self, name: str) -> bool:
+        if name not in self._are_finite:
+            self._are_finite[name] = bool(self._tensor(name).isfinite().all())
+        return self._are_finite[name]
 
     def _tensor(self, name: str) -> Tensor:
         return self._tensors[name].to(self._dtype)

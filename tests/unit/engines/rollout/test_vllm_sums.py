@@ -36,7 +36,7 @@ from asyncflow.engines.rollout.vllm.attesting import (
 )
 from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
-from asyncflow.engines.rollout.vllm.promised import NotAttested, PromisedTensors
+from asyncflow.engines.rollout.vllm.promised import NamePairs, NotAttested, PromisedTensors
 from asyncflow.engines.rollout.vllm.weights import Differences, ServerWeights
 from asyncflow.engines.train.file_tensors import file_tensors
 from asyncflow.model_folder import FileTensors
@@ -984,35 +984,62 @@ def test_what_was_made_of_a_tensor_that_the_model_s_dtype_does_not_hold_is_not_t
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_names_that_only_a_model_s_code_has_are_paired_by_what_lies_there(sums: Any, tp: int) -> None:
-    """Of an output layer, a norm, and experts that are one tensor in files. Where several are alike, or one is the same everywhere,
-    nothing is known."""
-    tensors, (of_experts, _, version) = checkpoint(), experts()
-    names = {"lm_head.weight": "out.matrix", "model.norm.weight": "model.last.gain", "mlp.experts.gate_up_proj": "mlp.input"}
-    in_files = {names.get(name, name): tensor for name, tensor in (tensors | version).items()}
-    in_files |= {"gone.ones": torch.ones(64), "gone.gain": torch.randn(64)}
-    paired: dict[str, str] = {}
+    """Of a matrix, the output layer, a norm, and experts that are one tensor in files: by two versions that a right server has.
+    What is always the same is never known, nor what is of another layer."""
+    o_proj = "model.layers.0.self_attn.o_proj.weight"
+    names = {"lm_head.weight": "out.matrix", "model.norm.weight": "model.last.gain", o_proj: "model.layers.0.mixer.matrix"}
+    first, (of_experts, _, in_one) = checkpoint(), experts()
+    gone = {"ones": torch.ones(64), "gain": torch.randn(64), "layers.1.matrix": first[o_proj]}
+    pairs, theirs = NamePairs(), {*names.values(), "blocks.0.mlp.experts.gate_up_proj", "blocks.0.mlp.experts.down_proj"}
+    in_one = {f"blocks.0.{name}": tensor for name, tensor in in_one.items()}
 
-    def workers(given: Mapping[str, Tensor], own_experts: Any = of_experts) -> list[WorkerSums]:
-        models = [model_of(given, rank=rank, tp=tp) for rank in range(tp)]
+    def files(factor: float) -> dict[str, Tensor]:
+        return {names.get(name, name): tensor * factor for name, tensor in (first | in_one).items()} | gone
+
+    def unseen(factor: float, promised_factor: float | None = None) -> tuple[set[str], str]:
+        """With a server that has the first version times a number."""
+        models = [model_of({name: tensor * factor for name, tensor in first.items()}, rank=rank, tp=tp) for rank in range(tp)]
         for rank, model in enumerate(models):
-            model.mlp = experts_of(own_experts, rank=rank, tp=tp).mlp
-            model.ones = nn.LayerNorm(64, bias=False)
-        return told(sums, *models)
+            given = {name: tensor * factor for name, tensor in of_experts.items()}
+            model.blocks, model.ones = nn.ModuleList([experts_of(given, rank=rank, tp=tp)]), nn.LayerNorm(64, bias=False)
+        promised = PromisedTensors(1, files(promised_factor or factor), "float32", pairs=pairs)
+        found = told_of(told(sums, *models), promised)
+        return {*found.unseen} & (theirs | gone.keys()), fault_of(attestation(found), 1, promised.sums())
 
-    def unseen(given: Mapping[str, Tensor], own_experts: Any = of_experts) -> tuple[set[str], str]:
-        promised = PromisedTensors(1, in_files, "float32", paired=paired)
-        found = told_of(workers(given, own_experts), promised)
-        return {*found.unseen}, fault_of(attestation(found), 1, promised.sums())
+    for _ in range(2):  # a stale server
+        missing, fault = unseen(1.5, promised_factor=2.0)
+        assert missing == theirs | gone.keys() and "other weights" in fault
+    gone["gain"] = first["model.norm.weight"]  # for once two are alike
+    assert unseen(1.0) == (theirs | gone.keys(), ""), "one version alone"
+    gone["gain"] = torch.randn(64)
+    assert unseen(1.3) == ({*gone}, "")
+    assert unseen(1.7) == ({*gone}, "")
+    missing, fault = unseen(1.7, promised_factor=1.3)
+    assert missing == {*gone} and ("in 12 of 12 parts" if tp == 1 else "in 13 of 13 parts") in fault
 
-    stale, others = {name: tensor + 1 for name, tensor in tensors.items()}, experts()[0]
-    lacking = {*names.values(), "mlp.experts.down_proj"}
-    assert lacking < unseen(stale, others)[0] and not paired, "another version pairs nothing"
-    in_files["gone.gain"], another = tensors["model.norm.weight"], in_files["gone.gain"]
-    assert "model.last.gain" in unseen(tensors)[0] and {*paired.values()} == lacking - {"model.last.gain"}, "two are alike"
-    in_files["gone.gain"] = another
-    assert unseen(tensors) == ({"gone.ones", "gone.gain", "ones.weight"}, "") and {*paired.values()} == lacking
-    assert ("in 10 of 12 parts" if tp == 1 else "in 11 of 13 parts") in unseen(stale)[1]
-    assert "in 2 of" in unseen(tensors, others)[1] and "mlp.input the first" in unseen(tensors, others)[1]
+
+def test_what_was_not_the_same_once_is_never_paired() -> None:
+    """So that a sum that is the same by chance makes no pair of a tensor of which a model makes something else."""
+    pairs = NamePairs()
+    for found, promised in ((5, 5), (7, 9), (5, 5), (7, 7), (8, 8)):
+        pairs.learn({"y.a": found}, {"x.a"}, lambda one, _, own=promised: one if own == one else None)  # type: ignore[misc]
+    assert pairs.name_of("y.a") is None
+    pairs = NamePairs()
+    for number in (5, 5, 8):
+        assert pairs.name_of("y.2.a") is None
+        sums = {"x.2.a": number, "x.2.b": number + 1, "x.3.a": number}
+        pairs.learn({"y.2.a": number}, {*sums}, lambda one, name, own=sums: one if own[name] == one else None)  # type: ignore[misc]
+    assert pairs.name_of("y.2.a") == "x.2.a"
+
+
+@pytest.mark.parametrize("change", [{"numel": 6}, {"kept": "float32"}])
+def test_parts_that_do_not_go_together_are_not_told(change: dict[str, Any]) -> None:
+    promised = PromisedTensors(1, {"a": torch.ones(8), "b": torch.empty(0)}, "float32")
+    part = FoundSum(["a"], 4, 5, 0, [])
+    with pytest.raises(NotAttested):
+        promised.found(["a"], [part, replace(part, **change)])
+    with pytest.raises(NotAttested, match="b is empty"):
+        promised.found(["b"], [part])
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (48, 64)])
