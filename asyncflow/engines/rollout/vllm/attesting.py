@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from asyncflow.attestation import MODULUS, Attestation, fault_of, sum_of_all
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
-from asyncflow.engines.rollout.vllm.promised import Found, NamePairs, NotAttested, PromisedTensors
+from asyncflow.engines.rollout.vllm.promised import NamePairs, NotAttested, PromisedTensors, TensorSums
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 
@@ -159,7 +159,7 @@ def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
     parts, unseen = list[Part](), {path: why for worker in workers for path, why in worker.unseen.items()}
     own_buffers = [[each for each in worker.buffers if each.names[0] in promised.constants] for worker in workers]
     by_tensor = [*_by_tensor([worker.weights for worker in workers]), *_by_tensor(own_buffers)]
-    strangers = list[Found]()
+    strangers = list[TensorSums]()
     for each in by_tensor:
         if {*promised.names_of(each[0])} <= promised.names:
             _tell(each, promised, parts, unseen)
@@ -181,7 +181,7 @@ def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
     return Told(parts, unseen)
 
 
-def _tell(each: Found, promised: PromisedTensors, parts: list[Part], unseen: dict[str, str]) -> None:
+def _tell(each: TensorSums, promised: PromisedTensors, parts: list[Part], unseen: dict[str, str]) -> None:
     """Add what a server has there to the parts, or to what is unseen."""
     names = promised.names_of(each[0])
     try:

@@ -17,7 +17,7 @@ from asyncflow.engines.lora_files import A, B
 from asyncflow.engines.rollout.vllm.client import FoundSum
 from asyncflow.engines.rollout.vllm.weights import NO_DIFFERENCES, Differences
 
-Found = Sequence[FoundSum]
+TensorSums = Sequence[FoundSum]
 """Sums of all workers over a tensor."""
 
 
@@ -41,7 +41,7 @@ class NamePairs:
         """Name in files of what a server's model calls so; None: it is not known."""
         return self._names.get(stranger)
 
-    def learn(self, strangers: Mapping[str, Found], lacking: Set[str], same: Callable[[Found, str], int | None]) -> None:
+    def learn(self, strangers: Mapping[str, TensorSums], lacking: Set[str], same: Callable[[TensorSums, str], int | None]) -> None:
         """Take in what a right server has. `strangers`: by their names there. `same`: the sum over a stranger, if it is that over
         the tensor of a name, too."""
         for stranger, found in strangers.items():
@@ -103,10 +103,10 @@ class PromisedTensors:
         own = (name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name)) for name in found.names)
         return [*dict.fromkeys(own)]
 
-    def pair(self, strangers: Sequence[Found], lacking: Set[str]) -> None:
+    def pair(self, strangers: Sequence[TensorSums], lacking: Set[str]) -> None:
         """See which of these names, which a right server seems to lack, its strangers may have."""
 
-        def same(workers: Found, name: str) -> int | None:
+        def same(workers: TensorSums, name: str) -> int | None:
             with contextlib.suppress(NotAttested):
                 if {*self.found([name], workers)} == {self.sum_of(name)}:
                     return self.sum_of(name)
