@@ -5,6 +5,7 @@
                                                         is exact to the bit; the sum of theirs
     what a layer's method makes of loaded weights   --> the sum over what was loaded, taken there, with the difference of the bits
     (it quantises them, packs them, turns them)         that lie there now from those that it made
+    what a parameter's loader makes of what it takes -> likewise
     what attention makes of another layer's matrix  --> that one's sum, with the difference of its bits from those made of it
 
 A fused matrix is taken apart into the checkpoint's own tensors, by the model's `packed_modules_mapping`; the experts of a layer
