@@ -156,7 +156,7 @@ class RequireKey:
             if scope["type"] == "http" and scope["path"] == SETTINGS:
                 await _answer(send, 200, _settings(scope["app"].state.vllm_config))
             elif scope["type"] == "http" and scope["path"] == SUMS:
-                await _answer(send, 200, await _sums(scope["app"].state, parse_qs(scope["query_string"].decode())))
+                await _answer(send, *await _sums(scope["app"].state, parse_qs(scope["query_string"].decode())))
             else:
                 await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -176,8 +176,9 @@ def _settings(config: Any) -> dict[str, Any]:
     }
 
 
-async def _sums(state: Any, query: dict[str, list[str]]) -> dict[str, Any]:
-    """Sums of what each worker computes with, for requests that name the adapter `lora`; with `weights`=1 of the model's too."""
+async def _sums(state: Any, query: dict[str, list[str]]) -> tuple[int, dict[str, Any]]:
+    """Status, and sums of what each worker computes with, for requests that name the adapter `lora`; with `weights`=1 of the model's
+    too."""
     lora_id = None
     try:
         if "lora" in query:
@@ -186,9 +187,12 @@ async def _sums(state: Any, query: dict[str, list[str]]) -> dict[str, Any]:
                 await state.engine_client.add_lora(request)  # as a request that names it does: a worker may have put it aside
             lora_id = 0 if request is None else request.lora_int_id
         asked = (int(query["seed"][0]), lora_id, query["weights"] == ["1"])
-        return {"workers": await state.engine_client.collective_rpc("asyncflow_sums", args=asked)}
-    except Exception as error:  # of another vLLM than this was written against, maybe: it generates all the same
-        return {"workers": [{"why": f"{type(error).__name__}: {error}"}]}
+        return 200, {"workers": await state.engine_client.collective_rpc("asyncflow_sums", args=asked)}
+    except Exception as error:
+        if getattr(state.engine_client, "errored", False):  # it has died, and generates nothing: this server is lost
+            return 503, {"error": f"{type(error).__name__}: {error}"}
+        # Of another vLLM than this was written against, maybe: it generates all the same.
+        return 200, {"workers": [{"why": f"{type(error).__name__}: {error}"}]}
 
 
 async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:

@@ -120,12 +120,15 @@ class Engine:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.errored = False
 
     async def add_lora(self, request: Any) -> None:
         self.calls.append(request.lora_int_id)
 
     async def collective_rpc(self, name: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append((name, *args))
+        if self.errored:
+            raise RuntimeError("EngineCore encountered an issue")
         return [{"weights": []}] * 2
 
 
@@ -206,6 +209,13 @@ async def test_each_worker_is_asked_for_its_sums_and_an_adapter_is_there_when_it
     extension = module.Extension()
     extension.get_model, extension.model_config = lambda: "model", SimpleNamespace(dtype=torch.bfloat16)
     assert extension.asyncflow_sums(5, None, True) == {"told": ["torch.bfloat16", "5", "None", "True"]}
+
+
+async def test_a_server_whose_engine_has_died_is_lost_and_not_unable_to_tell(module: Any) -> None:
+    server = Server(module)
+    server.engine.errored = True
+    sent = await server.ask("/asyncflow/sums", query="seed=5&weights=1")
+    assert sent[0]["status"] == 503 and content_of(sent) == {"error": "RuntimeError: EngineCore encountered an issue"}
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------------
