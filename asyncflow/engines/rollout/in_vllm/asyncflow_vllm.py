@@ -177,8 +177,8 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 async def _sums(state: Any, query: dict[str, list[str]]) -> tuple[int, dict[str, Any]]:
-    """Status, and sums of what each worker computes with, for requests that name the adapter `lora`; with `weights`=1 of the model's
-    too."""
+    """Status, and sums of what each worker computes with, for requests that name the adapter `lora`; with `weights`=1 of the
+    model's too."""
     lora_id = None
     try:
         if "lora" in query:
