@@ -41,9 +41,10 @@ from tests.soak.record import RECORD, Sitting, read, write
 from tests.suites import commit
 
 DISK_BYTES: Final = 256 << 20
+ATTEMPT_SECONDS: Final = 240.0
+"""An attempt that has not ended by then, less what processes of it were stopped, hangs."""
 HANG_SECONDS: Final = 150.0
-"""An attempt that has trained no step by then, and has not ended, hangs; less what processes of it were stopped. All of it may take
-longer: that depends on the machine, and on how many faults there are."""
+"""An attempt that has trained no step for so long, less the same, hangs too."""
 MOST_ATTEMPTS: Final = 60
 KIND: Final = ("kill", "kill", "kill", "stop", "stop", "slow", "handles", "memory", "cut", "fill")
 """Kinds of faults, as often as they are drawn."""
@@ -68,8 +69,8 @@ class Attempt:
         with said.open("ab") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
         self.driver = psutil.Process(self._process.pid)
-        self.deadline = time.monotonic() + HANG_SECONDS
-        self.num_steps = 0
+        self.deadline = time.monotonic() + ATTEMPT_SECONDS
+        self.num_steps, self.next_step_by = 0, time.monotonic() + HANG_SECONDS
         self.seen: set[psutil.Process] = set()
         self.faults: list[tuple[str, float]] = []  # kind and role, seconds
         self.status: int | None = None
@@ -195,9 +196,10 @@ def disturb(attempt: Attempt, companions: Companions, run_dir: Path, done: Round
         companions.keep()
         now, steps = time.monotonic(), num_steps(run_dir)
         if steps != attempt.num_steps:
-            attempt.num_steps, attempt.deadline = steps, now + HANG_SECONDS
-        if now > attempt.deadline:
-            done.violations.append(f"an attempt has trained no step in {HANG_SECONDS:g} s, and has not ended: step {steps}")
+            attempt.num_steps, attempt.next_step_by = steps, now + HANG_SECONDS
+        if now > min(attempt.deadline, attempt.next_step_by):
+            limit = f"ended in {ATTEMPT_SECONDS:g} s" if now > attempt.deadline else f"trained a step in {HANG_SECONDS:g} s"
+            done.violations.append(f"an attempt has not {limit}: step {steps}")
             attempt.end()
             return
         if now < next_fault or steps <= awaited:
@@ -230,6 +232,7 @@ def strike(attempt: Attempt, companions: Companions, run_dir: Path, done: Round,
     attempt.faults.append((name, lasted))
     done.faults[name] = done.faults.get(name, 0) + 1
     attempt.deadline += lasted
+    attempt.next_step_by += lasted
     watch = threading.Thread(target=recovery, args=(run_dir, steps, at + lasted, name, done, done.checking), daemon=True)
     watch.start()
     return time.monotonic()
@@ -238,7 +241,7 @@ def strike(attempt: Attempt, companions: Companions, run_dir: Path, done: Round,
 def recovery(run_dir: Path, steps: int, over: float, name: str, done: Round, checking: float) -> None:
     """Note how long after the fault was over the next step was committed, less what a step takes, and what the laws took meanwhile:
     `checking` is how much they had taken at the fault."""
-    while time.monotonic() - over < HANG_SECONDS:
+    while time.monotonic() - over < ATTEMPT_SECONDS:
         with contextlib.suppress(OSError, ValueError):
             if num_steps(run_dir) > steps:
                 took = [json.loads(line)["perf/step_seconds"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -103,8 +103,8 @@ def watch_loading() -> None:
 
 
 def _watch_loader(layer: nn.Module, name: str, parameter: Any) -> None:
-    """Have a loader that makes something of what it takes note both, each time that it loads. It still has these two arguments by
-    name, for vLLM counts what it loads."""
+    """Have a loader that makes something of what it takes note both, each time that it loads. Its arguments keep their names, by
+    which vLLM counts what is loaded."""
     if (two := _take_and_make(getattr(parameter, "weight_loader", None))) is None:
         return
     (take, make), composed = two, Composed()
@@ -127,7 +127,8 @@ def _in_dtypes(tensor: Tensor) -> dict[torch.dtype, int]:
 
 
 def _take_and_make(loader: Any) -> tuple[Callable[..., Any], Callable[[Tensor], Tensor]] | None:
-    """What a loader takes its part of a tensor with, and what it makes something of that with; None if it makes nothing."""
+    """Functions of a loader: it takes its part of a tensor with one, and makes something of that with the other. None if it makes
+    nothing."""
     name = getattr(loader, "__qualname__", "")
     if name == "composed_weight_loader.<locals>.composed_loader":
         own = inspect.getclosurevars(loader).nonlocals
