@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,22 @@ def candidates(config: Config, model: Model, fields: dict[str, Any], devices: in
     return [each for pair in space.pairs() for each in space.candidates(pair)]
 
 
-def searched(config: Config, model: Model, fields: dict[str, Any], devices: int) -> Found:
-    async def run() -> Found:
-        async with Simulators(1) as simulators:
-            return await module.search(config, model, fields, devices, simulators, 1, most_rows=200)
-
-    return asyncio.run(run())
+Searched = Callable[[Config, Model, dict[str, Any], int], Found]
 
 
-def test_the_same_inputs_give_the_same_plan_and_counts_add_up() -> None:
+@pytest.fixture(scope="module")
+def searched() -> Iterator[Searched]:
+    """A search, whose simulations are all in one process."""
+    with asyncio.Runner() as runner:
+        simulators = Simulators(1)
+        runner.run(simulators.__aenter__())
+        try:
+            yield lambda *given: runner.run(module.search(*given, simulators, 1, most_rows=200))
+        finally:
+            runner.run(simulators.__aexit__())
+
+
+def test_the_same_inputs_give_the_same_plan_and_counts_add_up(searched: Searched) -> None:
     config, model, fields = small()
     once, again = (searched(config, model, fields, 6) for _ in range(2))
     assert once == again
@@ -66,7 +74,7 @@ def test_the_same_inputs_give_the_same_plan_and_counts_add_up() -> None:
     assert best.tpspd > 0
 
 
-def test_no_plan_that_was_bounded_away_is_faster() -> None:
+def test_no_plan_that_was_bounded_away_is_faster(searched: Searched) -> None:
     config, model, fields = small()
     found = searched(config, model, fields, 4)
     every = sorted(candidates(config, model, fields, 4), key=lambda each: (each.bound.seconds, each.place))
@@ -92,26 +100,26 @@ def test_one_part_of_the_machine_takes_about_as_long_as_all_of_it() -> None:
     assert seconds[0] == pytest.approx(seconds[1], rel=0.15)
 
 
-def test_a_model_that_fits_nowhere_is_said_with_what_it_needs() -> None:
+def test_a_model_that_fits_nowhere_is_said_with_what_it_needs(searched: Searched) -> None:
     config, model, fields = small()
     tiny = replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 8.0}))
     with pytest.raises(UserError, match=r"fits nowhere: each device that trains, on up to 3 needs at least \d+\.\d GiB"):
         searched(config, tiny, fields, 4)
 
 
-def test_too_few_devices_are_said_with_how_many_it_takes() -> None:
+def test_too_few_devices_are_said_with_how_many_it_takes(searched: Searched) -> None:
     with pytest.raises(UserError, match=r"1 devices are too few for this run: .* take 2 or more"):
         searched(*small(), 1)
 
 
-def test_more_devices_than_a_layout_can_use_are_left_over() -> None:
+def test_more_devices_than_a_layout_can_use_are_left_over(searched: Searched) -> None:
     config, model, fields = small(
         "train.prompts_per_step=2", "rollout.num_workers=1", "rollout.group_size=2", "train.responses_per_micro_batch=2"
     )
     assert searched(config, model, fields, 64).plans[0].devices < 64
 
 
-def test_pools_of_the_reference_and_of_values_are_searched() -> None:
+def test_pools_of_the_reference_and_of_values_are_searched(searched: Searched) -> None:
     config, model, fields = small("algorithm={name: ppo, kl_coefficient: 0.01}", "train.reference=task")
     large = model.hardware.model_copy(update={"memory_gib": 400.0})  # a critic is not cut
     costs = {"critic_seconds": 0.0, "critic_token_seconds": 0.0, "value_token_seconds": 0.02, "reference_token_seconds": 0.01}
@@ -125,13 +133,13 @@ def test_pools_of_the_reference_and_of_values_are_searched() -> None:
     assert settings(best)["plan"]["values"] == {"num_workers": 4}
 
 
-def test_larger_pools_than_the_devices_leave_room_for_are_left_out() -> None:
+def test_larger_pools_than_the_devices_leave_room_for_are_left_out(searched: Searched) -> None:
     config, model, fields = small("algorithm={name: ppo, kl_coefficient: 0.0}")
     large = replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 400.0}))
     assert searched(config, large, fields, 3).plans[0].config.plan.values.num_workers == 0
 
 
-def test_a_reference_that_fits_on_no_device_is_refused_with_what_to_take() -> None:
+def test_a_reference_that_fits_on_no_device_is_refused_with_what_to_take(searched: Searched) -> None:
     config, model, fields = small("train.reference=task", "train.frozen_dtype=float32", "rollout.max_new_tokens=512")
     with pytest.raises(UserError, match=r"the reference fits on no device: .* needs at least (2\d|3\d)\.\d GiB of one, of which 2"):
         searched(config, replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 24.0})), fields, 64)

@@ -3,6 +3,7 @@
     a layer's method makes something of all that was loaded --> sums of what it was given, and of what it made
     a parameter's loader makes something of what it takes   --> likewise
     a model calls tensors otherwise than its files          --> the names that it was given
+    a model's code copies tensors to parameters             --> which one was copied where
 
 So what was loaded can be told, and whether what was made of it lies there still; not that the right thing was made of it.
 """
@@ -13,6 +14,7 @@ import contextlib
 import enum
 import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from asyncflow_bits import is_exact, sum_of_bits
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -73,6 +75,8 @@ _held_at_first: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionar
 """Of each layer, what there was before anything was loaded (`_held`)."""
 _names_given: WeakKeyDictionary[nn.Module, list[dict[str, str]]] = WeakKeyDictionary()
 """Of each model, and then of its parts, the names of what it was given, by those that it has for them."""
+_sources: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""Of each model, by its parameters' names, the one tensor that was copied there at its last load, and nowhere else; "": several."""
 
 
 def watch_loading() -> None:
@@ -86,6 +90,8 @@ def watch_loading() -> None:
                 with contextlib.suppress(Exception):  # another vLLM's: it loads all the same
                     _watch_loader(layer, name, parameter)
         record(model)
+        with contextlib.suppress(Exception):
+            _watch_copies(model)
         for path, part in model.named_modules():
             with contextlib.suppress(Exception):  # another vLLM's: what it calls otherwise is not told
                 mapper = getattr(part, "hf_to_vllm_mapper", None)
@@ -100,6 +106,64 @@ def watch_loading() -> None:
                     _held_at_first[layer] = _held(layer, method)
 
     loading.record_metadata_for_reloading = recorded
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is copied to a model's parameters, and from which of the tensors that it takes one after another.
+
+    Parameters are known by their storages, which those on `meta` have, too: vLLM counts there what is loaded, at once, and
+    copies later.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: dict[str, set[str]] = {}
+        """Of each tensor that was taken, the parameters that it was copied to."""
+        self._taken, self._parameters = "", dict[int, str]()
+        self._storages = []  # as long as there are these, no other has the place of one
+        for name, parameter in model.named_parameters():
+            with contextlib.suppress(Exception):  # it has none
+                self._storages.append(parameter.untyped_storage())
+                self._parameters[self._storages[-1]._cdata] = name
+
+    def taken(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights; each is the one that is copied until the next is taken."""
+        for self._taken, tensor in weights:
+            self.seen[self._taken] = set()
+            yield self._taken, tensor
+        self._taken = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and self._taken:
+            with contextlib.suppress(Exception):
+                self.seen[self._taken].add(self._parameters[args[0].untyped_storage()._cdata])
+        return func(*args, **(kwargs or {}))
+
+    def sources(self) -> dict[str, str]:
+        """Of each parameter the one tensor that was copied there, if that was copied nowhere else; else ""."""
+        given = defaultdict[str, list[str]](list)
+        for name, parameters in self.seen.items():
+            for parameter in parameters:
+                given[parameter].append(name if len(parameters) == 1 else "")
+        return {parameter: names[0] if len(names) == 1 else "" for parameter, names in given.items()}
+
+
+def _watch_copies(model: Any) -> None:
+    """Have `_sources` known of each load of a model."""
+    load = model.load_weights
+
+    def watched(weights: Iterable[tuple[str, Tensor]], *given: Any, **more: Any) -> Any:
+        with _Copies(model) as copies:
+            loaded = load(copies.taken(weights), *given, **more)
+        _sources.setdefault(model, {}).update(copies.sources())
+        return loaded
+
+    model.load_weights = watched
+
+
+def source_of(model: nn.Module, name: str) -> str:
+    """Name of the tensor that a parameter is a copy of, or was made of, and no other is; "" if there is none such."""
+    return _sources.get(model, {}).get(name, "")
 
 
 def _watch_loader(layer: nn.Module, name: str, parameter: Any) -> None:

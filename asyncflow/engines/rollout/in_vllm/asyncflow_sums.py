@@ -22,7 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 from asyncflow_bits import is_exact, normal, sum_of_bits
-from asyncflow_loading import PLAIN, CannotTell, Composed, composed_of, name_in_files, processed_of, sums_of_tensors, words_of
+from asyncflow_loading import (
+    PLAIN,
+    CannotTell,
+    Composed,
+    composed_of,
+    name_in_files,
+    processed_of,
+    source_of,
+    sums_of_tensors,
+    words_of,
+)
 from torch import Tensor, nn
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -39,8 +49,8 @@ WRAPPED = ".base_layer"  # what vLLM calls a layer inside of the one that adds a
 
 SumEntry = list[Any]
 """[names of the checkpoint's, number of its elements that this worker has, sum, inputs that it has, columns that the sum is over,
-whether it may be quantised, dtype that it is kept in, why nobody sees that kernels read this]. The last three are left out where it
-is not, is kept in the model's, and they do.
+whether it may be quantised, dtype that it is kept in, why nobody sees that kernels read this, name of the one tensor of the
+checkpoint's that was copied there]. The last ones are left out where it is not, is kept in the model's, they do, or there is none.
 
 Columns are counted over all workers, and there are none where the sum is over all that this one has. Of several tensors together
 no elements are counted. An adapter's tensor has the names that it may have."""
@@ -92,8 +102,10 @@ def _weights(model: nn.Module, dtype: torch.dtype, seed: int, unseen: dict[str, 
         except Exception as error:
             unseen[paths[0]] = words_of(error)
             continue
-        for entry in entries:
+        for name, entry in entries:
             entry[2] = (entry[2] + changes.get(module, 0)) % (1 << 32)
+            if source := source_of(model, name):
+                entry += [*(False, "", "")[len(entry) - 5 :], source]
             yield entry
 
 
@@ -109,8 +121,9 @@ def _without_adapters(layer: Any) -> nn.Module:
 
 def _of_layer(
     model: nn.Module, module: Any, paths: Sequence[str], first_names: dict[int, str], dtype: torch.dtype, seed: int
-) -> Iterator[SumEntry]:
-    """Sums over a layer's own weights. `paths`: its names. `first_names`: of the parameters that were met so far, by id."""
+) -> Iterator[tuple[str, SumEntry]]:
+    """Sums over a layer's own weights, each with the parameter's name. `paths`: the layer's. `first_names`: of the parameters that
+    were met so far, by id."""
     method: Any = getattr(module, "quant_method", None)
     method = getattr(method, "old_quant_method", method)  # of experts that may have adapters
     if isinstance(method, QuantizeMethodBase) and type(method) not in PLAIN and module._parameters:
@@ -124,24 +137,26 @@ def _of_layer(
         name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
         names = _names(model, name)
         if (composed := composed_of.get(module, {}).get(own_name)) is not None:
-            yield _of_composed(composed, model, name, parameter, dtype)
+            if not composed.given:
+                raise CannotTell(f"nobody saw what {name} was made of")
+            yield name, _of_composed(composed, source_of(model, name) or name, parameter, dtype)
             continue
         if type(method) is UnquantizedFusedMoEMethod:
             if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
                 raise CannotTell(f"{paths[0]} is computed by MOONEP")
             if not (is_shared and own_name in SKIP_LOAD_TENSORS):  # the router's
                 names = _names_of_experts(model, module, paths[0], own_name, parameter.dtype, dtype)
-                yield [names, 0, sum_of_bits(parameter.data), 0, []]
+                yield name, [names, 0, sum_of_bits(parameter.data), 0, []]
             continue
         if method is not None and type(method) not in PLAIN:
             raise CannotTell(f"{name} is applied by {type(method).__name__}")
         is_embedding = type(method) is UnquantizedEmbeddingMethod
         is_packed = own_name == "weight" and method is not None and "cpu_linear" in module.__dict__
         if is_packed and (is_head or not is_embedding):
-            yield from _of_columns(module, names, dtype, seed)
+            yield from ((name, each) for each in _of_columns(module, names, dtype, seed))
         is_read = not is_packed or (is_embedding and not isinstance(module, ParallelLMHead))  # by lookups
         if is_read and not is_shared:
-            yield from _of_buffer(module, names, parameter.data, dtype)
+            yield from ((name, each) for each in _of_buffer(module, names, parameter.data, dtype))
 
 
 def _names(model: nn.Module, name: str) -> list[str]:
@@ -175,8 +190,8 @@ def _names_of_experts(model: nn.Module, module: Any, path: str, own_name: str, k
     return names
 
 
-def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: torch.dtype) -> Iterator[SumEntry]:
-    """Sums over what was loaded; where other bits lie there than were made of it, all are others."""
+def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: torch.dtype) -> Iterator[tuple[str, SumEntry]]:
+    """Sums over what was loaded, likewise; where other bits lie there than were made of it, all are others."""
     processed = processed_of.get(module, "nobody saw it")
     if isinstance(processed, str):
         raise CannotTell(f"{path} is processed by {type(method).__name__}: {processed}")
@@ -188,28 +203,26 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
     why = f"{path} is processed by {type(method).__name__}: {hidden}" if hidden else ""
     change = sum(now[name][2] - processed.made[name][2] for name in now if forms_then.get(name) == forms[name])
     for own_name, (kept, parts) in processed.loaded.items():
+        of_model = f"{path}.{own_name}".lstrip(".")
         if hasattr(module, "get_expert_mapping"):
             names = _names_of_experts(model, module, path, own_name, kept, dtype)
-            yield [names, 0, (parts[0][1] + change) % (1 << 32), 0, [], True, "", why]
+            yield of_model, [names, 0, (parts[0][1] + change) % (1 << 32), 0, [], True, "", why]
             continue
-        names = _names(model, f"{path}.{own_name}".lstrip("."))
+        names = _names(model, of_model)
         if len(names) == 1:
             parts = [(sum(numel for numel, _ in parts), sum(found for _, found in parts))]
         if kept != dtype or len(parts) != len(names):
             raise CannotTell(f"{names[0]} was loaded in {kept}, in {len(parts)} parts")
         for name, (numel, found) in zip(names, parts, strict=True):
-            yield [[name], numel, (found + change) % (1 << 32), 0, [], True, "", why]
+            yield of_model, [[name], numel, (found + change) % (1 << 32), 0, [], True, "", why]
 
 
-def _of_composed(composed: Composed, model: nn.Module, name: str, parameter: Tensor, dtype: torch.dtype) -> SumEntry:
+def _of_composed(composed: Composed, name: str, parameter: Tensor, dtype: torch.dtype) -> SumEntry:
     """Sum over what the parameter's loader made it of; where other bits lie there than it made, another one."""
-    if not composed.given:
-        raise CannotTell(f"nobody saw what {name} was made of")
     own = next(iter(composed.given))
     kept = [] if dtype in composed.given else [False, _name_of(own)]
-    in_files = name_in_files(model, name) or (f"{name}_log" if name.endswith(".A") else name)
     change = sum_of_bits(parameter.data) - composed.made
-    return [[in_files], parameter.numel(), (composed.given.get(dtype, composed.given[own]) + change) % (1 << 32), 0, [], *kept]
+    return [[name], parameter.numel(), (composed.given.get(dtype, composed.given[own]) + change) % (1 << 32), 0, [], *kept]
 
 
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from asyncflow.attestation import MODULUS, Attestation, fault_of, sum_of_all
 from asyncflow.engines.rollout.vllm.client import FoundSum, ServerLost, VllmClient, WorkerSums
 from asyncflow.engines.rollout.vllm.lora_versions import LoraVersion, LoraVersions
-from asyncflow.engines.rollout.vllm.promised import NamePairs, NotAttested, PromisedTensors, TensorSums
+from asyncflow.engines.rollout.vllm.promised import NotAttested, PromisedTensors, TensorSums
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 
@@ -50,7 +50,7 @@ class ServerAttestations:
         self._weights, self._lora = weights, lora
         self._bases: WeakKeyDictionary[VllmClient, tuple[int | None, dict[str, str]]] = WeakKeyDictionary()
         """Of each server, which has a new client when it starts again, the sum over its base, or what is unseen of that."""
-        self._pairs = NamePairs()
+        self._known_names = dict[str, str]()
         self._has_logged_why = self._is_quantised = False
         self.are_whole = True
 
@@ -58,7 +58,7 @@ class ServerAttestations:
         """The weights that the servers should have; valid until they are to have others."""
         weights = self._weights
         return PromisedTensors(
-            weights.version, weights.tensors(), weights.dtype, differences=weights.differences, pairs=self._pairs
+            weights.version, weights.tensors(), weights.dtype, differences=weights.differences, known_names=self._known_names
         )
 
     def adapter(self, lora: LoraVersions, version: LoraVersion) -> PromisedTensors:
@@ -165,9 +165,9 @@ def told_of(workers: Sequence[WorkerSums], promised: PromisedTensors) -> Told:
             _tell(each, promised, parts, unseen)
         else:
             strangers.append(each)
-    if strangers and parts and all((found - sum(map(promised.sum_of, names))) % MODULUS == 0 for names, found in parts):
-        promised.pair(strangers, promised.names - {name for names, _ in parts for name in names})
+    lacking = promised.names - {name for names, _ in parts for name in names}
     for stranger in strangers:
+        promised.recognise(stranger, lacking)
         _tell(stranger, promised, parts, unseen)
     lacking = promised.names - {name for names, _ in parts for name in names}
     for name in sorted(lacking):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 
 import torch
@@ -25,43 +23,6 @@ class NotAttested(Exception):
     """Error for a server of which one cannot tell what it generates with, or has in a tensor's place. The text says why."""
 
 
-class NamePairs:
-    """Pairs of names: of a server's model for a tensor, and of its files for the same, which the model's code alone puts together.
-
-    A pair counts where both had the same sum in each version that a server had, two different ones at least, and no other name
-    would do: sums of small tensors are the same by chance now and then. Both are of the same layer, by the first number in them.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[str, dict[str, set[int]]] = {}
-        """Of each stranger, by the names that it may be, the sums that both have had."""
-        self._names: dict[str, str] = {}
-
-    def name_of(self, stranger: str) -> str | None:
-        """Name in files of what a server's model calls so; None: it is not known."""
-        return self._names.get(stranger)
-
-    def learn(self, strangers: Mapping[str, TensorSums], lacking: Set[str], same: Callable[[TensorSums, str], int | None]) -> None:
-        """Take in what a right server has. `strangers`: by their names there. `same`: the sum over a stranger, if it is that over
-        the tensor of a name, too."""
-        for stranger, found in strangers.items():
-            may_be = self._sums.get(stranger)
-            if may_be is None:
-                may_be = {name: set() for name in lacking if _layer(name) == _layer(stranger)}
-            both = ((name, sums, same(found, name)) for name, sums in may_be.items())
-            self._sums[stranger] = {name: sums | {one} for name, sums, one in both if one is not None}
-        owners = Counter(name for may_be in self._sums.values() for name in may_be)
-        for stranger, may_be in self._sums.items():
-            for name, sums in may_be.items():
-                if len(may_be) == owners[name] == 1 and len(sums) > 1:
-                    self._names[stranger] = name
-
-
-def _layer(name: str) -> str:
-    found = re.search(r"\d+", name)
-    return found[0] if found else ""
-
-
 class PromisedTensors:
     """Tensors that a server was to load, as engines of this dtype have them, and sums over them."""
 
@@ -72,17 +33,17 @@ class PromisedTensors:
         dtype: str,
         *,
         differences: Differences = NO_DIFFERENCES,
-        pairs: NamePairs | None = None,
+        known_names: dict[str, str] | None = None,
         adapter: str | None = None,
         scaling: float = 1.0,
     ) -> None:
-        """`tensors` may be read from files, one at a time. `differences`: between them and a version. `pairs`: names that
-        servers of this model have for them. `adapter`: name of one, if they are its. `scaling`: of its product; vLLM multiplies B
-        with it."""
+        """`tensors` may be read from files, one at a time. `differences`: between them and a version. `known_names`: in files, by
+        those that only the code of a server's model has; others are added once they are known. `adapter`: name of one, if they
+        are its. `scaling`: of its product; vLLM multiplies B with it."""
         self.version, self.adapter = version, adapter
         self.tied, self.wholes, constants, self._unused = differences
         self.constants = constants & tensors.keys()
-        self.pairs = NamePairs() if pairs is None else pairs
+        self._known_names = {} if known_names is None else known_names
         self._tensors, self._dtype, self._scaling = tensors, getattr(torch, dtype), scaling
         self._sums: dict[str, int] = {}
         self._are_finite: dict[str, bool] = {}
@@ -98,21 +59,24 @@ class PromisedTensors:
 
     def names_of(self, found: FoundSum) -> list[str]:
         """Names that the tensors have here which a server's model calls so."""
-        if (name := self.pairs.name_of(found.names[0])) is not None:
+        if (name := self._known_names.get(found.names[0])) is not None:
             return [name]
         own = (name if name in self._tensors else self.tied.get(name, self.wholes.get(name, name)) for name in found.names)
         return [*dict.fromkeys(own)]
 
-    def pair(self, strangers: Sequence[TensorSums], lacking: Set[str]) -> None:
-        """See which of these names, which a right server seems to lack, its strangers may have."""
+    def recognise(self, workers: TensorSums, lacking: Set[str]) -> None:
+        """Know what a server has under a name of its own by the tensor that was copied there, if it is one of these with its sum.
 
-        def same(workers: TensorSums, name: str) -> int | None:
-            with contextlib.suppress(NotAttested):
-                if {*self.found([name], workers)} == {self.sum_of(name)}:
-                    return self.sum_of(name)
-            return None
-
-        self.pairs.learn({each[0].names[0]: each for each in strangers}, lacking, same)
+        A model's code may make something else of what it copies: of a tensor that is one number all over that may have the same
+        sum, so such a one is not known by it.
+        """
+        source = next((each.source for each in workers if each.source), "")
+        if source not in lacking:
+            return
+        with contextlib.suppress(NotAttested):
+            tensor = self._tensors[source]
+            if {*self.found([source], workers)} == {self.sum_of(source)} and bool((tensor != tensor.flatten()[0]).any()):
+                self._known_names[workers[0].names[0]] = source
 
     def sums(self) -> dict[str, int]:
         """Sums of the version's tensors, by the names that it has for them."""

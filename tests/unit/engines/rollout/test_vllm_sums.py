@@ -6,8 +6,9 @@ import contextlib
 import errno
 import importlib
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -36,7 +37,7 @@ from asyncflow.engines.rollout.vllm.attesting import (
 )
 from asyncflow.engines.rollout.vllm.client import FoundSum, WorkerSums
 from asyncflow.engines.rollout.vllm.process import IN_VLLM
-from asyncflow.engines.rollout.vllm.promised import NamePairs, NotAttested, PromisedTensors
+from asyncflow.engines.rollout.vllm.promised import NotAttested, PromisedTensors
 from asyncflow.engines.rollout.vllm.weights import Differences, ServerWeights
 from asyncflow.engines.train.file_tensors import file_tensors
 from asyncflow.model_folder import FileTensors
@@ -975,61 +976,104 @@ def test_what_was_made_of_a_tensor_that_the_model_s_dtype_does_not_hold_is_not_t
     loading.watch_loading()
     model = nn.Module()
     model.mixer = MambaMixer(0, 1, is_second=True)
+    model.load_weights = lambda weights: [model.mixer.A.weight_loader(model.mixer.A, tensor) for _, tensor in weights]
     made(model)
-    model.mixer.A.weight_loader(model.mixer.A, torch.full((8, 3), 1 / 3))
+    model.load_weights([("mixer.A_log", torch.full((8, 3), 1 / 3))])
     promised = PromisedTensors(1, {"mixer.A_log": torch.full((8, 3), 1 / 3)}, "bfloat16")
     found = told_of(told(sums, model, dtype=torch.bfloat16), promised)
     assert found.unseen == {"mixer.A_log": "mixer.A_log is kept in float32"}
 
 
+OTHERWISE = {
+    "out.matrix": "lm_head.weight",
+    "model.last.gain": "model.norm.weight",
+    "model.layers.0.mixer.matrix": "model.layers.0.self_attn.o_proj.weight",
+    "mixture.gate_up": "blocks.mlp.experts.routed_experts.w13_weight",
+    "mixture.down": "blocks.mlp.experts.routed_experts.w2_weight",
+    "scale": "ones.weight",
+    "part": "whole.weight",
+}
+"""Names that files have for what a model's code calls otherwise; of the last one it makes something else."""
+
+
+class OfCode:
+    """A model whose code has names of its own for what it copies, and what its files have. `way`: when it copies."""
+
+    def __init__(self, way: str, tp: int) -> None:
+        self.way, self.tp, (self.of_experts, _, in_one) = way, tp, experts()
+        self.first, in_files = checkpoint(), {own: name for name, own in OTHERWISE.items()}
+        self.files = {in_files.get(name, name): tensor for name, tensor in self.first.items()}
+        self.files |= {f"mixture.{'down' if 'down' in name else 'gate_up'}": tensor for name, tensor in in_one.items()}
+        self.workers = [self.made_of(self.version(0), rank) for rank in range(tp)]
+        for worker in self.workers:
+            worker.load_weights = lambda weights, own=worker: self.copy(own, weights)
+            made(worker)
+
+    def version(self, number: int) -> dict[str, Tensor]:
+        """Files of one version; in the first two tensors are one number all over."""
+        own = {"scale": torch.arange(5.0) * number + 1, "part": torch.arange(7.0) * number}
+        return {name: tensor * (1 + 0.3 * number) for name, tensor in self.files.items()} | own
+
+    def made_of(self, files: Mapping[str, Tensor], rank: int) -> Any:
+        """A worker's part of it."""
+        factor = float(files["mixture.down"][0] / self.files["mixture.down"][0])
+        model = model_of({OTHERWISE.get(name, name): files[name] for name in files}, rank=rank, tp=self.tp, packed=False)
+        model.blocks = experts_of({name: each * factor for name, each in self.of_experts.items()}, rank=rank, tp=self.tp)
+        model.ones, model.whole = nn.LayerNorm(5, bias=False), nn.LayerNorm(7, bias=False)
+        model.ones.weight.data, model.whole.weight.data = files["scale"].clone(), files["part"] * 9
+        return model
+
+    def copy(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """What the model's code does; its parameters are filled in later, here."""
+        waiting = list[str]()
+        for name, _ in [*weights] if self.way == "takes all first" else weights:
+            waiting.append(name)
+            while len(waiting) > (self.way == "takes one more first"):
+                own = waiting.pop(0)
+                parameter = model.get_parameter(OTHERWISE.get(own, re.sub("[qkv]_proj", "qkv_proj", own)))
+                parameter.data.copy_(torch.zeros_like(parameter))
+
+    def load(self, number: int, *, has: int | None = None) -> None:
+        """Have the workers load a version, after which they have it, or another one."""
+        for rank, worker in enumerate(self.workers):
+            if self.way == "counts on meta first":
+                worker.to_empty(device="meta")
+            worker.load_weights(self.version(number).items())
+            for name, child in self.made_of(self.version(number if has is None else has), rank).named_children():
+                worker.add_module(name, child)
+
+
+@pytest.mark.parametrize("way", ["copies at once", "counts on meta first", "takes all first", "takes one more first"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_names_that_only_a_model_s_code_has_are_paired_by_what_lies_there(sums: Any, tp: int) -> None:
-    """Of a matrix, the output layer, a norm, and experts that are one tensor in files: by two versions that a right server has.
-    What is always the same is never known, nor what is of another layer."""
-    o_proj = "model.layers.0.self_attn.o_proj.weight"
-    names = {"lm_head.weight": "out.matrix", "model.norm.weight": "model.last.gain", o_proj: "model.layers.0.mixer.matrix"}
-    first, (of_experts, _, in_one) = checkpoint(), experts()
-    gone = {"ones": torch.ones(64), "gain": torch.randn(64), "layers.1.matrix": first[o_proj]}
-    pairs, theirs = NamePairs(), {*names.values(), "blocks.0.mlp.experts.gate_up_proj", "blocks.0.mlp.experts.down_proj"}
-    in_one = {f"blocks.0.{name}": tensor for name, tensor in in_one.items()}
+def test_names_that_only_a_model_s_code_has_are_known_by_what_it_copies(sums: Any, loading: Any, tp: int, way: str) -> None:
+    """Of a matrix, the output layer, a norm, and experts that are one tensor in files, from the first version on that a server has;
+    not of what something else is made of, though it has the same sum at first. A model that takes more before it copies has none
+    known: no name is taken for another."""
+    loading.watch_loading()
+    model, known_names = OfCode(way, tp), dict[str, str]()
+    num_known = 11 + 2 * tp  # norms are whole in each worker
 
-    def files(factor: float) -> dict[str, Tensor]:
-        return {names.get(name, name): tensor * factor for name, tensor in (first | in_one).items()} | gone
+    def seen(number: int) -> tuple[set[str], str]:
+        """Names of which nothing is seen, and the fault, if the workers should have this version."""
+        promised = PromisedTensors(number, model.version(number), "float32", known_names=known_names)
+        found = told_of(told(sums, *model.workers), promised)
+        return {*found.unseen} & OTHERWISE.keys(), fault_of(attestation(found), number, promised.sums())
 
-    def unseen(factor: float, promised_factor: float | None = None) -> tuple[set[str], str]:
-        """With a server that has the first version times a number."""
-        models = [model_of({name: tensor * factor for name, tensor in first.items()}, rank=rank, tp=tp) for rank in range(tp)]
-        for rank, model in enumerate(models):
-            given = {name: tensor * factor for name, tensor in of_experts.items()}
-            model.blocks, model.ones = nn.ModuleList([experts_of(given, rank=rank, tp=tp)]), nn.LayerNorm(64, bias=False)
-        promised = PromisedTensors(1, files(promised_factor or factor), "float32", pairs=pairs)
-        found = told_of(told(sums, *models), promised)
-        return {*found.unseen} & (theirs | gone.keys()), fault_of(attestation(found), 1, promised.sums())
-
-    for _ in range(2):  # a stale server
-        missing, fault = unseen(1.5, promised_factor=2.0)
-        assert missing == theirs | gone.keys() and "other weights" in fault
-    gone["gain"] = first["model.norm.weight"]  # for once two are alike
-    assert unseen(1.0) == (theirs | gone.keys(), ""), "one version alone"
-    gone["gain"] = torch.randn(64)
-    assert unseen(1.3) == ({*gone}, "")
-    assert unseen(1.7) == ({*gone}, "")
-    missing, fault = unseen(1.7, promised_factor=1.3)
-    assert missing == {*gone} and ("in 12 of 12 parts" if tp == 1 else "in 13 of 13 parts") in fault
-
-
-def test_what_was_not_the_same_once_is_never_paired() -> None:
-    """So that a sum that is the same by chance makes no pair of a tensor of which a model makes something else."""
-    pairs = NamePairs()
-    for found, promised in ((5, 5), (7, 9), (5, 5), (7, 7), (8, 8)):
-        pairs.learn({"y.a": found}, {"x.a"}, lambda one, _, own=promised: one if own == one else None)  # type: ignore[misc]
-    assert pairs.name_of("y.a") is None
-    pairs = NamePairs()
-    for number in (5, 5, 8):
-        assert pairs.name_of("y.2.a") is None
-        sums = {"x.2.a": number, "x.2.b": number + 1, "x.3.a": number}
-        pairs.learn({"y.2.a": number}, {*sums}, lambda one, name, own=sums: one if own[name] == one else None)  # type: ignore[misc]
-    assert pairs.name_of("y.2.a") == "x.2.a"
+    model.load(1, has=0)
+    missing, fault = seen(1)
+    assert missing == {*OTHERWISE} and "other weights" in fault, "a stale one"
+    model.load(0)
+    if "takes" in way:
+        assert seen(0) == ({*OTHERWISE}, "") and not known_names
+        model.load(1)
+        assert seen(1) == ({*OTHERWISE}, "") and not known_names
+        return
+    assert seen(0) == ({"part", "scale"}, "")
+    model.load(1)
+    assert seen(1) == ({"part"}, "")
+    model.load(2, has=1)
+    missing, fault = seen(2)
+    assert missing == {"part"} and f"in {num_known} of {num_known} parts" in fault
 
 
 @pytest.mark.parametrize("change", [{"numel": 6}, {"kept": "float32"}])
