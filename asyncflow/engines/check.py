@@ -10,6 +10,7 @@ import msgspec
 
 from asyncflow.registry import check_options
 from asyncflow.types import UserError
+from asyncflow.user_file import came_of_shortage
 
 
 class AskedEngine(msgspec.Struct):
@@ -23,13 +24,14 @@ class AskedEngine(msgspec.Struct):
 
 
 def main() -> None:
-    """Check a list of `AskedEngine` from standard input. Exit 2, with a sentence, for the first one that cannot be had."""
+    """Check a list of `AskedEngine` from standard input. Exit 2, with a sentence, for the first that cannot be had; 1 for want of
+    memory or file handles."""
     for asked in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[AskedEngine]):
         try:
             check_options(asked.kind, asked.name, asked.options, asked.known, asked.given)
         except UserError as error:
             print(error, file=sys.stderr)
-            sys.exit(2)
+            sys.exit(1 if came_of_shortage(error) else 2)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.registry import build
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
 
 IMPORT_SECONDS: Final = 300.0
 _OF_ROLLOUT = ("model_path", "num_slots", "max_context", "dtype", "device", "num_threads", "kv_on_install")
@@ -55,8 +55,10 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
 
 
 async def _asked_of(module: str, arguments: Sequence[str], given: bytes, otherwise: str) -> None:
-    """Run a module in a process of its own, since this one imports no torch, with `given` as its input. Raises `UserError` with its
-    last words, or `otherwise` if there are none, where it fails."""
+    """Run a module in a process of its own, since this one imports no torch, with `given` as its input.
+
+    Raises its last words, or `otherwise` if there are none: `UserError` if it ends with 2, `RunError` if with anything else but 0.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *arguments,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
@@ -67,7 +69,8 @@ async def _asked_of(module: str, arguments: Sequence[str], given: bytes, otherwi
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise UserError((errors.decode(errors="replace").strip().splitlines() or [otherwise])[-1])
+        last = (errors.decode(errors="replace").strip().splitlines() or [otherwise])[-1]
+        raise (UserError if process.returncode == 2 else RunError)(last)
 
 
 def _wanted(config: Config) -> Iterator[str]:

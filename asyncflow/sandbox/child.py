@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from asyncflow.errors import UserError
-from asyncflow.sandbox.frames import TOKEN_BYTES, frame
+from asyncflow.sandbox.frames import BEGUN, TOKEN_BYTES, frame
 from asyncflow.user_file import CannotImport, is_of_user, traces_of, words_of
 
 MAX_TRACE = 8000  # characters of a traceback that an answer carries
@@ -30,6 +30,8 @@ class OwnerPipes:
         os.dup2(2, 1)
         self._requests, self._replies = os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
         self.descriptors = requests, replies
+        self._replies.write(BEGUN)
+        self._replies.flush()
 
     def receive(self, decoder: msgspec.msgpack.Decoder[MessageT]) -> tuple[bytes, MessageT] | None:
         """The next message and its token, None at the end of the pipe."""

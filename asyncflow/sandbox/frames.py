@@ -1,7 +1,7 @@
 """Messages between the owner of a process and the process: a 4-byte big-endian length and a msgpack message.
 
 Before each goes a token: a question's is drawn at random, and its answer has the same. Code that gets hold of the pipe can so
-answer the questions that it was asked, but no other.
+answer the questions that it was asked, but no other. `BEGUN` comes first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import msgspec
 
 MAX_FRAME_BYTES = 1 << 28
 TOKEN_BYTES = 8
+BEGUN = bytes(TOKEN_BYTES + 4)
+"""An empty message of a process that has all of AsyncFlow's own code that it needs, and nothing of the user's yet."""
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):

@@ -197,7 +197,7 @@ class SandboxPool(ABC):
 
     async def _spawn(self) -> tuple[SandboxProcess, Any]:
         """A new process and its answer to the setup. One that is killed before it has answered, or finds too little memory or too
-        few file handles, is started again, a few times.
+        few file handles, or ends before it comes to the user's code, is started again, a few times.
 
         With no process left it raises `UserError` if the user's code cannot be imported or built, or not in time, or if the
         process has ended by itself, and `RunError` if all had to be started again: that is no mistake of the user's code.
@@ -217,7 +217,7 @@ class SandboxPool(ABC):
 
     async def _spawned(self) -> tuple[SandboxProcess, Any]:
         """A new process and its answer to the setup; None if it was killed before it had one, or the machine was too short of
-        something for it to have one."""
+        something for it to have one, or it did not come to the user's code."""
         loop, names, seconds = asyncio.get_running_loop(), self.names, self._limits.start_seconds
         _, process = await loop.subprocess_exec(
             lambda: SandboxProcess(self.replies, names.process), *next(self._commands), start_new_session=True, env=self._variables
@@ -229,15 +229,19 @@ class SandboxPool(ABC):
         except TimeoutError:
             is_stopped = process.is_stopped
             await self._remove(process)
-            if is_stopped:
+            if is_stopped or self._is_without_blame(process):
                 return process, None
             raise UserError(f"{self._code} was not imported and built within {seconds:g} s{process.last_line}") from None
         except ProcessEnded:
             await self._remove(process)
-            if process.ended.result() < 0 or tells_of_shortage(process.last_line):
+            if process.ended.result() < 0 or tells_of_shortage(process.last_line) or self._is_without_blame(process):
                 return process, None
             ended = f"its process {process.end} before the {names.built} was built"
             raise UserError(f"{self._code}: {ended}{process.last_line}") from None
+
+    def _is_without_blame(self, process: SandboxProcess) -> bool:
+        """Whether the user has no part in a process's end: this one's interpreter had not come to the user's code."""
+        return self._variables is None and not process.has_begun
 
     async def _remove(self, process: SandboxProcess) -> None:
         """Kill a process, and forget it."""

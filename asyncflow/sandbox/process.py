@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from asyncflow.sandbox import guard
-from asyncflow.sandbox.frames import MAX_FRAME_BYTES, TOKEN_BYTES
+from asyncflow.sandbox.frames import BEGUN, MAX_FRAME_BYTES, TOKEN_BYTES
 from asyncflow.types import RunError
 from asyncflow.waits import PROCESS, waiting
 
@@ -46,6 +46,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._last_words = bytearray()
         self._open_pipes = {1, 2}
         self.is_alive = True
+        self.has_begun = False  # to run the user's code: what ends it before that is none of this
         self.is_garbled = False  # sent what is no answer
         self.is_replaced = False  # by its owner, which has another in its place
 
@@ -140,6 +141,10 @@ class SandboxProcess(asyncio.SubprocessProtocol):
             if len(self._received) < end:
                 return
             token = bytes(self._received[:TOKEN_BYTES])
+            if self._received[:head] == BEGUN:
+                self.has_begun = True
+                del self._received[:head]
+                continue
             try:
                 reply = self._decoder.decode(self._received[head:end])
             except msgspec.DecodeError:  # only code that wrote into pipes it was not given can bring this about

@@ -1,6 +1,7 @@
 """The reward pool against scorers that misbehave: every mistake is its own failure, and nobody else's."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from asyncflow.rewards.messages import Scored
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.sandbox.frames import TOKEN_BYTES, frame
 from asyncflow.sandbox.limits import ProcessLimits
+from asyncflow.sandbox.pool import NUM_STARTS
 from asyncflow.sandbox.process import SandboxProcess
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
@@ -456,6 +458,25 @@ async def test_a_scorer_that_is_killed_before_it_is_built_is_no_mistake_of_the_u
         await pool.close()
     else:
         with pytest.raises(RunError, match=words):
+            await pool.start()
+    assert own_children() == []
+
+
+@pytest.mark.parametrize("times", [1, NUM_STARTS])
+@pytest.mark.parametrize("limit", ["-n 3", "-v 10240", "-v 16384"])
+async def test_an_interpreter_that_ends_before_it_comes_to_the_scorer_is_no_mistake_of_the_users(
+    scorer_file: Path, times: int, limit: str
+) -> None:
+    """Whatever it says then: here of too few file handles, or of too little memory."""
+    pool = RewardPool([RewardPart("test", f"{scorer_file}:Score")], ProcessLimits(1, MEMORY_BYTES), num_workers=1, name="test")
+    command = next(pool._commands)
+    starved = ["/bin/sh", "-c", f'ulimit {limit}; exec "$0" "$@"', *command]
+    pool._commands = itertools.chain([starved] * times, [command])  # type: ignore[assignment]
+    if times == 1:
+        await pool.start()
+        await pool.close()
+    else:
+        with pytest.raises(RunError, match=f"before the scorer was built.*, {NUM_STARTS} times"):
             await pool.start()
     assert own_children() == []
 

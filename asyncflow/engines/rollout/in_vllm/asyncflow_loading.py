@@ -76,7 +76,7 @@ _held_at_first: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionar
 _names_given: WeakKeyDictionary[nn.Module, list[dict[str, str]]] = WeakKeyDictionary()
 """Of each model, and then of its parts, the names of what it was given, by those that it has for them."""
 _sources: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
-"""Of each model, by its parameters' names, the one tensor that was copied there at its last load, and nowhere else; "": several."""
+"""Of each model, by its parameters' names, the one tensor that was copied there, and nowhere else, the last time; "": several."""
 
 
 def watch_loading() -> None:
@@ -129,9 +129,14 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def taken(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights; each is the one that is copied until the next is taken."""
         for self._taken, tensor in weights:
-            self.seen[self._taken] = set()
+            self.seen.setdefault(self._taken, set())
             yield self._taken, tensor
         self._taken = ""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have torch compile what is called meanwhile: else it never would again."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and self._taken:

@@ -137,9 +137,7 @@ def _of_layer(
         name = first_names.setdefault(id(parameter), f"{paths[0]}.{own_name}".lstrip("."))
         names = _names(model, name)
         if (composed := composed_of.get(module, {}).get(own_name)) is not None:
-            if not composed.given:
-                raise CannotTell(f"nobody saw what {name} was made of")
-            yield name, _of_composed(composed, source_of(model, name) or name, parameter, dtype)
+            yield name, _of_composed(composed, model, name, parameter, dtype)
             continue
         if type(method) is UnquantizedFusedMoEMethod:
             if method.unquantized_backend.name == "MOONEP":  # which keeps a part of them elsewhere
@@ -217,12 +215,15 @@ def _of_processed(model: nn.Module, module: Any, method: Any, path: str, dtype: 
             yield of_model, [[name], numel, (found + change) % (1 << 32), 0, [], True, "", why]
 
 
-def _of_composed(composed: Composed, name: str, parameter: Tensor, dtype: torch.dtype) -> SumEntry:
+def _of_composed(composed: Composed, model: nn.Module, name: str, parameter: Tensor, dtype: torch.dtype) -> SumEntry:
     """Sum over what the parameter's loader made it of; where other bits lie there than it made, another one."""
+    if not composed.given:
+        raise CannotTell(f"nobody saw what {name} was made of")
     own = next(iter(composed.given))
     kept = [] if dtype in composed.given else [False, _name_of(own)]
+    in_files = name_in_files(model, name) or (f"{name}_log" if name.endswith(".A") else name)
     change = sum_of_bits(parameter.data) - composed.made
-    return [[name], parameter.numel(), (composed.given.get(dtype, composed.given[own]) + change) % (1 << 32), 0, [], *kept]
+    return [[in_files], parameter.numel(), (composed.given.get(dtype, composed.given[own]) + change) % (1 << 32), 0, [], *kept]
 
 
 def _of_buffer(module: nn.Module, names: Sequence[str], buffer: Tensor, dtype: torch.dtype) -> Iterator[SumEntry]:

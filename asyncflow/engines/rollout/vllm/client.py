@@ -102,7 +102,7 @@ class FoundSum(msgspec.Struct, frozen=True, array_like=True):
     the one tensor that the worker has. `columns`: those of it that the sum is over, where the worker has `inputs` of them; empty:
     it is over all that the worker has. `is_quantised`: the sum is over what was loaded and perhaps quantised, if what was made of
     that lies there. `kept`: torch's name of the dtype that it is kept in, if that is not the model's. `unseen`: why nobody sees
-    that kernels read this. `source`: the one tensor of the checkpoint's that its parameter is a copy of; "" if there is none such.
+    that kernels read this. `source`: the one tensor of the checkpoint's that alone was copied there; "" if there is none such.
     """
 
     names: list[str]

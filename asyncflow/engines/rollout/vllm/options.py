@@ -22,6 +22,8 @@ _SAMPLING: Final = "the run says how it samples, and training needs the log-prob
 _DEVICES: Final = "the devices of an instance are rollout.engine.tensor_parallel and rollout.engine.devices"
 _SECRET: Final = "a secret is on no command line: AsyncFlow makes the server's key, and what else there is goes by the environment"
 _CONTROL: Final = "AsyncFlow controls the server by it"
+NO_VLLM: Final = 9
+"""Exit status of an interpreter that has no vLLM: not one of those with which Python fails."""
 MOVES_EXPERTS: Final = "it moves experts while it generates, and vLLM loads a version's to where they were at first"
 _FIXED: Final[Mapping[str, str]] = {
     "model": "it is model.path",
@@ -222,7 +224,7 @@ def check_environment(*, python: str | None = None, addresses: Sequence[str] = (
     if addresses:
         return
     python = python or sys.executable
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    code = f"import importlib.util, sys; sys.exit({NO_VLLM} * (importlib.util.find_spec('vllm') is None))"
     try:
         found = subprocess.run([python, "-c", code], capture_output=True, timeout=60, check=False)
     except OSError as error:
@@ -231,6 +233,9 @@ def check_environment(*, python: str | None = None, addresses: Sequence[str] = (
         raise RunError(
             f"rollout.engine.python is {python!r}, which did not start within 60 s: is the machine overloaded?"
         ) from error
+    if found.returncode not in (0, NO_VLLM):
+        last = (found.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+        raise RunError(f"rollout.engine.python is {python!r}, which ended with status {found.returncode}: {last}")
     if found.returncode:
         raise UserError(
             f"vLLM is not installed for {python}: install it there, or set rollout.engine.python to the interpreter of an "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 
@@ -65,18 +66,22 @@ class PromisedTensors:
         return [*dict.fromkeys(own)]
 
     def recognise(self, workers: TensorSums, lacking: Set[str]) -> None:
-        """Know what a server has under a name of its own by the tensor that was copied there, if it is one of these with its sum.
+        """Know what a server has under a name of its own by the tensor that was copied there, if it is one of these, of the same
+        layer, and the only one with its sum.
 
         A model's code may make something else of what it copies: of a tensor that is one number all over that may have the same
         sum, so such a one is not known by it.
         """
-        source = next((each.source for each in workers if each.source), "")
-        if source not in lacking:
+        own_name, source = workers[0].names[0], next((each.source for each in workers if each.source), "")
+        if source not in lacking or _layer(source) != _layer(own_name):
             return
         with contextlib.suppress(NotAttested):
-            tensor = self._tensors[source]
-            if {*self.found([source], workers)} == {self.sum_of(source)} and bool((tensor != tensor.flatten()[0]).any()):
-                self._known_names[workers[0].names[0]] = source
+            if {*self.found([source], workers)} != {self.sum_of(source)}:
+                return
+            alike = [name for name in lacking if _layer(name) == _layer(source) and self.sum_of(name) == self.sum_of(source)]
+            tensor = self._tensor(source)
+            if alike == [source] and bool((tensor != tensor.flatten()[0]).any()):
+                self._known_names[own_name] = source
 
     def sums(self) -> dict[str, int]:
         """Sums of the version's tensors, by the names that it has for them."""
@@ -162,6 +167,12 @@ class PromisedTensors:
 
     def _tensor(self, name: str) -> Tensor:
         return self._tensors[name].to(self._dtype)
+
+
+def _layer(name: str) -> str:
+    """The first number in a name."""
+    found = re.search(r"\d+", name)
+    return found[0] if found else ""
 
 
 def _normal(tensor: Tensor) -> Tensor:

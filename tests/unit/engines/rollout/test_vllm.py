@@ -976,6 +976,14 @@ def test_an_interpreter_without_vllm_is_refused(model: Path, interpreter: str, w
         VllmEngine(model, num_slots=2, max_context=64, python=interpreter)
 
 
+def test_an_interpreter_that_does_not_get_so_far_as_to_look_for_vllm_is_no_mistake(model: Path, tmp_path: Path) -> None:
+    short = tmp_path / "python"
+    short.write_text(f'#!/bin/sh\nulimit -v 10240; exec {sys.executable} "$@"\n')
+    short.chmod(0o755)
+    with pytest.raises(RunError, match=r"rollout\.engine\.python is .*, which ended with status"):
+        VllmEngine(model, num_slots=2, max_context=64, python=str(short))
+
+
 @pytest.mark.parametrize("wrong", [{"instances": 0}, {"tensor_parallel": 0}, {"instances": 2, "devices": [[0]]}])
 def test_impossible_numbers_are_refused(model: Path, python: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"rollout\.engine: instances="):

@@ -988,12 +988,22 @@ OTHERWISE = {
     "out.matrix": "lm_head.weight",
     "model.last.gain": "model.norm.weight",
     "model.layers.0.mixer.matrix": "model.layers.0.self_attn.o_proj.weight",
-    "mixture.gate_up": "blocks.mlp.experts.routed_experts.w13_weight",
-    "mixture.down": "blocks.mlp.experts.routed_experts.w2_weight",
+    "mixture.0.gate_up": "blocks.0.mlp.experts.routed_experts.w13_weight",
+    "mixture.0.down": "blocks.0.mlp.experts.routed_experts.w2_weight",
     "scale": "ones.weight",
-    "part": "whole.weight",
 }
-"""Names that files have for what a model's code calls otherwise; of the last one it makes something else."""
+"""Names that files have for what a model's code calls otherwise."""
+NEVER_KNOWN = {
+    "part": ["whole"],  # of which it makes something else
+    "twice": ["left", "right"],
+    "first": ["both"],
+    "second": ["both"],
+    "twin": ["one"],
+    "other_twin": ["another"],
+    "end.1.gain": ["at_2"],  # crosswise
+    "end.2.gain": ["at_1"],
+}
+"""Others, and the layers whose weights it makes copies of them, or something else."""
 
 
 class OfCode:
@@ -1003,7 +1013,7 @@ class OfCode:
         self.way, self.tp, (self.of_experts, _, in_one) = way, tp, experts()
         self.first, in_files = checkpoint(), {own: name for name, own in OTHERWISE.items()}
         self.files = {in_files.get(name, name): tensor for name, tensor in self.first.items()}
-        self.files |= {f"mixture.{'down' if 'down' in name else 'gate_up'}": tensor for name, tensor in in_one.items()}
+        self.files |= {f"mixture.0.{'down' if 'down' in name else 'gate_up'}": tensor for name, tensor in in_one.items()}
         self.workers = [self.made_of(self.version(0), rank) for rank in range(tp)]
         for worker in self.workers:
             worker.load_weights = lambda weights, own=worker: self.copy(own, weights)
@@ -1011,16 +1021,23 @@ class OfCode:
 
     def version(self, number: int) -> dict[str, Tensor]:
         """Files of one version; in the first two tensors are one number all over."""
-        own = {"scale": torch.arange(5.0) * number + 1, "part": torch.arange(7.0) * number}
+        sizes = {"scale": 5} | {name: size for size, name in enumerate(NEVER_KNOWN, 6)}
+        own = {name: torch.arange(float(size)) * (1 + number / size) for name, size in sizes.items()}
+        own |= {"second": own["first"] + 1, "other_twin": own["twin"]}
+        if not number:
+            own |= {"scale": torch.ones(5), "part": torch.zeros(sizes["part"])}
         return {name: tensor * (1 + 0.3 * number) for name, tensor in self.files.items()} | own
 
     def made_of(self, files: Mapping[str, Tensor], rank: int) -> Any:
         """A worker's part of it."""
-        factor = float(files["mixture.down"][0] / self.files["mixture.down"][0])
+        factor = float(files["mixture.0.down"][0] / self.files["mixture.0.down"][0])
         model = model_of({OTHERWISE.get(name, name): files[name] for name in files}, rank=rank, tp=self.tp, packed=False)
-        model.blocks = experts_of({name: each * factor for name, each in self.of_experts.items()}, rank=rank, tp=self.tp)
-        model.ones, model.whole = nn.LayerNorm(5, bias=False), nn.LayerNorm(7, bias=False)
-        model.ones.weight.data, model.whole.weight.data = files["scale"].clone(), files["part"] * 9
+        experts_here = {name: each * factor for name, each in self.of_experts.items()}
+        model.blocks = nn.ModuleList([experts_of(experts_here, rank=rank, tp=self.tp)])
+        own = {"ones": files["scale"]} | {layer: files[name] for name in reversed(NEVER_KNOWN) for layer in NEVER_KNOWN[name]}
+        for layer, tensor in (own | {"whole": files["part"] * 9}).items():
+            model.add_module(layer, nn.Module())
+            model.get_submodule(layer).weight = nn.Parameter(tensor.clone(), requires_grad=False)
         return model
 
     def copy(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -1030,8 +1047,10 @@ class OfCode:
             waiting.append(name)
             while len(waiting) > (self.way == "takes one more first"):
                 own = waiting.pop(0)
-                parameter = model.get_parameter(OTHERWISE.get(own, re.sub("[qkv]_proj", "qkv_proj", own)))
-                parameter.data.copy_(torch.zeros_like(parameter))
+                by_code = [f"{layer}.weight" for layer in NEVER_KNOWN.get(own, [])]
+                for name_here in by_code or [OTHERWISE.get(own, re.sub("[qkv]_proj", "qkv_proj", own))]:
+                    parameter = model.get_parameter(name_here)
+                    parameter.data.copy_(torch.zeros_like(parameter))
 
     def load(self, number: int, *, has: int | None = None) -> None:
         """Have the workers load a version, after which they have it, or another one."""
@@ -1047,8 +1066,8 @@ class OfCode:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_names_that_only_a_model_s_code_has_are_known_by_what_it_copies(sums: Any, loading: Any, tp: int, way: str) -> None:
     """Of a matrix, the output layer, a norm, and experts that are one tensor in files, from the first version on that a server has;
-    not of what something else is made of, though it has the same sum at first. A model that takes more before it copies has none
-    known: no name is taken for another."""
+    not of what something else is made of, though it has the same sum at first, nor where it is not clear which one it is. A model
+    that takes more before it copies has none known: no name is taken for another."""
     loading.watch_loading()
     model, known_names = OfCode(way, tp), dict[str, str]()
     num_known = 11 + 2 * tp  # norms are whole in each worker
@@ -1057,23 +1076,23 @@ def test_names_that_only_a_model_s_code_has_are_known_by_what_it_copies(sums: An
         """Names of which nothing is seen, and the fault, if the workers should have this version."""
         promised = PromisedTensors(number, model.version(number), "float32", known_names=known_names)
         found = told_of(told(sums, *model.workers), promised)
-        return {*found.unseen} & OTHERWISE.keys(), fault_of(attestation(found), number, promised.sums())
+        return {*found.unseen} & (OTHERWISE | NEVER_KNOWN).keys(), fault_of(attestation(found), number, promised.sums())
 
     model.load(1, has=0)
     missing, fault = seen(1)
-    assert missing == {*OTHERWISE} and "other weights" in fault, "a stale one"
+    assert missing == {*OTHERWISE, *NEVER_KNOWN} and "other weights" in fault, "a stale one"
     model.load(0)
     if "takes" in way:
-        assert seen(0) == ({*OTHERWISE}, "") and not known_names
+        assert seen(0) == ({*OTHERWISE, *NEVER_KNOWN}, "") and not known_names
         model.load(1)
-        assert seen(1) == ({*OTHERWISE}, "") and not known_names
+        assert seen(1) == ({*OTHERWISE, *NEVER_KNOWN}, "") and not known_names
         return
-    assert seen(0) == ({"part", "scale"}, "")
+    assert seen(0) == ({"scale", *NEVER_KNOWN}, "")
     model.load(1)
-    assert seen(1) == ({"part"}, "")
+    assert seen(1) == ({*NEVER_KNOWN}, "")
     model.load(2, has=1)
     missing, fault = seen(2)
-    assert missing == {"part"} and f"in {num_known} of {num_known} parts" in fault
+    assert missing == {*NEVER_KNOWN} and f"in {num_known} of {num_known} parts" in fault
 
 
 @pytest.mark.parametrize("change", [{"numel": 6}, {"kept": "float32"}])
