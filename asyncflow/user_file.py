@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final
 
+from asyncflow.errors import UserError
+
 PREFIX: Final = "asyncflow_user_"
 """Beginning of the names that such modules have."""
 MAX_TEXT: Final = 2000
@@ -115,6 +117,13 @@ def came_of_shortage(error: BaseException | None) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(map(came_of_shortage, error.exceptions))
     return error is not None and (is_shortage(error) or came_of_shortage(error.__cause__ or error.__context__))
+
+
+def status_of(error: BaseException) -> int:
+    """Exit status of a process that ends with this error: 2 for a mistake that the user can mend, else 1, after which a script
+    that resumes runs tries again."""
+    is_mistake = isinstance(error, UserError) or (isinstance(error, BaseExceptionGroup) and error.subgroup(UserError) is not None)
+    return 2 if is_mistake and not came_of_shortage(error) else 1
 
 
 def tells_of_shortage(text: str) -> bool:

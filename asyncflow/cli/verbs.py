@@ -30,7 +30,7 @@ from asyncflow.cli.verify import verify
 from asyncflow.cli.watch import compare, watch
 from asyncflow.cli.why import why
 from asyncflow.types import RunError, UserError
-from asyncflow.user_file import came_of_shortage
+from asyncflow.user_file import status_of
 
 app = typer.Typer(
     help="Post-train language models with reinforcement learning, generation and training side by side.",
@@ -56,7 +56,7 @@ def run() -> None:
     try:
         sys.exit(_called())
     except* UserError as group:
-        _end(group, 1 if came_of_shortage(group) else 2)  # a script that resumes runs tries again after 1
+        _end(group, status_of(group))
     except* (RunError, OSError) as group:
         _end(group, 1)
 

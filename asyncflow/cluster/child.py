@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncflow.registry import load
 from asyncflow.types import RunError, UserError, first_error
-from asyncflow.user_file import is_of_user, traces_of, words_of
+from asyncflow.user_file import is_of_user, status_of, traces_of, words_of
 
 
 def _end_with_the_driver() -> None:
@@ -30,7 +30,7 @@ def main(entry: str, name: str, run_dir: Path) -> int:
         error = first_error(failure)
         if isinstance(error, UserError | RunError):
             print(error, file=sys.stderr)
-            return 2 if isinstance(error, UserError) else 1
+            return status_of(error)
         traceback.print_exception(error)
         if any(is_of_user(trace) for trace in traces_of(error)):
             print(words_of(error), file=sys.stderr)

@@ -10,7 +10,7 @@ import msgspec
 
 from asyncflow.registry import check_options
 from asyncflow.types import UserError
-from asyncflow.user_file import came_of_shortage
+from asyncflow.user_file import status_of
 
 
 class AskedEngine(msgspec.Struct):
@@ -31,7 +31,7 @@ def main() -> None:
             check_options(asked.kind, asked.name, asked.options, asked.known, asked.given)
         except UserError as error:
             print(error, file=sys.stderr)
-            sys.exit(1 if came_of_shortage(error) else 2)
+            sys.exit(status_of(error))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.engines.train.model.lora import shapes_for
 from asyncflow.types import LoraSpec, UserError
+from asyncflow.user_file import status_of
 
 
 def adapter_shapes(folder: Path, spec: LoraSpec) -> dict[str, tuple[int, int]]:
@@ -43,7 +44,7 @@ def main() -> int:
         print(json.dumps(adapter_shapes(given.folder, LoraSpec(given.rank, 1.0, tuple(given.targets)))))
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
+        return status_of(error)
     return 0
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncflow.types import UserError
+from asyncflow.user_file import status_of
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -54,4 +55,4 @@ if __name__ == "__main__":
         convert(arguments.file, arguments.folder)
     except UserError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(status_of(error))

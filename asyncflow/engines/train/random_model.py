@@ -22,6 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from asyncflow.engines.families import FAMILIES
 from asyncflow.types import Array, UserError
+from asyncflow.user_file import status_of
 
 END_TOKEN: Final = "<|endoftext|>"
 VOCABULARY_SIZE: Final = 2000
@@ -172,7 +173,7 @@ def main() -> int:
             make_random_model(args.spec, args.out, lines, args.seed)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
-        return 2
+        return status_of(error)
     return 0
 
 

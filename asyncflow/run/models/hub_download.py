@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
 from tqdm import tqdm
 
 from asyncflow.types import UserError
+from asyncflow.user_file import status_of
 
 FACTS: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS: Final = ("*.safetensors",)
@@ -146,7 +147,7 @@ def main() -> int:
         print(download(arguments.repo, arguments.revision, lambda line: print(line, flush=True), **asked), flush=True)
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
+        return status_of(error)
     return 0
 
 

@@ -39,6 +39,9 @@ async def broken():
 async def mistaken(name, run_dir):
     raise UserError("give another model")
 
+async def short(name, run_dir):
+    raise UserError("the model cannot be read") from OSError(24, "Too many open files")
+
 async def exits(name, run_dir):
     os._exit(7)
 
@@ -133,6 +136,7 @@ async def test_a_worker_that_ends_well(cluster: LocalCluster, tmp_path: Path) ->
         ("raises", WorkerDied, "worker w .* ended with status 1; its last words: ValueError: the wheel came off"),
         ("exits", WorkerDied, "worker w .* ended with status 7; its last words: nothing"),
         ("mistaken", UserError, "^give another model$"),
+        ("short", WorkerDied, "worker w .* ended with status 1; its last words: the model cannot be read"),
         ("missing", UserError, "has no 'missing'"),
     ],
 )
