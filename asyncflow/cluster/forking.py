@@ -40,6 +40,8 @@ ANSWER_SECONDS: Final = 120.0
 """Seconds for which a server may import what a worker needs: many times what it takes on a slow disk."""
 STATUS_SECONDS: Final = 10.0
 """Seconds that a server may take after a worker's end to say how it ended."""
+LOST_SECONDS: Final = 1.0
+"""Seconds in which a server whose connection has ended is to end; the event loop stands meanwhile."""
 UNKNOWN_STATUS: Final = 255
 """Exit status of a worker whose server does not say it."""
 _READ_AT_IMPORT: Final = (
@@ -270,8 +272,10 @@ class ForkServer:
         """End the server's process, and close what this one keeps for it. A process that has ended is reaped: it would stay, as a
         zombie."""
         self._socket.close()
-        if not self._is_lost:
-            self._process.kill()
+        if self._is_lost:  # or its connection alone, and it computes or is stopped
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LOST_SECONDS)
+        self._process.kill()
         self._process.wait()
         atexit.unregister(self._process.kill)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections import deque
@@ -198,8 +199,8 @@ def listen(path: Path) -> socket.socket:
 
     Raises `UserError` when somebody does.
     """
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
-        if path.exists() and probe.connect_ex(socket_path(path)) == 0:
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)) as probe:
+        if path.exists() and probe.connect_ex(socket_path(path)) in (0, errno.EAGAIN):  # the other one: too many wait there
             raise UserError(f"a process serves at {path} already: end it, or choose another path")
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

@@ -45,6 +45,8 @@ ATTEMPT_SECONDS: Final = 240.0
 """An attempt that has not ended by then, less what processes of it were stopped, hangs."""
 HANG_SECONDS: Final = 150.0
 """An attempt that has trained no step for so long, less the same, hangs too."""
+WORDS_SECONDS: Final = 10.0
+"""For the words of a driver that is ended as it hangs."""
 MOST_ATTEMPTS: Final = 60
 KIND: Final = ("kill", "kill", "kill", "stop", "stop", "slow", "handles", "memory", "cut", "fill")
 """Kinds of faults, as often as they are drawn."""
@@ -67,8 +69,15 @@ class Attempt:
     def __init__(self, config: Path, said: Path, verb: str = "train", *options: str) -> None:
         command = [*ASYNCFLOW, verb, str(config), "--resume", *options]
         with said.open("ab") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
-        self.driver = psutil.Process(self._process.pid)
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
+                start_new_session=True,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+            )
+        self.driver, self._said = psutil.Process(self._process.pid), said
         self.deadline = time.monotonic() + ATTEMPT_SECONDS
         self.num_steps, self.next_step_by = 0, time.monotonic() + HANG_SECONDS
         self.seen: set[psutil.Process] = set()
@@ -91,10 +100,15 @@ class Attempt:
                     self.seen.add(process)
         return found
 
-    def end(self) -> None:
-        """Kill the driver; its workers end with it."""
-        with contextlib.suppress(psutil.NoSuchProcess):
+    def end(self, *, hangs: bool = False) -> None:
+        """Kill the driver; its workers end with it. One that hangs first says what it has below it, and where its threads are."""
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             self.driver.resume()
+            if hangs:
+                with self._said.open("a") as said:
+                    print(f"below the driver, {self.driver.status()}: {self.roles()}", file=said)
+                self.driver.send_signal(signal.SIGABRT)
+                self.driver.wait(WORDS_SECONDS)
         self._process.kill()
         self.status = self._process.wait()
 
@@ -200,7 +214,7 @@ def disturb(attempt: Attempt, companions: Companions, run_dir: Path, done: Round
         if now > min(attempt.deadline, attempt.next_step_by):
             limit = f"ended in {ATTEMPT_SECONDS:g} s" if now > attempt.deadline else f"trained a step in {HANG_SECONDS:g} s"
             done.violations.append(f"an attempt has not {limit}: step {steps}")
-            attempt.end()
+            attempt.end(hangs=True)
             return
         if now < next_fault or steps <= awaited:
             time.sleep(0.05)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -253,11 +254,16 @@ async def wait_for_file(file: Path) -> None:
             await asyncio.sleep(0.01)
 
 
+async def wait_for_file_to_be_there(file: Path) -> None:
+    async with asyncio.timeout(patience(60)):
+        while not file.exists():
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.usefixtures("servers")
 async def test_workers_end_with_their_server_and_the_next_ones_have_a_new_one(cluster: LocalCluster, tmp_path: Path) -> None:
     await cluster.start([spec(tmp_path, "stays")])
-    while not (tmp_path / "w").exists():
-        await asyncio.sleep(0.01)
+    await wait_for_file_to_be_there(tmp_path / "w")
     worker = psutil.Process(cluster.pids()["w"])
     server = worker.ppid()
     os.kill(server, signal.SIGKILL)
@@ -268,6 +274,18 @@ async def test_workers_end_with_their_server_and_the_next_ones_have_a_new_one(cl
     assert not psutil.pid_exists(server), "not even as a zombie"
     await run(LocalCluster(tmp_path), spec(tmp_path, "tells"))
     assert told(tmp_path)["parent"] != server
+
+
+@pytest.mark.usefixtures("servers")
+async def test_a_server_that_is_stopped_holds_nobody_up_when_its_connection_ends(cluster: LocalCluster, tmp_path: Path) -> None:
+    await cluster.start([spec(tmp_path, "stays")])
+    await wait_for_file_to_be_there(tmp_path / "w")
+    (server,) = forking._servers
+    server._process.send_signal(signal.SIGSTOP)
+    server._socket.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL"):
+        await asyncio.wait_for(cluster.wait(nobody), patience(60))
+    assert server._process.poll() is not None and await cluster.stop(0.0) == []
 
 
 @pytest.mark.usefixtures("servers")
