@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,13 @@ from asyncflow.planner import search as module
 from asyncflow.planner.cost import Model
 from asyncflow.planner.hardware import find
 from asyncflow.planner.plan import settings
-from asyncflow.planner.search import Found, simulated_config, simulated_costs
+from asyncflow.planner.search import simulated_config, simulated_costs
 from asyncflow.planner.space import Candidate, Halves, Space, pools_of
 from asyncflow.run.preparation.memory import Shapes
 from asyncflow.simulation.run import simulate
-from asyncflow.simulation.seeds import Simulators
 from asyncflow.types import UserError
 from tests.conftest import ROOT
+from tests.unit.planner.conftest import Searched
 
 RECIPE = ROOT / "recipes/papers/qwen2.5-7b-gsm8k.yaml"
 
@@ -44,21 +42,6 @@ def small(*overrides: str) -> tuple[Config, Model, dict[str, Any]]:
 def candidates(config: Config, model: Model, fields: dict[str, Any], devices: int) -> list[Candidate]:
     space = Space(Halves(config, model, fields, devices), config, 0, Counter())
     return [each for pair in space.pairs() for each in space.candidates(pair)]
-
-
-Searched = Callable[[Config, Model, dict[str, Any], int], Found]
-
-
-@pytest.fixture(scope="module")
-def searched() -> Iterator[Searched]:
-    """A search, whose simulations are all in one process."""
-    with asyncio.Runner() as runner:
-        simulators = Simulators(1)
-        runner.run(simulators.__aenter__())
-        try:
-            yield lambda *given: runner.run(module.search(*given, simulators, 1, most_rows=200))
-        finally:
-            runner.run(simulators.__aexit__())
 
 
 def test_the_same_inputs_give_the_same_plan_and_counts_add_up(searched: Searched) -> None:

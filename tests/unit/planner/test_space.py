@@ -22,7 +22,8 @@ from asyncflow.planner.space import TIE, Halves, Space
 from asyncflow.simulation.run import simulate
 from asyncflow.types import UserError
 from tests.conftest import ROOT
-from tests.unit.planner.test_search import candidates, searched, small
+from tests.unit.planner.conftest import Searched
+from tests.unit.planner.test_search import candidates, small
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the recipe names its shapes from there
 
 
-def test_reward_processes_are_as_many_as_bind_and_no_more() -> None:
+def test_reward_processes_are_as_many_as_bind_and_no_more(searched: Searched) -> None:
     """32 rewards of 2 s, by one process beside each of some workers, are what binds; of a quarter as many seconds they are not."""
     config, model, fields = small("reward.num_workers=1")
     found = {}
@@ -55,7 +56,7 @@ def test_reward_workers_follow_where_one_has_all_the_processes_that_its_host_has
     assert {each.config.plan.reward.num_workers for each in every} == {1, 2}  # 32 rows have no use for more than 32 processes
 
 
-def test_a_reward_model_has_devices_and_the_bound_knows_its_rate(tmp_path) -> None:
+def test_a_reward_model_has_devices_and_the_bound_knows_its_rate(searched: Searched, tmp_path) -> None:
     given = ["reward.place=task", f"reward.model={{path: {tmp_path}, dtype: bfloat16}}"]
     config, model, fields = small(*given)
     slow = replace(model, measured={"reward_model_token_seconds": 0.01})
@@ -68,7 +69,7 @@ def test_a_reward_model_has_devices_and_the_bound_knows_its_rate(tmp_path) -> No
     assert min(each.bound.seconds for each in alone) > 2 * best.bound.seconds  # with one worker
 
 
-def test_a_critic_that_fits_on_no_device_is_refused_with_what_to_take() -> None:
+def test_a_critic_that_fits_on_no_device_is_refused_with_what_to_take(searched: Searched) -> None:
     config, model, fields = small("algorithm={name: ppo, kl_coefficient: 0.0}")
     with pytest.raises(UserError, match=r"the critic fits on no device: .* at least 1\d\d\.\d GiB .* train.offload_optimizer"):
         searched(config, model, fields, 8)
@@ -100,7 +101,7 @@ def test_cheap_bounds_are_under_the_whole_ones() -> None:
         assert all(pair.seconds * 0.999999 <= each.bound.seconds for each in space.candidates(pair))
 
 
-def test_storage_units_are_as_many_as_bind_where_each_has_a_process() -> None:
+def test_storage_units_are_as_many_as_bind_where_each_has_a_process(searched: Searched) -> None:
     slow = {"unit_seconds": 1.0}
     found = {}
     for place in ("driver", "workers"):
@@ -170,14 +171,14 @@ def shared(*overrides: str, gib: float = 400.0) -> tuple[Config, Model, dict[str
     return config, replace(model, hardware=hardware, measured={"reference_token_seconds": 1e-6}), fields
 
 
-def test_a_task_that_hardly_computes_shares_devices_where_memory_allows_it() -> None:
+def test_a_task_that_hardly_computes_shares_devices_where_memory_allows_it(searched: Searched) -> None:
     best = searched(*shared(), 4).plans[0]
     assert best.config.plan.shares == {"reference": "train"} and settings(best)["plan"]["shares"] == {"reference": "train"}
     assert set(best.memory_gib) == {"train", "rollout"}
     searched(*shared("plan.shares={}"), 2)  # there is no other way, with two devices
 
 
-def test_memory_of_tasks_that_share_devices_is_added_up_and_refused_where_it_does_not_fit() -> None:
+def test_memory_of_tasks_that_share_devices_is_added_up_and_refused_where_it_does_not_fit(searched: Searched) -> None:
     config, model, fields = shared("plan.shares={reference: train}")
     halves = Halves(config, model, fields, 4)
     least = min(halves.gib(half, ["train", "reference"]) for half in halves.training)
@@ -228,7 +229,7 @@ LOCAL = (
 )  # fmt: skip
 
 
-def test_helpers_are_on_devices_of_rollout_where_they_gain_and_memory_allows_both() -> None:
+def test_helpers_are_on_devices_of_rollout_where_they_gain_and_memory_allows_both(searched: Searched) -> None:
     config, model, fields = small(*LOCAL)
     alone = config.model_copy(update={"train": config.train.model_copy(update={"helpers": 0})})
     large = replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 400.0}))
