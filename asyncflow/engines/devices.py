@@ -13,6 +13,7 @@ import torch
 
 from asyncflow.devices import CPU, CUDA, KINDS, NPU, ONE_OF_KINDS, kind_of
 from asyncflow.types import UserError
+from asyncflow.user_file import status_of
 
 
 def check_device(device: str, key: str) -> None:
@@ -116,7 +117,7 @@ def main() -> None:
             check_device(device, key)
         except UserError as error:
             print(error, file=sys.stderr)
-            sys.exit(2)
+            sys.exit(status_of(error))
         there, number = torch.get_device_module(kind_of(device)).device_count(), torch.device(device).index
         if (number or 0) + (int(count) if number is None else 1) > there:
             wanted = f"{count} of them are wanted" if number is None else "that number is not among them"

@@ -46,7 +46,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._last_words = bytearray()
         self._open_pipes = {1, 2}
         self.is_alive = True
-        self.has_begun = False  # to run the user's code: what ends it before that is none of this
+        self.has_begun = False  # with the user's code, which has no part in an end before that
         self.is_garbled = False  # sent what is no answer
         self.is_replaced = False  # by its owner, which has another in its place
 

@@ -109,7 +109,7 @@ def watch_loading() -> None:
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is copied to a model's parameters, and from which of the tensors that it takes one after another.
+    """Copies to a model's parameters, each from one of the tensors that it takes one after another.
 
     Parameters are known by their storages, which those on `meta` have, too: vLLM counts there what is loaded, at once, and
     copies later.
@@ -145,7 +145,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def sources(self) -> dict[str, str]:
-        """Of each parameter the one tensor that was copied there, if that was copied nowhere else; else ""."""
+        """The one tensor that was copied to each parameter, if that was copied nowhere else; else ""."""
         given = defaultdict[str, list[str]](list)
         for name, parameters in self.seen.items():
             for parameter in parameters:
