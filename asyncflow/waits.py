@@ -168,7 +168,7 @@ EVALUATION_DUE: Final = _wait("evaluation due", "a version that is to be evaluat
 OUTCOME: Final = _wait(
     "outcome",
     "what the run is driven to: a step, an evaluation, its end",
-    "run/job.py:Job.run Job.until Job.until_done run_with_signals run/running.py:Running.until"
+    "run/job.py:Job.run Job.until Job.until_done run_with_signals run/running.py:Running._reached"
     " run/stepwise.py:StepwiseRun.__init__ StepwiseRun._on_any_attempt StepwiseRun._step StepwiseRun._evaluate"
     " StepwiseRun.until StepwiseRun.until_here"
     " service/hosted.py:HostedRun.publish",
@@ -418,8 +418,8 @@ LOADER: Final = _wait(
 WORKERS_START: Final = _wait(
     "workers' start",
     "the cluster to start {workers} workers",
-    "run/running.py:Running.start cluster/forking.py:ForkServer.fork - ForkServer._receive",
-    ends="an interrupt, or the cluster's own deadline (start_seconds on Ray)",
+    "cluster/forking.py:ForkServer.fork - ForkServer._receive",
+    ends="an interrupt, a loop that fails, or the cluster's own deadline (start_seconds on Ray)",
 )
 RAY_ROOM: Final = _wait(
     "room on Ray",

@@ -29,20 +29,15 @@ class Running:
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self, fleet: Sequence[WorkerSpec]) -> bool:
-        """Start the workers. False: interrupted before they were all started, for which a cluster may have to wait."""
+        """Start the workers. False: interrupted before they were all started, for which a cluster may have to wait. Raises what has
+        gone wrong meanwhile; a worker's death is left to the wait that follows."""
         starting = asyncio.ensure_future(self._cluster.start(fleet))
-        interrupted = asyncio.ensure_future(self._interrupted.wait())
         try:
             with waiting(WORKERS_START, workers=len(fleet)):
-                await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                return False
-            await starting
-            return True
+                return await self._reached(starting)
         finally:
-            for future in (starting, interrupted):
-                future.cancel()
-            await asyncio.gather(starting, interrupted, return_exceptions=True)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
 
     def begin(self, loops: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Start more of the driver's loops."""
@@ -50,24 +45,27 @@ class Running:
 
     async def until(self, event: Coroutine[Any, Any, None]) -> bool:
         """Wait for something. False: interrupted. Raises what has gone wrong."""
-        reached = asyncio.ensure_future(event)
+        return await self._reached(asyncio.ensure_future(event), self._over())
+
+    async def _reached(self, event: asyncio.Future[None], over: asyncio.Future[None] | None = None) -> bool:
+        """Wait as `until` does. `over`: done when every worker has ended, where they have been started."""
         interrupted = asyncio.ensure_future(self._interrupted.wait())
-        over = self._over()
+        ours: set[asyncio.Future[Any]] = {event, interrupted} if over is None else {event, interrupted, over}
         try:
             failure = self._driver.background.failure
-            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, failure, *self._loops}
-            while not reached.done() and not interrupted.done():
+            waiting: set[asyncio.Future[Any]] = {*ours, failure, *self._loops}
+            while not event.done() and not interrupted.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda each: each is not failure):  # first: a worker's death may follow from it
                     task.result()
-                if over in done and not reached.done():
+                if over in done and not event.done():
                     raise RunError("every worker has ended, but the run has not")
-            return reached.done()
+            return event.done()
         except BaseException as error:
             self.failure = error
             raise
         finally:
-            for future in (reached, interrupted, over):
+            for future in ours:
                 future.cancel()
 
     async def finish_step(self, grace_seconds: float) -> None:

@@ -140,7 +140,7 @@ CAUSES: dict[str, tuple[Situation, list[str], str]] = {
     "workers that the cluster is still starting": (
         situation(parked_waits=[parked(waits.WORKERS_START, workers=5)]),
         ["the driver waits for the cluster to start 5 workers, since 41 s"],
-        "an interrupt, or the cluster's own deadline (start_seconds on Ray)",
+        "an interrupt, a loop that fails, or the cluster's own deadline (start_seconds on Ray)",
     ),
     "a dead vLLM": (
         situation(
