@@ -9,18 +9,23 @@ values it is an old policy. Both share the base's memory.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN  # by which PEFT names layers, too
 
 from asyncflow.engines.lora_files import linear_of, lora_shapes
 from asyncflow.types import LoraSpec, UserError
 
-_READ_DIRECTLY: Final = ("dt_proj",)
-"""Layers, by the ends of their names, whose weight a Mamba mixer multiplies with by itself: an adapter would have no effect."""
+_MAY_BE_READ: Final = ("dt_proj", "x_proj", "out_proj")
+"""Layers of Mamba's kind, by the ends of their names, whose weight the mixer's code may multiply with by itself, on some devices
+only: an adapter would have no effect."""
+_OF_EXPERTS: Final = ("gate_proj", "up_proj", "down_proj")
+"""Names of linear layers that PEFT (0.21) takes for experts, where transformers fuses these as it does Qwen2-MoE's."""
 
 Combine = Callable[[Any, Any, Any, float], Any]
 """Output of a linear layer with its adapter, from the layer, its input and its own output, and the scaling."""
@@ -48,18 +53,28 @@ def shapes_for(module: Any, spec: LoraSpec) -> dict[str, tuple[int, int]]:
     """
     head = module.get_output_embeddings()
     linears = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear) and each is not head}
-    for name in [name for name in linears if name.endswith(_READ_DIRECTLY) and "Mixer" in type(_parent(module, name)).__name__]:
+    for name, why in [(name, why) for name in linears if (why := _why_none(module, name))]:
         del linears[name]
         if spec.targets and spec.has_target(name):
-            raise UserError(
-                f"model.lora.targets: {name} gets no adapter: a Mamba layer multiplies with its weight by itself, so that it "
-                f"would have no effect; take the others"
-            )
+            raise UserError(f"model.lora.targets: {name} gets no adapter: {why}; take the others")
     return lora_shapes({name: (each.out_features, each.in_features) for name, each in linears.items()}, spec)
 
 
-def _parent(module: Any, name: str) -> Any:
-    return module.get_submodule(name.rpartition(".")[0])
+def _why_none(module: Any, name: str) -> str:
+    """Reason for which a linear layer gets no adapter; empty for one that gets it."""
+    parent, _, child = name.rpartition(".")
+    if child in _MAY_BE_READ and f"self.{child}.weight" in _source(type(module.get_submodule(parent))):
+        return "a Mamba layer multiplies with its weight by itself, so that it would have no effect"
+    if child in _OF_EXPERTS and _MODEL_TO_CONVERSION_PATTERN.get(module.config.model_type) == "qwen2_moe":
+        return "in PEFT's files its name would stand for the experts, which are one tensor"
+    return ""
+
+
+def _source(layer: type) -> str:
+    try:
+        return inspect.getsource(layer)
+    except (OSError, TypeError):  # of a program without its source
+        return ""
 
 
 def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Callable[[Any], Combine] | None = None) -> LoraSwitch:

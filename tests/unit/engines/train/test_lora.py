@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,8 @@ from asyncflow.engines.train.model.products import adopt
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LoraSpec, LossSums, TokenBatch, UserError
-from tests.families import micro_batch, write_model
+from tests.depth import in_gate
+from tests.families import CONFIGS, RESPONSES, micro_batch, plain_log_probs, write_model
 from tests.patience import patience
 from tests.unit.engines.train.training import (
     MakeMicroBatch,
@@ -342,7 +344,7 @@ async def test_a_base_goes_with_its_last_adapter_and_is_read_again_when_its_file
     assert base() is None
 
 
-def test_every_default_target_of_a_mamba_trains_and_the_one_that_cannot_is_refused(tmp_path: Path) -> None:
+def test_every_default_target_of_a_mamba_trains_and_those_that_cannot_are_refused(tmp_path: Path) -> None:
     path = write_model("mamba", tmp_path / "model")
     training = OneRank(path, train_options(lora=SPEC, temperature=0.7))
     with torch.no_grad():
@@ -352,7 +354,32 @@ def test_every_default_target_of_a_mamba_trains_and_the_one_that_cannot_is_refus
     batch = micro_batch()
     training.policy.log_probs(training.policy.pack(batch.prompt_ids, batch.response_ids)).sum().backward()
     targets = {name.rsplit(".", 3)[1] for name in training.policy.parameters}
-    assert targets == {"in_proj", "x_proj", "out_proj"}
+    assert targets == {"in_proj"}
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in training.policy.parameters.values())
     with pytest.raises(UserError, match=r"layers\.0\.mixer\.dt_proj gets no adapter: a Mamba layer"):
         OneRank(path, train_options(lora=replace(SPEC, targets=("in_proj", "dt_proj"))))
+
+
+@pytest.mark.parametrize("name", in_gate("deepseek_v3", "falcon_h1", of=sorted(set(CONFIGS) - {"gpt2"})))
+def test_peft_computes_what_an_adapter_of_any_family_does(name: str, tmp_path: Path) -> None:
+    """With default targets: of deepseek_v3 PEFT takes names of the dense layers for the experts', and of Mamba's kind it refuses
+    `out_proj`. (gpt2 has no linear layers.)"""
+    path = write_model(name, tmp_path / "model")
+    policy = OneRank(path, train_options(lora=SPEC, temperature=0.7)).policy
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.normal_(std=0.3)
+    write_lora(tmp_path / "adapter", SPEC, path, {n: p.detach().numpy() for n, p in policy.parameters.items()})
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    batch = micro_batch()
+    rows = [batch.response_ids[k] for k in range(len(RESPONSES))]
+    base = torch.cat([plain_log_probs(theirs, batch.prompt_ids, row, 0.7) for row in rows])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*missing adapter keys.*")
+        with_adapter = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = torch.cat([plain_log_probs(with_adapter, batch.prompt_ids, row, 0.7) for row in rows])
+    ours = torch.tensor(policy.response_log_probs(batch.prompt_ids, batch.response_ids).values)
+    assert (expected - base).abs().max() > 0.05, "it changes nothing"
+    assert (ours - expected).abs().max() < 1e-4
