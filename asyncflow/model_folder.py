@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,8 @@ from xxhash import xxh3_128
 
 from asyncflow.types import UserError
 
+_CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes that transformers makes for a causal language model."""
 _SAMPLE_BYTES: Final = 64 << 10
 _COMPUTED: Final = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
 
@@ -39,6 +42,17 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from error
     return tree if isinstance(tree, dict) else {}
+
+
+def why_not_causal(fields: Mapping[str, Any]) -> str:
+    """Class of the model whose `config.json` has these fields, if that is none of a causal language model; empty if it is one."""
+    architectures = fields.get("architectures") or []  # none: the architecture follows from model_type
+    return "" if not architectures or any(str(name).endswith(_CAUSAL) for name in architectures) else str(architectures[0])
+
+
+def holds_language_model(fields: Mapping[str, Any]) -> bool:
+    """Whether the model whose `config.json` has these fields is none, but has one as a part, and takes images or sounds, too."""
+    return bool(why_not_causal(fields)) and isinstance(fields.get("text_config"), dict)
 
 
 def end_token_ids(folder: Path) -> list[int]:

@@ -29,6 +29,7 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
+from asyncflow.model_folder import holds_language_model, read_json, why_not_causal
 from asyncflow.types import UserError
 from asyncflow.user_file import status_of
 
@@ -62,6 +63,10 @@ def download(
                 f"{name} has no weights in safetensors format: write them with transformers' save_pretrained, or name one of its "
                 f"GGUF files, such as {repo}/NAME.gguf, if it has any"
             )
+        if file is None and files:
+            first = {**where, "allow_patterns": ["config.json"], "tqdm_class": _bar(name, 0, report)}
+            _check_causal(Path(snapshot_download(**first)), name)
+            files = [each for each in files if each.filename != "config.json"]
         total = sum(file.file_size for file in files)
         if total:
             report(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB")
@@ -99,6 +104,13 @@ def _has_weights(repo: str, revision: str | None) -> bool:
 
     names = HfApi().list_repo_files(repo, revision=revision)
     return any(is_of(name, WEIGHTS) and not is_of(name, NOT_TAKEN) for name in names)
+
+
+def _check_causal(folder: Path, name: str) -> None:
+    """Check that it is a causal language model, or has one, before its weights are taken. Raises `UserError`."""
+    fields = read_json(folder / "config.json")
+    if (other := why_not_causal(fields)) and not holds_language_model(fields):
+        raise UserError(f"{name} is a {other}; model.path takes a causal language model, such as Qwen2ForCausalLM")
 
 
 def _with_file(folder: str, name: str, file: str | None) -> str:

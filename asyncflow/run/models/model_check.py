@@ -27,7 +27,7 @@ from asyncflow.engines.train.model.lora import shapes_for
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.run.factories import make_schedule, train_engine_options
-from asyncflow.run.models.model_source import HubName, Log, check_folder, folder_of
+from asyncflow.run.models.model_source import Log, check_folder, folder_of
 from asyncflow.run.preparation.memory import GIB, Shapes, host_parts, lines, rollout_parts, training_parts
 from asyncflow.settings import apply_override
 from asyncflow.types import UserError
@@ -48,8 +48,8 @@ async def checked(path: str, overrides: Sequence[str], scratch: Path, log: Log =
     folder = await folder_of(path, scratch, log, has_weights=False)
     if not (fields := read_json(folder / "config.json")):
         raise UserError(f"{path} is no folder with a model in Hugging Face format: it has no config.json")
-    if HubName.of(path) is None:  # of a repository on the Hub its list of files was asked
-        check_folder("model.path", folder, path)
+    # Of a repository on the Hub its list of files was asked; a folder that was made has the weights that it needs.
+    check_folder("model.path", folder, path, has_weights=folder == Path(path))
     module = _module(path, folder)
     adapter = _adapter(config, module)
     context = _context(config, module)

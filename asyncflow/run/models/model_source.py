@@ -3,6 +3,7 @@
     a folder -------------------------------------------+
     owner/name[@revision] ---> hub_download.py ---------+
     file.gguf, a folder with one, owner/name/file.gguf -+--> gguf_model.py --+--> a folder: config, weights, tokenizer
+    one of several modalities --------------------------+--> text_model.py --+
     random:SPEC ---------------------------------------------> random_model.py
 
 This process imports no torch: what needs it, and what may take long, is a process of its own.
@@ -26,12 +27,10 @@ from typing import Final
 import msgspec
 
 from asyncflow.config import Config
-from asyncflow.model_folder import read_json
+from asyncflow.model_folder import holds_language_model, read_json, weight_files, why_not_causal
 from asyncflow.run.preparation.prompts import DataRows
 from asyncflow.types import RunError, UserError
 
-CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
-"""Ends of the names of classes that transformers makes for a causal language model."""
 SHAPES: Final = "shapes:"
 """Prefix of the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
 RANDOM: Final = "random:"
@@ -58,7 +57,8 @@ class HubName:
 
 def is_made(path: str) -> bool:
     """Whether the folder is not where `model.path` says: it is made, or found at a commit that a branch may leave behind."""
-    return path.startswith(RANDOM) or HubName.of(path) is not None or gguf_file(Path(path)) is not None
+    is_converted = gguf_file(Path(path)) is not None or holds_language_model(read_json(Path(path) / "config.json"))
+    return path.startswith(RANDOM) or HubName.of(path) is not None or is_converted
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -101,21 +101,37 @@ async def folder_of(path: str, scratch: Path, log: Log, *, has_weights: bool = T
         log(f"dequantising {file.name}")
         await run_module("asyncflow.engines.train.gguf_model", log, str(file), str(scratch / "gguf-model"))
         return scratch / "gguf-model"
+    fields = read_json(here / "config.json")
+    if holds_language_model(fields):
+        if has_weights:
+            check_weights("model.path", here, path)
+            log(f"{path} is a {why_not_causal(fields)}: its language model is taken out of it, without what sees or hears")
+        options = [] if has_weights else ["--facts"]
+        await run_module("asyncflow.engines.train.text_model", log, str(here), str(scratch / "text-model"), *options)
+        return scratch / "text-model"
     return here
 
 
-def check_folder(option: str, folder: Path, path: str) -> Path:
+def check_folder(option: str, folder: Path, path: str, *, has_weights: bool = True) -> Path:
     """Check that a folder holds a causal language model; the option gives it as `path`. Raises `UserError`."""
     settings = read_json(folder / "config.json")
     if not settings:
         hint = "it has no config.json" if folder.exists() else "there is none, and it has not the form owner/name of the Hub's"
         raise UserError(f"{option} {path!r} is no folder with a model in Hugging Face format: {hint}")
-    architectures = settings.get("architectures") or []  # none: the architecture follows from model_type
-    if architectures and not any(str(name).endswith(CAUSAL) for name in architectures):
-        raise UserError(f"{option} {path!r} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
+    if other := why_not_causal(settings):
+        raise UserError(f"{option} {path!r} is a {other}; it takes a causal language model, such as Qwen2ForCausalLM")
+    if has_weights:
+        check_weights(option, folder, path)
+    return folder
+
+
+def check_weights(option: str, folder: Path, path: str) -> None:
+    """Check that all files of a model's weights are in its folder. Raises `UserError`."""
     if not [*folder.glob("*.safetensors")]:
         raise UserError(f"{option} {path!r} has no weights in safetensors format; write them with transformers' save_pretrained")
-    return folder
+    if missing := [file.name for file in weight_files(folder) if not file.is_file()]:
+        whence = "" if HubName.of(path) is None else ", and is not in the cache: begin again where the Hub can be reached"
+        raise UserError(f"{option} {path!r} has not all of its weights: {missing[0]} is missing{whence}")
 
 
 async def _random_model(config: Config, texts: Iterable[str], folder: Path) -> Path:

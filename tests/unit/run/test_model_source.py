@@ -131,6 +131,24 @@ def test_a_model_with_weights_of_another_format_alone_is_refused_before_anything
     assert not [path for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path]
 
 
+def test_what_is_no_causal_language_model_is_refused_before_its_weights_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    config = hub.revisions[NAME]["main"] / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["T5ForConditionalGeneration"]}))
+    for has_weights in (True, False):
+        with pytest.raises(UserError, match=f"{NAME} is a T5ForConditionalGeneration; model.path takes a causal language model"):
+            fetched(NAME, tmp_path, has_weights=has_weights)
+    assert not [path for method, path, _ in hub.asked if method == "GET" and path.endswith(WEIGHTS)]
+
+
+def test_a_part_of_the_weights_in_the_cache_is_not_enough(hub: Hub, tmp_path: Path) -> None:
+    folder = fetched(NAME, tmp_path)
+    index = {"weight_map": {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}}
+    (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is missing, and is not in the cache: begin again where the Hub can be reached"):
+        check_folder("model.path", folder, NAME)
+
+
 @pytest.mark.parametrize("file", ["BF16/x.gguf", "x-adapter[1].gguf", "consolidated.gguf"])
 def test_a_file_of_a_repository_comes_wherever_it_is_and_alone(hub: Hub, tmp_path: Path, file: str) -> None:
     there = hub.revisions[NAME]["main"] / file
