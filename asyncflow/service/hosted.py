@@ -21,8 +21,10 @@ from asyncflow.engines.train.experience import Published
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.model_folder import read_json
 from asyncflow.run.job import Listener
+from asyncflow.run.state.resume import metrics_of
 from asyncflow.run.stepwise import StepwiseRun
 from asyncflow.run.watch import Status
+from asyncflow.run_dir import RunDir
 from asyncflow.service.workers import GONE, OutsideWorkers, TrainerSession
 from asyncflow.settings import Choice
 from asyncflow.types import Array, Batch, RunError, UserError, first_error
@@ -149,6 +151,19 @@ class HostedRun:
     def steps(self, first: int) -> dict[int, Mapping[str, float]]:
         """Metrics of the committed steps from this one on."""
         return {} if self._run is None else self._run.job.rows.since(first)
+
+    def check_may_stop(self) -> None:
+        """Check that nothing is left to be written of a run that an earlier server has begun. Raises `RunError` where this one has yet
+        to begin it: a client may ask again whose first request to stop was lost with that server."""
+        if not self._resume or self._run is not None or self._is_stopping:
+            return
+        run_dir = self.config.run_dir
+        committed = max((row["step"] for row in metrics_of(run_dir)), default=-1) + 1
+        if committed and RunDir(run_dir).model_version != committed:
+            raise RunError(
+                f"the run in {run_dir} has {committed} steps, and its model is yet to be written: call init_engines first, which "
+                f"resumes it, or end the server by a signal"
+            )
 
     async def stop(self) -> None:
         """Stop the run, if it is under way; model, trace and report are written. All callers wait for one end, and a caller that is

@@ -79,6 +79,7 @@ class RunFolder:
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
         try:
             await self._check_not_live()
+            sweep_shared_memory()  # also where nothing is to be done: an attempt may have been killed as it ended
             resumed = await self._last_checkpoint()
             if resumed is None:
                 self._check_free()
@@ -97,7 +98,6 @@ class RunFolder:
                 await self._go_back(resumed)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        sweep_shared_memory()
         self.weights_dir = self._folder.make_weights_dir()
         self._model_before = self._folder.model_id()
         self.write_job(self._job_file(prepared, resumed))

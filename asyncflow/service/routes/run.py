@@ -114,6 +114,7 @@ def add_calls(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/stop", tags=["run"], dependencies=[needs("admin")])
     async def stop() -> Confirmation:
         """Stop the run: its model, trace and report are written before the answer."""
+        hosted.check_may_stop()
         await hosted.stop()
         return Confirmation(message=f"the run in {hosted.config.run_dir} has stopped")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -85,3 +86,20 @@ async def test_the_newest_whole_checkpoint_of_both_places_is_resumed_and_later_o
     folder._forget_after(expected)
     left = [version for checkpoints in places_of(config, folder.memory).values() for version in checkpoints.versions()]
     assert max(left) == expected
+
+
+async def test_what_a_dead_run_left_in_shared_memory_goes_also_where_nothing_is_to_be_done(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """As where an attempt was killed when all its steps were done, and the next one finds the run finished."""
+
+    async def nothing(scratch: Path, resumed: object) -> Prepared:
+        raise UserError("nothing is to be done")
+
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left = Path("/dev/shm") / f"asyncflow-{dead.pid}-0123abcd"
+    left.mkdir()
+    with pytest.raises(UserError, match="nothing is to be done"):
+        await RunFolder(parse(small()), lambda line: None, resume=True).begin(nothing)
+    assert not left.exists()

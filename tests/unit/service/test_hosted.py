@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from asyncflow.run_dir import RunDir
 from asyncflow.service import hosted as hosted_module
 from asyncflow.service.hosted import HostedRun
+from asyncflow.types import RunError
 from tests.patience import patience
 
 
@@ -54,6 +56,25 @@ async def test_a_run_is_stopped_to_its_end_also_where_the_client_that_asked_for_
     may_end.set()
     await hosted.stop()
     assert calls == ["begun", "ended"] and hosted.over.is_set() and not hosted.failure
+
+
+def test_a_run_that_an_earlier_server_has_begun_is_not_stopped_before_its_model_is_written(tmp_path: Path) -> None:
+    """Else a client whose first request to stop was lost with that server would be told that the run has ended in order."""
+    config = cast(Any, SimpleNamespace(run_dir=tmp_path / "run"))
+    resumed, fresh = (HostedRun(config, tmp_path / "journal", resume=resume) for resume in (True, False))
+    config.run_dir.mkdir()
+    resumed.check_may_stop()  # nothing was trained
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(RunError, match="has 2 steps, and its model is yet to be written: call init_engines first"):
+        resumed.check_may_stop()
+    fresh.check_may_stop()
+    folder = RunDir(config.run_dir)
+    folder.model.mkdir()
+    folder.note_model(1)
+    with pytest.raises(RunError, match="has 2 steps"):
+        resumed.check_may_stop()
+    folder.note_model(2)
+    resumed.check_may_stop()
 
 
 async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_is_over(
