@@ -91,6 +91,7 @@ class Job(Listener):
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._folder = RunFolder(config, self.listener.log, resume=resume)
         self._num_restarts = 0
+        self._num_in_vain = 0  # attempts in a row that have committed no step: each has a longer pause behind it
         self._pushed: list[PutPrompt] = []  # by this process; before it there were `_num_pushed_before`
         self._num_pushed_before = 0
         self._next_place = 0  # of the attempts before: see `SeededOrder`
@@ -203,11 +204,13 @@ class Job(Listener):
         """
         if not self._may_restart_after(death):
             raise death
-        clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_restarts)
-        over = clock() + pause
-        self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
         attempt = self.attempt
         assert attempt is not None, "a worker has died"
+        if attempt.driver.ledger.ledger.committed > self.first:
+            self._num_in_vain = 0
+        clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_in_vain)
+        over = clock() + pause
+        self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
         self._next_place = max(self._next_place, attempt.driver.source.next_place)
         self._staying = attempt.cluster if await attempt.abandon() else None
         await attempt.close()
@@ -216,6 +219,7 @@ class Job(Listener):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._interrupted.wait(), max(0.0, over - clock()))
         self._num_restarts += 1
+        self._num_in_vain += 1
         self._resume = True
         self._folder = self._folder.next()
 

@@ -153,8 +153,8 @@ class HostedRun:
         return {} if self._run is None else self._run.job.rows.since(first)
 
     def check_may_stop(self) -> None:
-        """Check that nothing is left to be written of a run that an earlier server has begun. Raises `RunError` where this one has yet
-        to begin it: a client may ask again whose first request to stop was lost with that server."""
+        """Check that nothing is left to be written of a run that an earlier server has begun. Raises `RunError` where this one has
+        yet to begin it: a client may ask again whose first request to stop was lost with that server."""
         if not self._resume or self._run is not None or self._is_stopping:
             return
         run_dir = self.config.run_dir

@@ -59,6 +59,7 @@ GONE: Final = ("gone", "zombie", "dead")
 TRAINER: Final = "trainer"
 CRITIC: Final = "critic"
 STALL: Final = "run.stall_timeout_seconds"
+HELD: Final = "a user or a process from outside, for whom this run waits without a deadline"
 _LEASES: Final = "queue.lease_seconds"
 _CHECKPOINTS: Final = frozenset((CHECKPOINT.name, CHECKPOINT_WHOLE.name))
 _BACKGROUND: Final = _CHECKPOINTS | {FETCH.name, PULL.name, PUBLISHING.name}
@@ -461,6 +462,8 @@ class _Chain:
     def _link(self, subject: str, text: str, on: str = "", ends: str = STALL) -> Link:
         """A link, with the seconds behind each configuration key of what ends it."""
         limits = self._at.limits
+        if self._at.is_held and STALL in ends:  # it is not guarded: see `Watch.guard`
+            ends = HELD
         ends = re.sub(r"[a-z_]+\.[a-z_]+", lambda key: f"{key[0]} ({limits[key[0]]:g} s)" if key[0] in limits else key[0], ends)
         return Link(subject, text, on, ends)
 

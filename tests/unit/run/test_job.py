@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,3 +40,24 @@ async def test_a_run_is_resumed_after_the_death_of_a_worker_that_is_not_started_
         job.interrupt()
     death = WorkerDied("worker it has ended", worker, has_failed=state.get("has_failed", False))
     assert job._may_restart_after(death) == expected
+
+
+async def test_a_pause_is_longer_behind_an_attempt_that_has_committed_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tenth death in a run of days would cost half a minute."""
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
+    monkeypatch.setattr("asyncflow.cluster.base.RESTART_SECONDS", (0.001, 0.02))
+    said: list[str] = []
+    job = Job(parse(tree | {"train": {"max_restarts": 9}}), SimpleNamespace(log=said.append))  # type: ignore[arg-type]
+
+    async def nothing() -> bool:
+        return False
+
+    for first, committed in ((0, 0), (0, 0), (0, 3), (3, 3), (3, 4), (4, 9)):
+        ledger, source = SimpleNamespace(ledger=SimpleNamespace(committed=committed)), SimpleNamespace(next_place=0)
+        job.attempt = SimpleNamespace(driver=SimpleNamespace(ledger=ledger, source=source), abandon=nothing, close=nothing)  # type: ignore[assignment]
+        job._folder.job = SimpleNamespace(first=first)  # type: ignore[assignment]
+        await job.restart_after(WorkerDied("worker trainer/0 has died", "trainer/0", has_failed=False))
+    pauses = [line.rpartition(" in ")[2] for line in said]
+    assert pauses == ["0.001 s", "0.002 s", "0.001 s", "0.002 s", "0.001 s", "0.001 s"]

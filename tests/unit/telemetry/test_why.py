@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncflow import waits
@@ -233,6 +234,13 @@ def test_a_cause_is_named_with_its_deadline(cause: str) -> None:
     assert [link.text for link in found] == texts
     assert found[-1].ends == ends and not found[-1].on
     assert sentence(seen) == f"{'; '.join(texts)} (ended by {ends})"
+
+
+def test_a_run_that_waits_for_somebody_outside_names_no_deadline_that_does_not_end_it() -> None:
+    held = msgspec.structs.replace(CAUSES["a circle"][0], is_held=True)
+    assert chain(held)[-1].ends == "a user or a process from outside, for whom this run waits without a deadline"
+    lease = msgspec.structs.replace(CAUSES["a vLLM that does not answer"][0], is_held=True)
+    assert "generation_seconds" in chain(lease)[-1].ends, "a deadline of its own stays"
 
 
 def test_background_waits_are_not_what_holds_up_a_lane_that_works() -> None:
