@@ -80,6 +80,11 @@ class Attestation(msgspec.Struct, frozen=True):
         """Whether sums tell of all that the engine generates with: else log-probs have to, at every install."""
         return self.parts is not None and not self.unseen
 
+    @property
+    def tells_nothing(self) -> bool:
+        """Whether the engine cannot tell anything of what it generates with."""
+        return self.parts is None and self.log_probs is None
+
     def share_seen(self, names: Collection[str]) -> float:
         """Share of these tensors, a version's, that the sums tell of."""
         return 0.0 if self.parts is None or not names else 1 - len({*self.unseen} & {*names}) / len(names)

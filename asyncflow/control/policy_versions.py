@@ -66,6 +66,7 @@ class PolicyVersions:
         self.kept_elsewhere: Callable[[], Sequence[Manifest]] = tuple  # for workers of other `PolicyVersions`
         self.on_installed: Callable[[int], None] = lambda version: None
         self.on_stale: Callable[[str, str], None] = lambda worker, why: None
+        self.on_unattested: Callable[[str], None] = lambda worker: None
         self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
         self._kept: dict[int, Manifest] = {}
         self._targets: dict[str, Manifest] = {}  # of a worker's last target: it may not be kept any more when that is installed
@@ -183,6 +184,8 @@ class PolicyVersions:
         if fault:
             self._refuse(worker, fault)
             return fault
+        if version and promised is not None and promised.sums and (attested is None or attested.tells_nothing):
+            self.on_unattested(worker)
         self._serving[worker], self.has_been_served = version, True
         self.stale.pop(worker, None)
         self.stale_since.pop(worker, None)

@@ -28,10 +28,12 @@ class Health:
         self._silent_seconds, self._min_healthy_workers = config.queue.lease_seconds / 2, config.weight_sync.min_healthy_workers
         self._by_pool = {versions.workers.pool: versions for versions in all_versions}
         self._silent: set[str] = set()
+        self._unattested_pools: set[str] = set()
         self._logged: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
         self._patience_seconds = config.weight_sync.deadline_seconds
         for versions in all_versions:
             versions.is_silent, versions.on_stale = self._is_silent, self._stale
+            versions.on_unattested = self._unattested
 
     def died(self, worker: str, why: str, is_final: bool) -> None:
         """Take note of a worker's death. `is_final`: it is not started again."""
@@ -84,6 +86,15 @@ class Health:
         if why not in reasons:
             reasons.add(why)
             self._log(f"worker {worker} has no weights to serve, and tries again: {why}")
+
+    def _unattested(self, worker: str) -> None:
+        """A worker serves a version, and its engine does not tell what it has. Said once of each pool."""
+        if (pool := worker.partition("/")[0]) not in self._unattested_pools:
+            self._unattested_pools.add(pool)
+            self._log(
+                f"worker {worker} does not tell what it generates with (docs/lora.md, attested weights): that it has the weights "
+                f"which it was given is not checked"
+            )
 
     def _look_later(self, versions: PolicyVersions, worker: str, since: float) -> None:
         """Judge one that has had no weights since then, in a while, and again for as long as it has none."""

@@ -748,3 +748,19 @@ async def test_all_ranks_of_a_trainer_are_answered_alike_whatever_happens_betwee
     assert await served.versions.probe_ids(3) == []
     served.versions.died(A, is_final=False)
     assert await served.versions.probe_ids(3) == [] and await served.versions.probe_ids(4) == TOKENS
+
+
+async def test_an_engine_that_tells_nothing_of_its_weights_serves_and_is_told_of() -> None:
+    served, told = Served(), list[str]()
+    served.versions.on_unattested = told.append
+    for worker in (A, B):
+        await served.serves(worker, 0)
+    await served.versions.publish(Manifest("incarnation", 1, "nowhere", "hash", 0, {}, sums={"a": 3}))
+    for worker, attested in ((A, Attestation([(["a"], 3)])), (B, None)):
+        await served.asks(worker, served.versions.next_target(0))
+        assert await served.asks(worker, served.versions.installed(1, attested)) == ""
+    assert told == [B] and served.versions.share_attested == 0.5
+    await served.asks(B, served.versions.installed(1, Attestation(None, log_probs=[-1.0])))
+    assert told == [B], "its log-probs tell something"
+    await served.asks(B, served.versions.installed(1, Attestation(None)))
+    assert told == [B, B]

@@ -85,6 +85,16 @@ def test_a_worker_that_tries_again_is_told_of_once_and_again_for_another_reason(
     world.run(main())
 
 
+def test_an_engine_that_tells_nothing_of_its_weights_is_told_of_once_of_each_pool() -> None:
+    world = World(needed=1)
+    for worker in (A, B, A, f"{EVALUATORS}/0"):
+        world.versions.on_unattested(worker)
+    assert [line.partition(" does not tell what it generates with")[0] for line in world.said] == [
+        f"worker {A}",
+        "worker evaluator/0",
+    ]
+
+
 def test_the_run_stops_when_too_many_have_had_no_weights_for_too_long() -> None:
     world = World(needed=2)
 
