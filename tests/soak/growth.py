@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import statistics
 import sys
@@ -178,7 +177,7 @@ def sit(mode: str, folder: Path, steps: int, until: float) -> None:
             if (found := num_steps(folder / "run")) > known and not told:
                 known = found
                 with contextlib.suppress(psutil.NoSuchProcess, OSError):
-                    sample = Taken(number, found, processes(attempt.driver), shared_files(folder / "run"))
+                    sample = Taken(number, found, processes(attempt.driver), shared_files(attempt.driver))
                     file.write(msgspec.json.encode(sample) + b"\n")
             time.sleep(0.1)
     if attempt.status not in (0, 143):
@@ -262,10 +261,9 @@ def processes(driver: psutil.Process) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def shared_files(run_dir: Path) -> int:
-    """Number of a run's files in shared memory."""
-    job = json.loads((run_dir / "job.json").read_text())
-    return sum(1 for _ in Path(job["weights_dir"]).rglob("*"))
+def shared_files(driver: psutil.Process) -> int:
+    """Number of files of a run in shared memory: weights that travel, and checkpoints."""
+    return sum(1 for folder in Path("/dev/shm").glob(f"asyncflow-{driver.pid}-*") for _ in folder.rglob("*"))
 
 
 def read(path: Path) -> list[Taken]:
