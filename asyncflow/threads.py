@@ -1,4 +1,4 @@
-"""Number of threads that a process computes with, and a thread that computes for an event loop.
+"""Number of threads that a process computes with, a thread that computes for an event loop, and a loop that starts none.
 
 consumes: calls handed to `run`, one at a time in order (so that the thread is also its owner's lock)
 waits for: the next call
@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -31,6 +32,9 @@ CHECKPOINT_FILES: Final = "checkpoint"
 EXIT_SECONDS: Final = 2.0
 """Seconds that an interpreter which ends gives a thread to end, too: one that is cut off in the middle of C++ takes the process
 with it, by SIGABRT ("terminate called without an active exception")."""
+
+START_SECONDS: Final = 60.0
+"""Seconds in which the threads of an event loop are to begin."""
 
 _to_end: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
@@ -146,6 +150,43 @@ def _place(name: str, ident: int) -> str:
         lines.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
         frame = frame.f_back
     return f"{name}: {' > '.join(reversed(lines))}" if lines else ""
+
+
+def run_ready(main: Coroutine[Any, Any, T]) -> T:
+    """Run as `asyncio.run` does, in an event loop that starts no thread while it runs, nor as it ends.
+
+    `Thread.start` waits for ever where the new thread finds no memory for its first frame (python/cpython#140746), and asyncio
+    starts threads for `to_thread`, for the end of each child process, and to end its executor: so a driver that was starved of
+    memory for a moment stood still as it was about to say so. Here all threads are there from the start.
+    """
+    with asyncio.Runner(loop_factory=_ReadyLoop) as runner:
+        return runner.run(main)
+
+
+class _ReadyLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        super().__init__()
+        count = min(32, num_cores() + 4)  # as many as asyncio's own may become
+        self._executor, gate = ThreadPoolExecutor(count, "asyncio"), threading.Barrier(count + 1, timeout=START_SECONDS)
+        for _ in range(count):
+            self._executor.submit(gate.wait)
+        gate.wait()
+        self.set_default_executor(self._executor)
+        self._has_watcher = sys.version_info < (3, 12) and hasattr(os, "pidfd_open")  # later it is Python's own choice
+        if self._has_watcher:
+            watcher = asyncio.PidfdChildWatcher()
+            watcher.attach_loop(self)
+            asyncio.set_child_watcher(watcher)
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Let the threads end when they have done their work: the interpreter waits for that."""
+        self._executor.shutdown(wait=False)
+
+    def close(self) -> None:
+        """See `asyncio.AbstractEventLoop.close`."""
+        if self._has_watcher and not self.is_closed():
+            asyncio.set_child_watcher(None)  # type: ignore[arg-type]
+        super().close()
 
 
 def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

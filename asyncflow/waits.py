@@ -421,6 +421,12 @@ WORKERS_START: Final = _wait(
     "cluster/forking.py:ForkServer.fork - ForkServer._receive",
     ends="an interrupt, a loop that fails, or the cluster's own deadline (start_seconds on Ray)",
 )
+THREADS_START: Final = _wait(
+    "threads' start",
+    "this process's threads to begin",
+    "threads.py:_ReadyLoop.__init__",
+    ends="START_SECONDS (60 s), which ends the process",
+)
 RAY_ROOM: Final = _wait(
     "room on Ray",
     "room in the Ray cluster for {workers}",

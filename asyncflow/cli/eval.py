@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from asyncflow.config import Config, TrainConfig, parse
 from asyncflow.data.datasets import GENERATED, has_parts
 from asyncflow.rows import ANSWER
 from asyncflow.settings import apply_override, read_yaml, refuse_overrides
+from asyncflow.threads import run_ready
 from asyncflow.types import RunError, UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="asyncflow-eval-") as scratch:
         chosen = {key: value for key, value in given.items() if value is not None}
         resolved = _config(model, data, overrides or [], config, scratch, chosen, engine)
-        raise typer.Exit(0 if asyncio.run(_evaluate(resolved, out)) else 130)
+        raise typer.Exit(0 if run_ready(_evaluate(resolved, out)) else 130)
 
 
 def _config(

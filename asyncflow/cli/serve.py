@@ -14,6 +14,7 @@ import typer
 from asyncflow.cli.arguments import need_service, refuse
 from asyncflow.cli.plan import load_planned
 from asyncflow.config import Config, load
+from asyncflow.threads import run_ready
 from asyncflow.types import RunError, UserError
 
 SERVICE_DIR = "service"
@@ -59,7 +60,7 @@ def serve(
         bounds = {"models": max_models or MAX_MODELS, "adapters": max_adapters or MAX_ADAPTERS, "rank": max_rank or MAX_RANK}
         given, counts = overrides or [], (bounds, samplers or 1)
         served = _serve_tinker(config, given, listen, certificate, self_signed, model_name, *counts, full_weights=full_weights)
-        raise typer.Exit(asyncio.run(served))
+        raise typer.Exit(run_ready(served))
     of_models = {
         **{"--model-name": model_name, "--max-models": max_models, "--samplers": samplers, "--max-adapters": max_adapters},
         **{"--max-rank": max_rank, "--full-weights": full_weights},
@@ -69,7 +70,7 @@ def serve(
         raise UserError(f"--weights-from {weights_from} is no folder: make it, or name one that is there")
     loaded = load_planned(config, overrides or [])
     serving = _serve(loaded, listen, certificate, self_signed=self_signed, weights_from=weights_from, resume=resume)
-    raise typer.Exit(asyncio.run(serving))
+    raise typer.Exit(run_ready(serving))
 
 
 async def _serve(

@@ -18,6 +18,7 @@ from asyncflow.cli.plan import load_planned
 from asyncflow.cluster.torchrun import is_rank, run_rank
 from asyncflow.config import Config, dump
 from asyncflow.run_dir import JOB_FILE, RunDir
+from asyncflow.threads import run_ready
 from asyncflow.types import UserError
 
 DRIVER_SECONDS = 120.0
@@ -61,7 +62,7 @@ def train(
     else:
         if fork_from is not None:
             _fork(resolved, fork_from, fork_keep)
-        raise typer.Exit(asyncio.run(_train(resolved, resume or fork_from is not None)))
+        raise typer.Exit(run_ready(_train(resolved, resume or fork_from is not None)))
 
 
 def _fork(config: Config, source: str, keep: str | None, *, is_tried: bool = False) -> None:

@@ -21,6 +21,7 @@ from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Kill, compare
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
+from asyncflow.threads import run_ready
 from asyncflow.types import RunError, UserError
 
 DELAY_SECONDS = 0.05
@@ -55,8 +56,8 @@ def verify(
     check_engine(given)
     undisturbed, disturbed = variants(given, steps)
     try:
-        certificate, _ = asyncio.run(_run(undisturbed, None))
-        other, kill = asyncio.run(_run(disturbed, max(1, steps // 2)))
+        certificate, _ = run_ready(_run(undisturbed, None))
+        other, kill = run_ready(_run(disturbed, max(1, steps // 2)))
         result = compare(
             (undisturbed.run.name, disturbed.run.name),
             hashlib.sha256(dump(given).encode()).hexdigest(),

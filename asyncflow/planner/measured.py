@@ -10,7 +10,6 @@ A figure is a mean, not a median: a step takes what all of its pieces take, the 
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.profile import Cost, costs
 from asyncflow.telemetry.spans import Span
-from asyncflow.threads import num_cores
+from asyncflow.threads import num_cores, run_ready
 from asyncflow.types import RunError, UserError
 
 MOST_EQUAL: Final = 0.95
@@ -317,6 +316,6 @@ def measure(config: Config, run_dir: Path, *, steps: int = MEASURED_STEPS) -> Me
     tree["eval"] |= {"path": None}
     tree["checkpoint"] |= {"every_steps": None}
     tree["telemetry"] |= {"trackers": []}
-    if not asyncio.run(Job(parse(tree)).run()):
+    if not run_ready(Job(parse(tree)).run()):
         raise RunError("the run that was to be measured was interrupted")
     return fitted(*read_run(run_dir), known=known)

@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
 import pytest
 
-from asyncflow.threads import ComputeThread, at_files, places
+from asyncflow.threads import ComputeThread, at_files, places, run_ready
 from tests.patience import patience, until
 
 
@@ -128,3 +129,53 @@ async def test_a_thread_at_files_tells_where_it_is_until_it_is_done(tmp_path: Pa
     assert await asyncio.to_thread(pipe.read_text) == "words"
     await writing
     assert places() == []
+
+
+STARVED = """
+import asyncio, faulthandler, mmap, resource, sys, threading, time
+from asyncflow.threads import run_ready
+
+faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
+
+
+async def main():
+    threads = [threading.Thread(target=time.sleep, args=(0.1,)) for _ in range(4)]  # their stacks are kept for others
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.05) for _ in range(2)))
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), -1))
+    mmap.mmap(-1, 12 << 30)
+
+
+{"run_ready": run_ready, "asyncio.run": asyncio.run}[sys.argv[1]](main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere address space is not limited")
+def test_an_error_of_a_process_without_memory_is_said_and_does_not_wait_for_a_thread_that_cannot_begin() -> None:
+    """As of a driver that was starved of memory before its workers were there: asyncio's own end of it stands still for ever."""
+    command = [sys.executable, "-c", STARVED, "run_ready", str(patience(30))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(60))
+    assert "Cannot allocate memory" in ended.stderr and "Timeout" not in ended.stderr
+
+
+async def seen_from_within() -> tuple[int, int, str, int]:
+    names = [await asyncio.to_thread(lambda: threading.current_thread().name) for _ in range(3)]
+    before = threading.active_count()
+    await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.01) for _ in range(50)))
+    process = await asyncio.create_subprocess_exec("sh", "-c", "exit 7")
+    return before, threading.active_count(), names[0].partition("_")[0], await process.wait()
+
+
+def test_a_ready_loop_starts_no_thread_and_leaves_others_as_they_were() -> None:
+    for _ in range(2):  # one run after another, as `verify` does
+        before, after, name, status = run_ready(seen_from_within())
+        assert (after, name, status) == (before, "asyncio", 7)
+
+    async def plain() -> int:
+        return await (await asyncio.create_subprocess_exec("sh", "-c", "exit 3")).wait()
+
+    assert asyncio.run(plain()) == 3
