@@ -248,7 +248,12 @@ class ForkServer:
         elif answer.done():  # nobody waits for it any more
             control.close()
         else:
-            child = self._children[word.pid] = ForkedProcess(word.pid, control)
+            try:
+                child = self._children[word.pid] = ForkedProcess(word.pid, control)
+            except BaseException as error:  # no memory: its control pipe closes, and it ends
+                control.close()
+                answer.set_exception(Refusal(f"its process cannot be taken note of: {error!r}"))
+                raise
             answer.set_result(child)
 
     def _lost(self) -> None:
@@ -257,16 +262,19 @@ class ForkServer:
         self._is_lost = True
         assert self._loop is not None
         self._loop.remove_reader(self._socket)
-        self._end()
-        for answer, control in self._asked.values():
-            control.close()
-            if not answer.done():
-                answer.set_exception(Refusal(f"it has ended with status {self._process.returncode}"))
-        for child in self._children.values():
-            child.kill()
-            child.ended(-signal.SIGKILL)
-        self._asked.clear()
-        self._children.clear()
+        try:
+            self._end()
+        finally:  # whatever goes wrong: somebody waits for each of them
+            asked, children = [*self._asked.values()], [*self._children.values()]
+            self._asked.clear()
+            self._children.clear()
+            for answer, control in asked:
+                control.close()
+                if not answer.done():
+                    answer.set_exception(Refusal(f"it has ended with status {self._process.returncode}"))
+            for child in children:
+                child.kill()
+                child.ended(-signal.SIGKILL)
 
     def _end(self) -> None:
         """End the server's process, and close what this one keeps for it. A process that has ended is reaped: it would stay, as a

@@ -229,6 +229,8 @@ def _process(pid: int) -> str:
         return psutil.Process(pid).status()
     except psutil.Error:
         return "gone"
+    except OSError:  # no more file handles
+        return "unknown"
 
 
 def _now(wait: OpenWait, age: float, *, looks: bool) -> OpenWait:

@@ -96,7 +96,8 @@ class Watch:
         """Say once what the cause is, and again when it is another one."""
         if _timeless(cause) != self._logged:
             self._logged = _timeless(cause)
-            self._driver.log(f"nothing has moved for {idle:.0f} s: {cause}")
+            with contextlib.suppress(OSError):  # a full disk below standard output
+                self._driver.log(f"nothing has moved for {idle:.0f} s: {cause}")
 
     @property
     def has_stood(self) -> bool:

@@ -56,6 +56,7 @@ BELOW: Final = {
     "fake_vllm.py": "vLLM",
     "vllm.entrypoints": "vLLM",
     TITLE: "fork server",
+    "asyncflow.cluster.fork_server": "fork server",  # before it has that title
 }
 """What the command lines of processes have that are no workers, and their roles."""
 

@@ -289,6 +289,41 @@ async def test_a_server_that_is_stopped_holds_nobody_up_when_its_connection_ends
 
 
 @pytest.mark.usefixtures("servers")
+async def test_a_fork_that_finds_no_memory_to_be_taken_note_of_is_done_without(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever asked for it would wait until the server's deadline."""
+
+    def no_memory(pid: int, stdin: FileIO) -> None:
+        raise MemoryError
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    monkeypatch.setattr(forking, "ForkedProcess", no_memory)
+    await asyncio.wait_for(run(cluster, spec(tmp_path, "tells")), patience(60))
+    assert told(tmp_path)["parent"] == os.getpid(), "an interpreter of its own"
+
+
+@pytest.mark.usefixtures("servers")
+async def test_whoever_waits_for_a_lost_server_is_told_whatever_goes_wrong_as_it_ends(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(server: ForkServer) -> None:
+        raise MemoryError
+
+    await cluster.start([spec(tmp_path, "stays")])
+    await wait_for_file_to_be_there(tmp_path / "w")
+    (server,) = forking._servers
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkServer, "_end", no_memory)
+        server._process.kill()
+        with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL"):
+            await asyncio.wait_for(cluster.wait(nobody), patience(60))
+    server._end()
+    assert await cluster.stop(0.0) == []
+
+
+@pytest.mark.usefixtures("servers")
 async def test_a_server_that_cannot_start_is_done_without(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
