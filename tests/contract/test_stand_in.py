@@ -133,6 +133,7 @@ def trained(path: Path, device: str, **changes: Any) -> dict[str, Any]:
     async def steps() -> dict[str, Any]:
         engine = torch_engine(path, device=device, learning_rate=1e-3, **changes)
         seen: dict[str, Any] = {"losses": [], "reads": [], "norms": []}
+        WORK.waited.clear()
         for step in range(2):
             await engine.begin_step()
             for number in range(2):
@@ -143,6 +144,7 @@ def trained(path: Path, device: str, **changes: Any) -> dict[str, Any]:
             TRAFFIC.clear()
             seen["norms"].append((await engine.optim_step(20)).grad_norm)
             seen["update"] = dict(TRAFFIC.reads)
+        seen["waited"] = dict(WORK.waited)
         seen["weights"] = {name: tensor.numpy() for name, tensor in (await weights_of(engine)).items()}
         await engine.close()
         return seen
@@ -224,6 +226,7 @@ def test_a_micro_step_waits_for_the_device_twice_and_so_does_an_update(of_traini
     _, there = of_training
     assert there["reads"][1:] == [MICRO_STEP_READS] * 3  # the first one is computed twice, to compare
     assert there["update"] == UPDATE_READS
+    assert there["waited"] == {}, "for an event, a stream or all of the device, besides"
 
 
 def helped(path: Path, device: str, helper: str, **changes: Any) -> dict[str, Any]:
@@ -298,9 +301,11 @@ def generated(device: str, length: int) -> dict[str, Any]:
         options = {"model_path": MODEL, "num_slots": 6, "max_context": 128, "stop_ids": (), "device": device, "speculation": 0}
         engine: Any = await asyncio.to_thread(build, "rollout engine", "slots", options, ROLLOUT_ENGINES)
         TRAFFIC.clear()
+        WORK.waited.clear()
         stream = engine.generate(np.arange(7, 27), samples=range(4), sampling=Sampling(1.0, length), key=SampleKey(11, 5))
         found = {each.sample: (each.token_ids.tolist(), each.logprobs.tolist()) async for each in stream}
         seen = {"found": found, "reads": dict(TRAFFIC.reads), "uploads": sum(TRAFFIC.uploads.values())}
+        seen["waited"] = dict(WORK.waited)
         await engine.close()
         return seen
 
@@ -318,6 +323,7 @@ def test_generation_on_a_device_is_that_of_the_cpu_and_a_decode_step_waits_so_of
         np.testing.assert_allclose(short["found"][sample][1], logprobs, atol=1e-4)
         assert long["found"][sample][0][:24] == tokens
     assert sum(long["reads"].values()) - sum(short["reads"].values()) == 24 * DECODE_READS, (short["reads"], long["reads"])
+    assert long["waited"] == short["waited"] == {}, "for an event, a stream or all of the device, besides"
     assert (long["uploads"] - short["uploads"]) % 24 == 0, "a step uploads as much as another"
 
 
