@@ -194,7 +194,12 @@ LEASE: Final = _wait(
     " transfer_queue/client.py:TransferQueueClient.stream",
 )
 FREE_CORES: Final = _wait("free cores", "cores or devices that others leave free", ends="the run's end")
-RENDEZVOUS: Final = _wait("rendezvous", "ranks to meet: key {key}", ends="the rendezvous' timeout of torch")
+RENDEZVOUS: Final = _wait(
+    "rendezvous",
+    "ranks to meet: key {key}",
+    "run/services/rendezvous.py:meet_at_driver.call weight_sync/collective.py:_store.call",
+    ends="the rendezvous' timeout of torch",
+)
 
 # -- lanes: the state of a worker that waits -----------------------------------------------------------------------------------
 
@@ -255,7 +260,7 @@ PROCESS: Final = _wait(
 PROCESS_END: Final = _wait(
     "process end",
     "the end of a process that was killed",
-    "sandbox/process.py:SandboxProcess.kill sandbox/pool.py:SandboxPool.close",
+    "sandbox/process.py:SandboxProcess.kill sandbox/pool.py:SandboxPool.close sandbox/forked.py:_ChildWatch.end",
     ends="KILL_SECONDS (5 s) after SIGKILL",
 )
 SIBLINGS: Final = _wait(
@@ -275,7 +280,7 @@ USER_CODE: Final = _wait(
     "a coroutine of the user's own",
     "rewards/worker.py:_awaited _awaited.wait environments/tools.py:ToolBox.result_of"
     " environments/trl.py:TRLEnvironment._reward TRLEnvironment.reset environments/worker.py:Player._call"
-    " environments/agent.py:Agent._called Agent._started",
+    " environments/agent.py:Agent._called Agent._started environments/worker.py:serve_one_by_one",
     ends="the deadline of the process that it runs in",
 )
 QUESTIONS: Final = _wait(
@@ -287,7 +292,7 @@ QUESTIONS: Final = _wait(
 MCP: Final = _wait(
     "MCP server",
     "an MCP server of the environment",
-    "environments/mcp_tools.py:McpTools._keep McpTools.close McpTools.open _connected",
+    "environments/mcp_tools.py:McpTools.__init__ McpTools._keep McpTools.close McpTools.open _connected",
     ends="START_SECONDS (30 s), then the call's own deadline",
 )
 CAPTURED: Final = _wait(
@@ -296,6 +301,25 @@ CAPTURED: Final = _wait(
     "environments/capture/episode.py:CapturedEpisode.__init__ CapturedEpisode._room"
     " environments/capture/endpoint.py:CaptureEndpoint.stop",
     ends="episodes.deadline_seconds",
+)
+NEXT_CALL: Final = _wait(
+    "next call",
+    "the next call that a thread is to compute",
+    "threads.py:ComputeThread._loop engines/rollout/threaded.py:ThreadedEngine._run"
+    " engines/rollout/transformers_engine.py:TransformersEngine._between_tokens",
+    ends="`close` of its owner",
+)
+BLOCKING: Final = _wait(
+    "blocking call",
+    "an event loop in another thread to answer a blocking call",
+    "client.py:_Blocking._call trainer.py:Trainer._call",
+    ends="the deadline of what is called",
+)
+OUTPUT: Final = _wait(
+    "output",
+    "the reader of standard output",
+    "cli/output.py:OptionalReader.write",
+    ends="PATIENCE_SECONDS (0.5 s), after which lines are left out",
 )
 COMPUTATION: Final = _wait(
     "computation",
@@ -320,7 +344,7 @@ SERVER_START: Final = _wait(
 SERVER_WEIGHTS: Final = _wait(
     "vLLM weights",
     "a vLLM server to take its weights",
-    "engines/rollout/vllm/transfer.py:NcclTransfer.send engines/rollout/vllm/weights.py:ServerWeights.write_over",
+    "engines/rollout/vllm/transfer.py:NcclTransfer.send _Calls._wait engines/rollout/vllm/weights.py:ServerWeights.write_over",
     ends="weight_sync.deadline_seconds",
 )
 SERVER_END: Final = _wait(
@@ -333,7 +357,12 @@ COLLECTIVE: Final = _wait(
     "collective",
     "the other ranks of the trainer",
     "engines/train/leader_engine.py:LeaderEngine.follow engines/train/parallel/pipeline.py:Pipeline._wait_for"
-    " engines/train/parallel/many_ranks.py:ManyRanks._to_first engines/train/profile.py:Stopwatch.timed _there_and_back",
+    " engines/train/parallel/many_ranks.py:ManyRanks._to_first engines/train/profile.py:Stopwatch.timed _there_and_back"
+    " engines/train/parallel/pipeline.py:Pipeline._broadcast"
+    " engines/train/parallel/ranks.py:Ranks.broadcast Ranks.largest Ranks.receive Ranks.total"
+    " engines/train/model/log_probs.py:VocabularyShard.join _Gradients.whole"
+    " engines/train/adapters/megatron/engine.py:MegatronTraining._from_last_stage MegatronTraining._norm MegatronTraining._summed"
+    " MegatronTraining.log_probs engines/train/adapters/megatron/tensors.py:StageTensors._gather",
     ends="EXCHANGE_SECONDS (600 s)",
 )
 CHECKPOINT: Final = _wait(
@@ -439,7 +468,8 @@ RAY: Final = _wait(
     "cluster/ray/cluster.py:RayCluster._look_apart RayCluster._look_for_devices RayCluster.stop"
     " cluster/ray/connection.py:RayConnection._begin_cluster RayConnection.answer RayConnection.disconnect _answers"
     " cluster/ray/guard.py:guard"
-    " cluster/ray/host.py:RayHost.__init__ RayHost._end_predecessor RayHost._read RayHost._wait RayHost.listen"
+    " cluster/ray/node_folders.py:_hold"
+    " cluster/ray/host.py:RayHost.__init__ RayHost.lacks RayHost._end_predecessor RayHost._read RayHost._wait RayHost.listen"
     " cluster/ray/places.py:RayPlaces._leave cluster/ray/process.py:RayProcess._follow RayProcess._kill",
     ends="HOST_SECONDS (30 s), UNAVAILABLE_SECONDS (60 s)",
 )
@@ -484,7 +514,8 @@ SCALING: Final = _wait(
 TRIAL: Final = _wait(
     "trial",
     "a process that looks at the machine, at the user's own engines, or at a layer's costs",
-    "run/availability.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group"
+    "engines/rollout/vllm/look_up.py:look_up engines/rollout/vllm/options.py:check_environment"
+    " run/availability.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group"
     " cli/watch.py:predicted",
     ends="its own deadline",
 )

@@ -23,6 +23,26 @@ CALLS = frozenset(
     )
 )
 """Calls that wait, by their last name: of asyncio, threading, processes, sockets, torch.distributed, and of this project's own."""
+OF_THREADS = frozenset(("_inbox", "_calls"))
+"""Queues that a thread, not an event loop, waits at."""
+OF_MODULES = {
+    "subprocess": {"run", "call", "check_call", "check_output"},
+    "fcntl": {"flock", "lockf"},
+    "os": {"waitpid", "wait"},
+    "select": {"select"},
+    "dist": {
+        "broadcast",
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "all_gather_into_tensor",
+        "broadcast_object_list",
+        "gather",
+    },
+}
+"""Functions of modules that wait for a process, a file's lock, or other ranks."""
+AT_ONCE = frozenset(("LOCK_NB", "LOCK_UN", "WNOHANG"))
+"""Flags with which these do not wait."""
 LOCKS = frozenset(("Lock", "RLock", "Semaphore", "BoundedSemaphore", "Barrier", "Condition"))
 """What is waited for by `with`: the place that makes one is where the wait is registered."""
 NONE_OF_THEM = frozenset(
@@ -61,9 +81,23 @@ def _waits(call: ast.Call, is_awaited: bool) -> bool:
         return False  # it says so itself
     if name == "join":  # of a thread; text is joined of something, and what is awaited waits elsewhere
         return isinstance(function, ast.Attribute) and not call.args and not is_awaited
-    if name == "get":  # of an asyncio.Queue
-        return is_awaited and not call.args and not call.keywords
+    if name == "get":  # of an asyncio.Queue, or of a thread's
+        is_at_a_queue = is_awaited or _last_name(_owner(function)) in OF_THREADS
+        return is_at_a_queue and not call.args and not call.keywords
+    if name == "result":  # of another thread's future; one of asyncio's has a result, or raises
+        of_call = _owner(function)
+        is_new = isinstance(of_call, ast.Call) and _last_name(of_call.func) in ("run_coroutine_threadsafe", "submit")
+        return is_new or bool(call.args or call.keywords)
+    if name in OF_MODULES.get(_last_name(_owner(function)), ()):
+        return not AT_ONCE & {
+            _last_name(each) for argument in call.args for each in ast.walk(argument) if isinstance(each, ast.expr)
+        }
     return name in CALLS or name in LOCKS
+
+
+def _owner(function: ast.expr) -> ast.expr:
+    """What a method is of, or the module of a function."""
+    return function.value if isinstance(function, ast.Attribute) else function
 
 
 def _last_name(node: ast.expr) -> str:
@@ -102,6 +136,12 @@ def test_every_wait_of_the_code_is_registered() -> None:
         "async def f(queue):\n    return await queue.get()",
         "class A:\n    def __init__(self):\n        self.lock = asyncio.Lock()",
         "def f(reader):\n    with waiting(wait):\n        pass",
+        "def f(loop):\n    return asyncio.run_coroutine_threadsafe(g(), loop).result()",
+        "def f(command):\n    subprocess.run(command)",
+        "def f(file):\n    fcntl.flock(file, fcntl.LOCK_EX)",
+        "def f(pid):\n    os.waitpid(pid, 0)",
+        "def f(tensor):\n    dist.all_reduce(tensor)",
+        "def f(self):\n    call = self._inbox.get()",
         "async def f(self):\n    with waiting(FETCH):\n        await self.changed.wait()",
     ],
 )

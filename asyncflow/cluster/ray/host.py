@@ -25,6 +25,7 @@ from asyncflow.cluster.remote_node import RemoteNode
 from asyncflow.devices import VISIBLE
 
 OUTPUT_BYTES: Final = 1 << 20  # of a worker, kept until the driver takes it; then the worker waits
+DEVICE_SECONDS: Final = 60.0  # so long PyTorch may take to find a device
 LISTEN_SECONDS: Final = 20.0
 KILL_SECONDS: Final = 20.0  # so long a killed process may take to be gone
 READ_SECONDS: Final = 1.0  # so long its output may stay open after that, in processes below it
@@ -71,7 +72,12 @@ class RayHost:
         """Reason why PyTorch does not find a device (`rollout.device=cuda`) here; empty if it does. A process of its own asks
         it."""
         command = [sys.executable, "-m", "asyncflow.engines.devices", f"{device}=1"]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=DEVICE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return f"PyTorch has not said within {DEVICE_SECONDS:g} s whether {device} is there"
         return "" if not done.returncode else (done.stderr.strip().splitlines() or [f"{device} is not there"])[-1]
 
     def start(self, letter: bytes) -> int:
