@@ -12,7 +12,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import transformers
@@ -22,9 +22,9 @@ from asyncflow.model_folder import read_json
 from asyncflow.types import UserError
 from asyncflow.user_file import status_of
 
-_TAKEN = ("*.json", "*.jinja", "*.txt", "*.model")
-_NOT_TAKEN = ("config.json", "*.index.json", "*processor*")
-GENERATION = "generation_config.json"
+_TAKEN: Final = ("*.json", "*.jinja", "*.txt", "*.model")
+_NOT_TAKEN: Final = ("config.json", "*.index.json", "*processor*")
+_GENERATION: Final = "generation_config.json"
 
 
 def extract(source: Path, folder: Path, *, has_weights: bool = True) -> None:
@@ -43,7 +43,7 @@ def extract(source: Path, folder: Path, *, has_weights: bool = True) -> None:
         model.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    (folder / GENERATION).unlink(missing_ok=True)  # made of the config's defaults
+    (folder / _GENERATION).unlink(missing_ok=True)  # made of the config's defaults
     for file in sorted(found for pattern in _TAKEN for found in source.glob(pattern)):
         if not any(file.match(pattern) for pattern in _NOT_TAKEN):
             shutil.copyfile(file, folder / file.name)
