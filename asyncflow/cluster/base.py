@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from asyncflow.types import RunError
 
@@ -27,6 +27,8 @@ def needs_all(name: str) -> bool:
 
 
 Settle = Callable[[], Awaitable[None]]
+LATE: Final = "did not end within {:g} s and was killed"
+"""How a worker ended that was given so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,9 @@ class Cluster(Protocol):
         """
         ...
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
-        """Wait so long for the workers to end, then kill. Returns the names of those that were killed.
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
+        """Wait so long for the workers to end, then kill. Returns, by their names, how those ended that were running and did not
+        end well: too late (`LATE`), or with which status and last words.
 
         `keep`: names of workers whose processes stay, for the next start of workers of these names; only where the cluster has
         such (`WorkerSpec.may_stay`).

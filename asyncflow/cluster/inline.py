@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncflow.cluster.base import Settle, WorkerSpec, needs_all
+from asyncflow.cluster.base import LATE, Settle, WorkerSpec, needs_all
 from asyncflow.registry import load
 from asyncflow.transport import client_name
 
@@ -47,15 +47,17 @@ class InlineCluster:
             await asyncio.wait([task])
         return not late
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
         """See `Cluster.stop`."""
         mortal = {name: task for name, task in self._tasks.items() if name not in self._lasting}
-        if mortal:
-            await asyncio.wait(mortal.values(), timeout=grace_seconds)
-        late = [name for name, task in mortal.items() if not task.done()]
+        running = {name: task for name, task in mortal.items() if not task.done()}
+        if running:
+            await asyncio.wait(running.values(), timeout=grace_seconds)
+        late = {name: LATE.format(grace_seconds) for name, task in running.items() if not task.done()}
         for name in late:
-            mortal[name].cancel()
-        await asyncio.gather(*mortal.values(), return_exceptions=True)
+            running[name].cancel()
+        ends = zip(running, await asyncio.gather(*running.values(), return_exceptions=True), strict=True)
+        failed = {name: f"failed: {error!r}" for name, error in ends if isinstance(error, Exception)}
         try:
             if settle is not None:
                 await settle()
@@ -65,7 +67,7 @@ class InlineCluster:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         if self._over is not None and self._over.done():
             self._over.exception()  # taken, if it came too late to be why the run ended
-        return late
+        return failed | late
 
     def pids(self) -> dict[str, int]:
         """See `Cluster.pids`."""

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from asyncflow.cluster.base import Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
+from asyncflow.cluster.base import LATE, Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
 from asyncflow.types import UserError
 
 USER_ERROR_STATUS = 2
@@ -163,16 +163,18 @@ class SupervisedCluster(ABC):
             await self._end(child, 0.0)
         return is_in_time
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
         """See `Cluster.stop`."""
         await _unwatch([child for name, child in self._children.items() if name in keep])
         everybody = self._kept | self._children
         self._kept = {name: child for name, child in everybody.items() if name in keep}
         children = [child for name, child in everybody.items() if name not in keep]
         mortal, lasting = ([child for child in children if child.spec.outlives_others == outlives] for outlives in (False, True))
+        running = [child for child in mortal if child.process.returncode is None]
         await _unwatch(mortal)
         try:
-            in_time = await asyncio.gather(*(self._end(child, grace_seconds) for child in mortal))
+            in_time = await asyncio.gather(*(self._end(child, grace_seconds) for child in running))
+            await asyncio.gather(*(self._end(child, 0.0) for child in mortal))
             if settle is not None:
                 await settle()
         finally:  # until now they are needed, and started again if they die
@@ -182,7 +184,11 @@ class SupervisedCluster(ABC):
             await asyncio.gather(*(self._end(child, 0.0) for child in lasting))
             if keep:  # the workers that are started next are watched anew
                 self._children, self._over = {}, None
-        return [child.spec.name for child, is_in_time in zip(mortal, in_time, strict=True) if not is_in_time]
+        return {
+            child.spec.name: _how_ended(child, _last_words(child)) if is_in_time else LATE.format(grace_seconds)
+            for child, is_in_time in zip(running, in_time, strict=True)
+            if child.process.returncode or not is_in_time
+        }
 
     async def _end(self, child: _Child, grace_seconds: float) -> bool:
         """Wait so long, then kill. False: killed."""
@@ -206,18 +212,26 @@ class SupervisedCluster(ABC):
     def _why(self, child: _Child) -> str:
         """Reason for which a worker has ended. Raises `UserError` with its last words where the mistake was the user's, and the
         run is over with that: the worker would not have come up, or the run cannot do without it."""
-        status = child.process.returncode or 0
-        words: list[str] = []
-        with contextlib.suppress(FileNotFoundError), child.log.open("rb") as log:  # a run that began anew has removed it
-            log.seek(max(0, child.log.stat().st_size - LAST_WORDS_BYTES))
-            words = log.read().decode(errors="replace").strip().splitlines()
-        last = words[-1] if words else "nothing"
-        if status == USER_ERROR_STATUS:
+        last = _last_words(child)
+        if child.process.returncode == USER_ERROR_STATUS:
             if not child.spec.max_restarts or not self._continues_without(child.spec.name):
                 raise UserError(last)
             return f"(process {child.process.pid}) found a mistake: {last} (more in {child.log})"
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"(process {child.process.pid}) {how}; its last words: {last} (more in {child.log})"
+        return _how_ended(child, last)
+
+
+def _last_words(child: _Child) -> str:
+    words: list[str] = []
+    with contextlib.suppress(FileNotFoundError), child.log.open("rb") as log:  # a run that began anew has removed it
+        log.seek(max(0, child.log.stat().st_size - LAST_WORDS_BYTES))
+        words = log.read().decode(errors="replace").strip().splitlines()
+    return words[-1] if words else "nothing"
+
+
+def _how_ended(child: _Child, last_words: str) -> str:
+    status = child.process.returncode or 0
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return f"(process {child.process.pid}) {how}; its last words: {last_words} (more in {child.log})"
 
 
 async def _unwatch(children: Sequence[_Child]) -> None:

@@ -97,8 +97,8 @@ class Running:
 
     async def stop(self, grace_seconds: float, settle: Settle) -> None:
         """Stop the workers, then the loops. `settle`: see `Cluster.stop`."""
-        for name in await self._cluster.stop(grace_seconds, settle):
-            self._log(f"worker {name} did not end within {grace_seconds:g} s and was killed")
+        for name, how in (await self._cluster.stop(grace_seconds, settle)).items():
+            self._log(f"worker {name} {how}")
         await self._end_loops()
 
     async def abandon(self, settle: Settle, may_stay: Collection[str]) -> bool:

@@ -89,17 +89,17 @@ class RayCluster(SupervisedCluster):
             await self._places.leave(name)
         return is_in_time
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
         """See `Cluster.stop`."""
         self._places.is_closed = True
         try:
-            late = await super().stop(grace_seconds, settle, keep)
+            ended = await super().stop(grace_seconds, settle, keep)
             await self._places.leave_all()
             if self._at_work:  # their workers have ended: they have only to leave
                 await asyncio.wait(self._at_work, timeout=HOST_SECONDS)
         finally:
             await self._connection.disconnect()
-        return late
+        return ended
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:

@@ -109,8 +109,8 @@ class RunFolder:
         replace(self._config.run_dir / JOB_FILE, msgspec.json.encode(job))
 
     def save_published_model(self, published: Manifest | None, model: Path, committed: int) -> None:
-        """Make the last version that was published the run's model, if the trainer could not save in time: it is a safetensors file
-        with the same names.
+        """Make the last version that was published the run's model, if the trainer has saved none: it is a safetensors file with
+        the same names.
 
         A model of an earlier attempt stays where there is none that could take its place. `model`: what the run was started from.
         """
@@ -129,21 +129,21 @@ class RunFolder:
             return
         if not Path(published.address).exists():  # on another machine
             where = "the newest checkpoint has the model, if there is one"
-            self._log(f"the trainer could not save in time, and its last published weights are not on this machine: {where}")
+            self._log(f"the trainer has saved no model, and its last published weights are not on this machine: {where}")
             return
         with folder.saving_model() as partial:
             shutil.rmtree(partial, ignore_errors=True)
             write_published(partial, published, model, self._config)
         self._model_version = published.version
-        self._log(f"the trainer could not save in time: {folder.model} holds the last published weights")
+        self._log(f"the trainer has saved no model: {folder.model} holds the last published weights")
 
     def _look_at_critic(self, committed: int) -> None:
-        """Say so if the critic could not save in time: no other process has it."""
+        """Say so if the critic has not been saved: no other process has it."""
         version = self._folder.critic_version
         if self._has_critic and committed and (version is None or version < committed):
             left = "is not there" if version is None else f"stays as it was after {version} steps"
             where = "the newest checkpoint has it, if there is one"
-            self._log(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
+            self._log(f"the critic has not been saved: {self._folder.critic} {left}; {where}")
 
     def note_end(self) -> None:
         """Note beside the model that this attempt has saved that the run has ended in order. To be called last of all."""

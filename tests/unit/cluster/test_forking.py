@@ -84,7 +84,7 @@ async def run(cluster: LocalCluster, *specs: WorkerSpec) -> None:
     await cluster.start(specs)
     async with asyncio.timeout(patience(120)):
         await cluster.wait(nobody)
-    assert await cluster.stop(60.0) == []
+    assert await cluster.stop(60.0) == {}
 
 
 async def test_workers_have_one_parent_that_has_imported_for_them(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ async def test_the_end_of_a_worker_is_heard_of_though_its_server_hangs(
     await cluster.start([spec(tmp_path, "stays")])
     (server,) = forking._servers
     server._process.send_signal(signal.SIGSTOP)
-    assert await asyncio.wait_for(cluster.stop(0.0), patience(60)) == ["w"]
+    assert list(await asyncio.wait_for(cluster.stop(0.0), patience(60))) == ["w"]
     assert cluster._children["w"].process.returncode == forking.UNKNOWN_STATUS
     server._process.send_signal(signal.SIGCONT)
     ended = await asyncio.create_subprocess_exec("true")
@@ -270,7 +270,7 @@ async def test_workers_end_with_their_server_and_the_next_ones_have_a_new_one(cl
     with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL"):
         await asyncio.wait_for(cluster.wait(nobody), patience(60))
     psutil.wait_procs([worker], timeout=patience(60))
-    assert not worker.is_running() and await cluster.stop(0.0) == []
+    assert not worker.is_running() and await cluster.stop(0.0) == {}
     assert not psutil.pid_exists(server), "not even as a zombie"
     await run(LocalCluster(tmp_path), spec(tmp_path, "tells"))
     assert told(tmp_path)["parent"] != server
@@ -285,7 +285,7 @@ async def test_a_server_that_is_stopped_holds_nobody_up_when_its_connection_ends
     server._socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL"):
         await asyncio.wait_for(cluster.wait(nobody), patience(60))
-    assert server._process.poll() is not None and await cluster.stop(0.0) == []
+    assert server._process.poll() is not None and await cluster.stop(0.0) == {}
 
 
 @pytest.mark.usefixtures("servers")
@@ -320,7 +320,7 @@ async def test_whoever_waits_for_a_lost_server_is_told_whatever_goes_wrong_as_it
         with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL"):
             await asyncio.wait_for(cluster.wait(nobody), patience(60))
     server._end()
-    assert await cluster.stop(0.0) == []
+    assert await cluster.stop(0.0) == {}
 
 
 @pytest.mark.usefixtures("servers")

@@ -44,7 +44,7 @@ async def test_workers_end_well_each_under_its_name(tmp_path: Path) -> None:
     await cluster.start([spec(tmp_path, "well", "a"), spec(tmp_path, "well", "b")])
     await asyncio.wait_for(cluster.wait(told), 60.0)
     assert [(tmp_path / name).read_text() for name in "ab"] == ["a", "b"]
-    assert await cluster.stop(1.0) == [] and cluster.pids() == {}
+    assert await cluster.stop(1.0) == {} and cluster.pids() == {}
 
 
 async def test_a_fault_is_raised_as_it_is_and_not_tried_again(tmp_path: Path) -> None:
@@ -52,7 +52,13 @@ async def test_a_fault_is_raised_as_it_is_and_not_tried_again(tmp_path: Path) ->
     await cluster.start([spec(tmp_path, "broken", "a"), spec(tmp_path, "stays", "b")])
     with pytest.raises(ValueError, match="the wheel came off"):
         await asyncio.wait_for(cluster.wait(told), 60.0)
-    assert await cluster.stop(0.05) == ["b"]
+    assert list(await cluster.stop(0.05)) == ["b"]
+
+
+async def test_a_worker_that_fails_while_it_is_stopped_is_told_of(tmp_path: Path) -> None:
+    cluster = InlineCluster(tmp_path)
+    await cluster.start([spec(tmp_path, "broken", "a"), spec(tmp_path, "well", "b")])
+    assert await cluster.stop(60.0) == {"a": "failed: ValueError('the wheel came off')"}
 
 
 async def test_workers_join_and_leave(tmp_path: Path) -> None:
@@ -67,7 +73,7 @@ async def test_workers_join_and_leave(tmp_path: Path) -> None:
     await cluster.start([spec(tmp_path, "broken", "d")])
     with pytest.raises(ValueError, match="the wheel came off"):
         await asyncio.wait_for(waiting, 60.0)
-    assert await cluster.stop(0.05) == ["a"]
+    assert list(await cluster.stop(0.05)) == ["a"]
 
 
 async def test_who_outlives_the_others_is_ended_last(tmp_path: Path) -> None:
@@ -79,5 +85,5 @@ async def test_who_outlives_the_others_is_ended_last(tmp_path: Path) -> None:
     async def settle() -> None:
         seen.extend(cluster._tasks[name].done() for name in ("server", "a"))
 
-    assert await cluster.stop(0.05, settle) == []
+    assert await cluster.stop(0.05, settle) == {}
     assert seen == [False, True] and cluster._tasks["server"].done()

@@ -70,6 +70,11 @@ async def asks(name, run_dir):
     while not (run_dir / "server").exists():
         await asyncio.sleep(0.01)
 
+async def stumbles(name, run_dir):
+    while not (run_dir / "stop").exists():
+        await asyncio.sleep(0.01)
+    raise ValueError("the model cannot be written")
+
 async def computes(name, run_dir):
     (run_dir / name).touch()
     while True:
@@ -127,7 +132,7 @@ async def test_a_worker_that_ends_well(cluster: LocalCluster, tmp_path: Path) ->
     await cluster.wait(deaths)
     assert deaths.told == []
     assert (tmp_path / "w").read_text() == "blue"
-    assert await cluster.stop(60.0) == [] and cluster.pids() == {}
+    assert await cluster.stop(60.0) == {} and cluster.pids() == {}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,21 @@ async def test_a_worker_that_fails(
     await cluster.start([spec(tmp_path, function), spec(tmp_path, "stays", "other")])
     with pytest.raises(error, match=words):
         await asyncio.wait_for(cluster.wait(Deaths()), patience(60.0))
-    assert await cluster.stop(0.1) == ["other"]
+    assert list(await cluster.stop(0.1)) == ["other"]
+
+
+async def test_a_worker_that_fails_while_it_is_stopped_is_told_of(cluster: LocalCluster, tmp_path: Path) -> None:
+    await cluster.start([spec(tmp_path, "stumbles"), spec(tmp_path, "well", "other")])
+    deaths = Deaths()
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    await asyncio.sleep(0)
+    stopped = asyncio.create_task(cluster.stop(patience(60.0)))
+    await asyncio.sleep(0)
+    (tmp_path / "stop").touch()
+    ended = await stopped
+    waiting.cancel()
+    assert list(ended) == ["w"] and deaths.told == []
+    assert "ended with status 1; its last words: ValueError: the model cannot be written" in ended["w"]
 
 
 async def test_a_worker_whose_log_is_gone_has_said_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -167,7 +186,7 @@ async def test_a_worker_that_dies_is_started_again_after_a_pause_that_doubles(cl
     for (_, why), start, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
         assert f"its last words: RuntimeError: start {start} was too hard" in why
         assert why.endswith(f"it is started again in {pause} s")
-    assert await cluster.stop(60.0) == [] and cluster.pids() == {}
+    assert await cluster.stop(60.0) == {} and cluster.pids() == {}
 
 
 @pytest.mark.usefixtures("soon")
@@ -183,7 +202,7 @@ async def test_one_that_dies_too_often_has_failed_and_the_others_go_on(cluster: 
     assert deaths.told[2][1].endswith("it has been started again 2 times, and is not started again")
     assert deaths.final == [False, False, True]
     assert cluster.pids().keys() == {"other"}
-    assert await cluster.stop(0.1) == ["other"]
+    assert list(await cluster.stop(0.1)) == ["other"]
     await asyncio.wait([waiting])
 
 
@@ -217,7 +236,7 @@ async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluste
     await cluster.start([spec(tmp_path, "mistaken", "needed")])  # one that is never started again
     with pytest.raises(UserError, match=r"^give another model$"):
         await asyncio.wait_for(waiting, patience(60.0))
-    assert asked == ["joiner"] and await cluster.stop(0.1) == ["first"]
+    assert asked == ["joiner"] and list(await cluster.stop(0.1)) == ["first"]
 
 
 @pytest.mark.usefixtures("soon")
@@ -233,7 +252,7 @@ async def test_workers_may_join_and_are_started_again_as_the_others_are(cluster:
     await cluster.start([spec(tmp_path, "raises", "broken")])
     with pytest.raises(WorkerDied, match=r"worker broken .* the wheel came off"):
         await asyncio.wait_for(waiting, patience(60.0))
-    assert await cluster.stop(0.1) == ["first"]
+    assert list(await cluster.stop(0.1)) == ["first"]
 
 
 @pytest.mark.usefixtures("soon")
@@ -250,7 +269,7 @@ async def test_who_leaves_is_not_missed_however_it_ends(
     await cluster.start([spec(tmp_path, "well")])  # under its name
     await asyncio.wait_for(cluster._children["w"].process.wait(), patience(60.0))
     assert (tmp_path / "w").read_text() == "blue"
-    assert await cluster.stop(0.1) == ["other"]
+    assert list(await cluster.stop(0.1)) == ["other"]
     await asyncio.wait([waiting])
 
 
@@ -265,7 +284,7 @@ async def test_who_leaves_in_the_pause_before_a_restart_is_not_started(
     assert await cluster.end("w", 60.0) is True
     await asyncio.wait_for(waiting, patience(60.0))
     assert (tmp_path / "starts").read_text() == "I" and cluster.pids() == {}
-    assert await cluster.stop(60.0) == []
+    assert await cluster.stop(60.0) == {}
 
 
 async def test_no_worker_is_started_again_once_the_cluster_is_stopped(
@@ -276,7 +295,7 @@ async def test_no_worker_is_started_again_once_the_cluster_is_stopped(
     await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
     waiting = asyncio.create_task(cluster.wait(deaths))
     await asyncio.wait_for(deaths.first.wait(), patience(60.0))
-    assert await cluster.stop(60.0) == []  # in the middle of the pause
+    assert await cluster.stop(60.0) == {}  # in the middle of the pause
     await asyncio.wait([waiting])
     assert asyncio.all_tasks() == {asyncio.current_task()}  # nothing is left that could start it
     assert (tmp_path / "starts").read_text() == "I" and cluster.pids() == {} and len(deaths.told) == 1
@@ -298,7 +317,7 @@ async def test_one_that_does_not_end_in_time_is_killed(cluster: LocalCluster, tm
     await cluster.start([spec(tmp_path, "computes")])
     await started(tmp_path)
     began = time.monotonic()
-    assert await cluster.stop(0.2) == ["w"]
+    assert list(await cluster.stop(0.2)) == ["w"]
     assert time.monotonic() - began < patience(30.0) and cluster.pids() == {}
 
 
@@ -329,7 +348,7 @@ async def test_who_outlives_the_others_is_not_waited_for_and_is_ended_last(clust
     async def settle() -> None:
         settled.append(set(cluster.pids()))
 
-    assert await cluster.stop(0.5, settle) == []  # nobody had to be told that it was killed
+    assert await cluster.stop(0.5, settle) == {}  # nobody had to be told that it was killed
     assert settled == [{"server"}] and cluster.pids() == {}
 
 
@@ -352,7 +371,7 @@ async def test_workers_that_are_kept_are_those_that_are_started_next(cluster: Lo
     await cluster.start([spec(tmp_path, "stays", name, max_restarts=3) for name in names])
     waiting, before = asyncio.create_task(cluster.wait(Deaths())), cluster.pids()
     await asyncio.sleep(0)
-    assert await cluster.stop(0.0, keep={"kept"}) == ["other"] and not is_alive(before["other"]) and cluster.pids() == {}
+    assert list(await cluster.stop(0.0, keep={"kept"})) == ["other"] and not is_alive(before["other"]) and cluster.pids() == {}
     waiting.cancel()
     if dies:
         os.kill(before["kept"], signal.SIGKILL)
@@ -376,8 +395,8 @@ async def test_workers_that_are_kept_and_not_started_again_end_when_the_cluster_
 ) -> None:
     await cluster.start([spec(tmp_path, "stays")])
     (pid,) = cluster.pids().values()
-    assert await cluster.stop(0.0, keep={"w"}) == [] and is_alive(pid)
-    assert await cluster.stop(0.0) == ["w"] and not is_alive(pid)
+    assert await cluster.stop(0.0, keep={"w"}) == {} and is_alive(pid)
+    assert list(await cluster.stop(0.0)) == ["w"] and not is_alive(pid)
 
 
 @pytest.mark.usefixtures("soon")
@@ -395,6 +414,6 @@ async def test_who_outlives_the_others_is_started_again_until_they_have_settled(
             while cluster.pids().get("server", first) == first:
                 await asyncio.sleep(0.01)
 
-    assert await cluster.stop(0.1, settle) == ["w"]
+    assert list(await cluster.stop(0.1, settle)) == ["w"]
     await asyncio.wait_for(waiting, patience(60.0))
     assert [name for name, _ in deaths.told] == ["server"] and cluster.pids() == {}

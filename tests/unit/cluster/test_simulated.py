@@ -86,7 +86,7 @@ def test_requests_of_a_client_arrive_in_order_and_in_its_name() -> None:
         cluster = world.cluster(asks)
         await cluster.start([WorkerSpec(name, "main") for name in ("a", "b")])
         await cluster.wait(world.died)
-        assert await cluster.stop(1.0) == []
+        assert await cluster.stop(1.0) == {}
 
     world.run(main())
     for name in ("a", "b"):
@@ -135,7 +135,7 @@ def test_who_dies_is_gone_for_the_server_and_comes_back_later_each_time() -> Non
         assert cluster.num_deaths == 3 and not waiting.done()
         assert len(world.wire.peers) == 1
         world.desk.open.set()
-        assert await cluster.stop(1.0) == []
+        assert await cluster.stop(1.0) == {}
         await asyncio.sleep(1.0)
         waiting.cancel()
 
@@ -163,7 +163,7 @@ def test_who_stands_still_does_nothing_and_goes_on_at_the_latest_when_all_stop()
         await cluster.start([WorkerSpec("a", "main")])
         await asyncio.sleep(100.0)
         assert cluster.num_stalls == 2
-        assert await cluster.stop(60.0) == []
+        assert await cluster.stop(60.0) == {}
         await world.wire.close()
 
     world.run(main())
@@ -183,7 +183,7 @@ def test_a_worker_that_fails_ends_the_run_with_its_name_and_one_that_stays_is_ki
         await cluster.start([WorkerSpec(name, "main") for name in ("a", "b")])
         with pytest.raises(WorkerDied, match="worker a ended with LookupError: no such thing"):
             await cluster.wait(world.died)
-        assert await cluster.stop(5.0) == ["b"]
+        assert list(await cluster.stop(5.0)) == ["b"]
         assert cluster.late == ["b"] and len(cluster.failures) == 1
         await world.wire.close()
 
@@ -210,7 +210,7 @@ def test_who_joins_lives_as_the_others_and_who_leaves_dies_for_nobody() -> None:
         await asyncio.sleep(30.0)
         assert not waiting.done() and len(world.wire.peers) == 1
         world.desk.open.set()
-        assert await cluster.stop(1.0) == []
+        assert await cluster.stop(1.0) == {}
         assert cluster.num_deaths == 3 and cluster.num_stalls == 0 and cluster.num_cut_short == 1
         await waiting
 

@@ -50,7 +50,7 @@ def test_the_last_published_weights_are_the_model_unless_they_are_on_another_mac
     folder.save_published_model(manifest, MODEL, 2)
     assert not (config.run_dir / "model").exists()
     assert said == [
-        "the trainer could not save in time, and its last published weights are not on this machine: the newest checkpoint "
+        "the trainer has saved no model, and its last published weights are not on this machine: the newest checkpoint "
         "has the model, if there is one"
     ]
     published.write_bytes(b"weights")

@@ -361,7 +361,7 @@ async def test_a_worker_that_fails(cluster: RayCluster, run_dir: Path, function:
     await cluster.start([spec(run_dir, function), spec(run_dir, "stays", "other")])
     with pytest.raises(error, match=words):
         await asyncio.wait_for(cluster.wait(Deaths()), patience(60.0))
-    assert await cluster.stop(0.1) == ["other"]
+    assert list(await cluster.stop(0.1)) == ["other"]
 
 
 @needs_ray
@@ -398,11 +398,11 @@ async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluste
     assert cluster.pids() == {"w": second}
     ((name, why, is_final),) = deaths.told
     assert name == "w" and "its host is gone" in why and not is_final
-    assert await cluster.stop(0.1) == ["w"] and not is_alive(second)
+    assert list(await cluster.stop(0.1)) == ["w"] and not is_alive(second)
     await asyncio.wait([waiting])
     import ray
 
-    assert await cluster.stop(0.1) == [] and not ray.is_initialized()  # once more is nothing
+    assert await cluster.stop(0.1) == {} and not ray.is_initialized()  # once more is nothing
 
 
 @needs_ray
@@ -417,7 +417,7 @@ async def test_a_host_that_hangs_does_not_outlive_its_cluster_s_stop(
     assert host is not None and host.name().startswith("ray::RayHost")
     host.suspend()
     try:
-        assert await asyncio.wait_for(cluster.stop(0.1), patience(50.0)) == ["w"]
+        assert list(await asyncio.wait_for(cluster.stop(0.1), patience(50.0))) == ["w"]
         deadline = time.monotonic() + patience(30.0)
         while host.is_running() or is_alive(worker):  # Ray kills it when it does not end by itself
             assert time.monotonic() < deadline
@@ -478,7 +478,7 @@ async def test_there_is_no_room_for_what_the_cluster_does_not_have(run_dir: Path
         ):
             await cluster.start([spec(run_dir, "well", "rollout/0", needs={"CPU": 2.0})])
     finally:
-        assert await cluster.stop(patience(10.0)) == []  # the first one ends by itself
+        assert await cluster.stop(patience(10.0)) == {}  # the first one ends by itself
 
 
 @needs_ray
@@ -498,7 +498,7 @@ async def test_a_cluster_that_is_not_there_is_said_at_once(run_dir: Path) -> Non
     cluster, began = RayCluster(run_dir, address=f"127.0.0.1:{port}"), time.monotonic()
     with pytest.raises(UserError, match=f"nothing answers at cluster.address=127.0.0.1:{port}: start the cluster first"):
         await cluster.start([spec(run_dir, "well")])
-    assert time.monotonic() - began < patience(20.0) and await cluster.stop(0.0) == []
+    assert time.monotonic() - began < patience(20.0) and await cluster.stop(0.0) == {}
 
 
 @needs_ray

@@ -206,7 +206,7 @@ async def test_who_joins_takes_the_place_of_one_that_has_left(make: Make) -> Non
         await cluster.start(rollouts(int(name[-1])))
         assert cluster._places.by_name[name].bundle == bundle
     assert len(ray.groups) == 1 and ray.room == 0 and not ray.removed
-    assert await cluster.stop(0.0) == ["rollout/0", "rollout/1"]
+    assert list(await cluster.stop(0.0)) == ["rollout/0", "rollout/1"]
     assert ray.removed == ray.groups and ray.room == 2
 
 
@@ -396,7 +396,7 @@ async def test_a_host_that_hangs_does_not_keep_the_cluster_from_stopping(make: M
     hung, other = ray.actors
     await until(lambda: "listen" in hung.calls)
     hung.hangs = True
-    assert await asyncio.wait_for(cluster.stop(0.1), patience(60.0)) == ["rollout/0", "rollout/1"]
+    assert list(await asyncio.wait_for(cluster.stop(0.1), patience(60.0))) == ["rollout/0", "rollout/1"]
     assert "killed" in hung.calls and other.ended.done() and ray.room == 2
 
 
@@ -524,7 +524,7 @@ async def test_who_is_needed_by_others_is_ended_after_them(make: Make) -> None:
     async def settle() -> None:
         seen.extend(actor.ended.done() for actor in (unit, worker))
 
-    assert await cluster.stop(0.0, settle) == ["rollout/0"]
+    assert list(await cluster.stop(0.0, settle)) == ["rollout/0"]
     assert seen == [False, True] and unit.ended.done() and ray.room == 2
 
 
@@ -540,7 +540,7 @@ async def test_who_is_needed_by_others_is_started_again_while_the_cluster_stops(
         hosts[0].ended.set_result(-9)
         await until(lambda: hosts[0].calls.count("start") == 2)
 
-    assert await asyncio.wait_for(cluster.stop(0.0, settle), patience(60.0)) == ["rollout/0"]
+    assert list(await asyncio.wait_for(cluster.stop(0.0, settle), patience(60.0))) == ["rollout/0"]
     assert hosts[0].ended.done() and hosts[1].calls.count("start") == 1
     await asyncio.wait_for(waiting, patience(60.0))
 
