@@ -22,8 +22,9 @@ _SPECIALS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_tok
 class CheckpointTokenizer:
     """Text to token ids and back, as the model's folder says."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises `UserError` when the folder has no tokenizer, or no end token is to be found in it."""
+    def __init__(self, folder: Path, *, generates: bool = True) -> None:
+        """Raises `UserError` when the folder has no tokenizer, or no end token is to be found in it that the model needs: it
+        `generates`."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"the model {folder} has no tokenizer.json; write it with transformers' save_pretrained")
@@ -34,7 +35,7 @@ class CheckpointTokenizer:
         self.template_source = self._read_template(folder)
         self._template: jinja2.Template | None = None
         self.end_token_ids = end_token_ids(folder)
-        if not self.end_token_ids:
+        if generates and not self.end_token_ids:
             raise UserError(
                 f"the model {folder} names no end token: set eos_token_id in its generation_config.json, or responses never end"
             )

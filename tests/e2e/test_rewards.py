@@ -146,7 +146,7 @@ def test_a_reward_model_scores_as_a_task_of_its_own(small: Small, tmp_path: Path
     """Beside a scorer; by its own tokenizer, which is the policy's: so by the very token ids."""
     first, policy = train(tmp_path, small(run={"name": "policy", "steps": 1}))
     assert first.returncode == 0, first.stderr
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         if (policy / "model" / name).is_file():
             shutil.copyfile(policy / "model" / name, reward_model / name)
     reward = {
@@ -208,12 +208,15 @@ def test_what_no_scorer_has_anything_to_say_about_is_left_out(small: Small, tmp_
     assert all(row["reward/mean"] > 0.3 for row in metrics), "and not a 0"
 
 
-def test_a_reward_model_that_is_none_is_one_sentence(small: Small, tmp_path: Path) -> None:
+def test_a_reward_model_that_is_none_is_one_sentence(small: Small, tmp_path: Path, reward_model: Path) -> None:
+    assert reward_model.parent == tmp_path
+    reward_model.rename(tmp_path / "wordless")
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     for path, place, words in (
         ("judge", "task", "is a Qwen2ForCausalLM; it takes one for sequence classification"),
         ("nowhere", "task", "it has no config.json"),
+        ("wordless", "task", "has no tokenizer.json"),
         ("judge", "rollout", "set reward.place=task"),
     ):
         reward = {"model": {"path": str(tmp_path / path)}, "place": place}

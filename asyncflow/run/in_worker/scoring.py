@@ -117,7 +117,7 @@ def _computing(engine: ClassifierEngine, run: RunConnection, model: RewardModelC
     has_same = files[1].is_file() and files[0].read_bytes() == files[1].read_bytes()
     if model.template is None and has_same:
         return lambda sample: engine.score(np.array([*sample.prompt_ids, *sample.token_ids], np.int64))
-    tokenizer, template = CheckpointTokenizer(Path(model.path)), model.template or "{prompt}{response}"
+    tokenizer, template = CheckpointTokenizer(Path(model.path), generates=False), model.template or "{prompt}{response}"
 
     async def compute(sample: Sample) -> float:
         before, _, after = template.partition("{response}")

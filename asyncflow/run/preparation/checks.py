@@ -289,7 +289,7 @@ def check_shapes(config: Config) -> dict[str, Any]:
 
 
 def check_reward_model(config: Config) -> None:
-    """Check that the reward model's folder holds a sequence classifier with one label. Raises `UserError`."""
+    """Check that the reward model's folder holds a sequence classifier with one label, and its tokenizer. Raises `UserError`."""
     if (model := config.reward.model) is None:
         return
     fields = read_json(Path(model.path) / "config.json")
@@ -303,6 +303,7 @@ def check_reward_model(config: Config) -> None:
         raise UserError(f"the reward model {model.path} has {num_labels} labels: a reward is one number")
     if not [*Path(model.path).glob("*.safetensors")]:
         raise UserError(f"the reward model {model.path} has no weights in safetensors format; write them with save_pretrained")
+    CheckpointTokenizer(Path(model.path), generates=False)
 
 
 def check_turns(config: Config, tokenizer: CheckpointTokenizer, environments: EnvironmentPool) -> list[str]:
