@@ -40,10 +40,10 @@ from tests.patience import patience
 from tests.vllm.servers import CONTEXT, fake_python
 
 ENGINES = {
-    **{"slots": "slots", "slots-cuda": "slots", "slots-npu": "slots", "transformers": "transformers"},
-    **{"vllm-stand-in": "vllm", "vllm": "vllm"},
+    **{name + device: name for name in ("slots", "transformers") for device in ("", "-cuda", "-npu")},
+    **{"vllm-stand-in": "vllm", "vllm": "vllm"},  # its servers have their devices themselves
 }
-DEVICES = {"slots-cuda": "cuda", "slots-npu": "npu"}  # vLLM's servers have their devices themselves
+DEVICES = {name: name.rpartition("-")[2] for name in ENGINES if name.endswith(("-cuda", "-npu"))}
 Opened = Callable[..., AbstractAsyncContextManager[RolloutEngine]]
 
 
@@ -209,7 +209,7 @@ async def test_more_prompts_at_once_than_are_computed_in_one_batch(opened: Opene
 
 
 async def test_responses_arrive_as_they_end(opened: Opened, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["opened"] == "transformers":
+    if ENGINES[request.node.callspec.params["opened"]] == "transformers":
         pytest.skip("what comes while a batch is generated waits for its end")
     order: list[int] = []
 
@@ -317,7 +317,7 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
     opened: Opened, kv_on_install: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """What begins after the install has no keys of the old weights, under the same prompt, in either case."""
-    if kv_on_install == "recompute" and request.node.callspec.params["opened"] == "transformers":
+    if kv_on_install == "recompute" and ENGINES[request.node.callspec.params["opened"]] == "transformers":
         pytest.skip("transformers' caches are kept")
     shift, model = -0.05, saved(tmp_path / "changed", -0.05)
     async with opened(kv_on_install=kv_on_install, num_slots=2) as engine:
