@@ -109,6 +109,10 @@ class OnDevice(Tensor):
         WORK.finish(current_stream().clock)
         return self.numbers.tolist()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Memory of the numbers: by its address files tell what is stored twice."""
+        return self.numbers.untyped_storage()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"on_device({self.numbers!r})"
 
@@ -339,7 +343,7 @@ def install() -> None:
     def made(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: OnDevice(operation(*args, **_on_cpu(kwargs)))
 
-    for name in ("empty.memory_format", "empty_strided"):
+    for name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
         kind, _, overload = name.partition(".")
         library.impl(name, made(getattr(getattr(aten, kind), overload or "default")), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")

@@ -327,8 +327,8 @@ def test_generation_on_a_device_is_that_of_the_cpu_and_a_decode_step_waits_so_of
     assert (long["uploads"] - short["uploads"]) % 24 == 0, "a step uploads as much as another"
 
 
-SUITES = {  # safetensors asks a tensor for the address of its storage, which those of the stand-in have not
-    "train": ("tests/contract/test_train_engine.py", "npu and torch and not saved_model_is_loaded"),
+SUITES = {
+    "train": ("tests/contract/test_train_engine.py", "npu and torch"),
     "rollout": ("tests/contract/test_rollout_engine.py", "slots-npu"),
 }
 LEAST_PASSED = 30  # of each; some of the rollout engine's are about bits, which only a CPU promises
