@@ -5,14 +5,14 @@
 A sitting is one attempt of a run of the tiny model in real processes; when its minutes are over it is told to stop, and the next
 one goes on from its checkpoint. So a mode's steps may be spread over days. Compared are steps 500 to 1,000 with the last 500 (of
 shorter runs the second tenth with the last), over the whole run, and within each sitting that is long enough: the first is about
-what a run of many steps costs a new process, the second about what a process does not give back. `--virtual` is one more mode: a
-simulated run in one process, of as many steps as one likes.
+what a run of many steps costs a new process, the second about what a process does not give back. With `--virtual` the modes are
+simulated runs, each in one process, of as many steps as one likes.
 
-Noise that is allowed: a sixteenth of the resident memory and 8 MiB on top of it (allocators give back late, in steps), two file
-handles and two threads (of libraries' pools), no file in shared memory, and half of a step's time, whose quickest quarter is
-compared since other work shares the machine. In the process that has the queue, besides, what this remembers of rows, their groups
-and leases, for requests that come again: `ROW_BYTES` a row, of the last `REMEMBERED` rows. The exit code is 1 if anything has grown
-by more.
+A slope is what has come between the two, by the steps between their middles. Within noise is, from the one to the other: a
+sixteenth of the resident memory and 8 MiB on top of it (allocators give back late, in steps), two file handles and two threads (of
+libraries' pools), no file in shared memory, and half of a step's time, whose quickest quarter is compared since other work shares
+the machine. In the process that has the queue, besides, what this remembers of rows, their groups and leases, for requests that
+come again: `ROW_BYTES` a row, of the last `REMEMBERED` rows. The exit code is 1 if a slope is steeper.
 """
 
 from __future__ import annotations
@@ -83,6 +83,30 @@ class Windows(NamedTuple):
     early: range
     late: range
 
+    @property
+    def distance(self) -> float:
+        """Steps between their middles."""
+        return (self.late.start + self.late.stop - self.early.start - self.early.stop) / 2
+
+
+class Slope(NamedTuple):
+    """What has come of something between two windows. `noise`: what may come."""
+
+    what: str
+    before: float
+    after: float
+    noise: float
+    steps: float
+
+    @property
+    def is_growth(self) -> bool:
+        """Whether it is steeper than noise."""
+        return self.after - self.before > self.noise
+
+    def __str__(self) -> str:
+        a_step, noise = (self.after - self.before) / self.steps, self.noise / self.steps
+        return f"{self.what} {self.before:,.5g} -> {self.after:,.5g}, {a_step:+,.3g} a step (noise: {noise:,.3g})"
+
 
 def windows(first: int, last: int) -> Windows:
     """The windows of a run, or a sitting, of these steps: 500 steps after 500, and the last 500; less where it is short."""
@@ -106,46 +130,32 @@ def tree(mode: str, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def grown(taken: Sequence[Taken], seconds: Mapping[int, float], what: Windows, where: str = "") -> list[str]:
-    """What has grown by more than noise between two windows, in words. `seconds`: of each step."""
-    found = []
+def slopes(taken: Sequence[Taken], seconds: Mapping[int, float], what: Windows) -> list[Slope]:
+    """Slopes of all that a run takes, from one window to the other; none where one has few samples. `seconds`: of each step."""
     early, late = ([each for each in taken if each.step in window] for window in what)
     if min(len(early), len(late)) < LEAST:
         return []
+    found = []
     names = set.intersection(*(set(each.processes) for each in (*early[-LEAST:], *late[-LEAST:])))
     for name in sorted(names):
-        kinds = ("resident bytes", "file handles", "threads")
-        for number, kind in enumerate(kinds):
+        for number, kind in enumerate(("resident bytes", "file handles", "threads")):
             before, after = (
                 statistics.median(each.processes[name][number] for each in window if name in each.processes)
                 for window in (early, late)
             )
-            allowed = before * MEMORY_SHARE + MEMORY_BYTES if number == 0 else POOLED
+            noise = before * MEMORY_SHARE + MEMORY_BYTES if number == 0 else POOLED
             if number == 0 and name in WITH_QUEUE:
-                allowed += ROW_BYTES * min(REMEMBERED, ROWS_PER_STEP * (what.late.stop - what.early.start))
-            if after > before + allowed:
-                found.append(f"{where}{name}: {kind} {before:,.0f} -> {after:,.0f}")
+                noise += ROW_BYTES * min(REMEMBERED, ROWS_PER_STEP * (what.late.stop - what.early.start))
+            found.append(Slope(f"{name}: {kind}", before, after, noise, what.distance))
     before, after = (max(each.shared for each in window) for window in (early, late))
-    if after > before:
-        found.append(f"{where}files in shared memory {before} -> {after}")
-    quick, later = (_quick(seconds, window) for window in what)
-    if later > (1 + SECONDS_SHARE) * quick:
-        found.append(f"{where}seconds a step {quick:.3f} -> {later:.3f}")
-    return found
+    found.append(Slope("files in shared memory", before, after, 0.0, what.distance))
+    before, after = (_quick(seconds, window) for window in what)
+    return [*found, Slope("seconds a step", before, after, SECONDS_SHARE * before, what.distance)]
 
 
-def slopes(taken: Sequence[Taken]) -> dict[str, float]:
-    """Slope of each process's resident memory over a sitting, in bytes a step, after its first tenth: the median over pairs of
-    samples (Theil and Sen), which a few odd ones do not move."""
-    later = [each for each in taken if each.step >= taken[0].step + (taken[-1].step - taken[0].step) / 10]
-    few = later[:: max(1, len(later) // 60)]
-    found = {}
-    for name in sorted(set.intersection(*(set(each.processes) for each in few)) if few else ()):
-        pairs = [(a, b) for i, a in enumerate(few) for b in few[i + 1 :] if b.step > a.step]
-        if pairs:
-            rises = [(b.processes[name][0] - a.processes[name][0]) / (b.step - a.step) for a, b in pairs]
-            found[name] = statistics.median(rises)
-    return found
+def grown(taken: Sequence[Taken], seconds: Mapping[int, float], what: Windows, where: str = "") -> list[str]:
+    """What has grown by more than noise between two windows, in words."""
+    return [f"{where}{slope}" for slope in slopes(taken, seconds, what) if slope.is_growth]
 
 
 def all_grown(taken: Sequence[Taken], seconds: Mapping[int, float]) -> list[str]:
@@ -221,11 +231,11 @@ class Unaudited(Audit):
         """See `Audit`."""
 
 
-def simulate(folder: Path, steps: int, listener: OfSimulation) -> None:
-    """One sitting of a simulated run."""
+def simulate(mode: str, folder: Path, steps: int, listener: OfSimulation) -> None:
+    """One sitting of a mode's simulated run."""
     folder.mkdir(parents=True, exist_ok=True)
     small = {"rollout": {"num_workers": 1, "num_slots": 1, "group_size": 2, "max_new_tokens": 2}, "train": {"prompts_per_step": 1}}
-    config = parse(merged(tree("delayed", folder, steps), merged(small, {"checkpoint": {"every_steps": 1_000, "keep": 1}})))
+    config = parse(merged(tree(mode, folder, steps), merged(small, {"checkpoint": {"every_steps": 1_000, "keep": 1}})))
     loop, audit = VirtualLoop(), Unaudited(make_schedule(config), shape_of(config))
     listener.job = SimulatedJob(config, Costs(), NO_FAULTS, loop, listener, keeps_report=False, audit=audit)
     try:
@@ -234,12 +244,12 @@ def simulate(folder: Path, steps: int, listener: OfSimulation) -> None:
         loop.finish()
 
 
-def sit_simulated(folder: Path, steps: int, until: float) -> None:
-    """One sitting of a simulated run, whose samples go to `taken.jsonl`."""
+def sit_simulated(mode: str, folder: Path, steps: int, until: float) -> None:
+    """One sitting of a mode's simulated run, whose samples go to `taken.jsonl`."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "taken.jsonl"
     with log.open("ab") as file:
-        simulate(folder, steps, Sampler(file, 1 + max((each.sitting for each in read(log)), default=-1), until))
+        simulate(mode, folder, steps, Sampler(file, 1 + max((each.sitting for each in read(log)), default=-1), until))
 
 
 def processes(driver: psutil.Process) -> dict[str, tuple[int, int, int]]:
@@ -276,30 +286,18 @@ def step_seconds(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     return {row["step"]: row["perf/step_seconds"] for row in rows}
 
 
-def report(mode: str, folder: Path) -> list[str]:
+def report(mode: str, folder: Path, *, is_virtual: bool = False) -> list[str]:
     """Print what a mode's run takes. Returns what has grown."""
     taken = read(folder / "taken.jsonl")
-    if mode == VIRTUAL:
-        seconds = {each.step: each.seconds for each in taken}
-    else:
-        seconds = step_seconds(lines(folder / "run" / "metrics.jsonl"))
+    rows = lines(folder / "run" / "metrics.jsonl")
+    seconds = {each.step: each.seconds for each in taken} if is_virtual else step_seconds(rows)
     if not taken or not seconds:
         return []
     what = windows(0, max(seconds) + 1)
-    found = all_grown(taken, seconds)
     print(f"{mode}: {max(seconds) + 1} steps in {taken[-1].sitting + 1} sittings; compared {what.early} with {what.late}")
-    print(f"  seconds a step, quickest quarter: {_quick(seconds, what.early):.3f} -> {_quick(seconds, what.late):.3f}")
-    for name in sorted(taken[-1].processes):
-        of_windows = [[each.processes[name] for each in taken if each.step in window and name in each.processes] for window in what]
-        if all(of_windows):
-            before, after = ([statistics.median(column) for column in zip(*of, strict=True)] for of in of_windows)
-            print(
-                f"  {name}: {before[0] / 2**20:.1f} -> {after[0] / 2**20:.1f} MiB, handles {before[1]:g} -> {after[1]:g}, "
-                f"threads {before[2]:g} -> {after[2]:g}"
-            )
-    longest = max(({each.sitting for each in taken}), key=lambda n: sum(each.sitting == n for each in taken))
-    for name, slope in slopes([each for each in taken if each.sitting == longest]).items():
-        print(f"  {name}: {slope / 1024:+.2f} KiB a step in sitting {longest}")
+    for slope in slopes(taken, seconds, what):
+        print(f"  {slope}")
+    found = all_grown(taken, seconds)
     for line in found:
         print(f"  GROWN: {line}")
     return found
@@ -323,21 +321,17 @@ def main() -> int:
     parser.add_argument(
         "--mode", choices=list(MODES), action="append", help="these alone; by default all, the one with the fewest steps first"
     )
-    parser.add_argument("--virtual", action="store_true", help="a simulated run alone, of 200,000 steps, say")
+    parser.add_argument("--virtual", action="store_true", help="simulated runs, of 200,000 steps, say")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    if options.virtual:
-        if num_steps(options.folder / VIRTUAL / "run") < options.steps:
-            sit_simulated(options.folder / VIRTUAL, options.steps, end)
-        return int(bool(report(VIRTUAL, options.folder / VIRTUAL)))
-    modes = options.mode or list(MODES)
+    modes, folder = options.mode or list(MODES), options.folder / VIRTUAL if options.virtual else options.folder
     while time.monotonic() < end:
-        done = {mode: num_steps(options.folder / mode / "run") for mode in modes}
+        done = {mode: num_steps(folder / mode / "run") for mode in modes}
         left = [mode for mode in sorted(done, key=lambda mode: done[mode]) if done[mode] < options.steps]
         if not left:
             break
-        sit(left[0], options.folder / left[0], options.steps, end)
-    found = [line for mode in modes for line in report(mode, options.folder / mode)]
+        (sit_simulated if options.virtual else sit)(left[0], folder / left[0], options.steps, end)
+    found = [line for mode in modes for line in report(mode, folder / mode, is_virtual=options.virtual)]
     return int(bool(found))
 
 
