@@ -35,7 +35,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if there is none.")] = False,
     fork_from: Annotated[
         str | None,
-        typer.Option(metavar="RUN[@STEP]", help="Begin a new run with another one's checkpoint."),
+        typer.Option(metavar="RUN[@STEP]", help="Begin a new run with another one's checkpoint; with --resume, or go on with it."),
     ] = None,
     fork_keep: Annotated[
         str | None,
@@ -46,30 +46,32 @@ def train(
     """Train a model: generation and training side by side."""
     if fork_from is None:
         refuse({"--fork-keep": fork_keep}, "says what a fork keeps, and this is none: give --fork-from, too, or leave it out")
-    elif resume:
-        raise UserError("--fork-from begins a new run, and --resume continues one: take one of them")
     resolved = load_planned(config, overrides or [], is_tried=dry_run or print_config)
     if print_config:
         print(dump(resolved), end="")
     elif is_rank():
-        raise typer.Exit(_run_rank(resolved, ["train", str(config), *(overrides or []), *(["--resume"] if resume else [])]))
+        options = {"--fork-from": fork_from, "--fork-keep": fork_keep}
+        given = [word for name, value in options.items() if value is not None for word in (name, value)]
+        raise typer.Exit(_run_rank(resolved, ["train", str(config), *(overrides or []), *given, *(["--resume"] if resume else [])]))
     elif dry_run:
         if fork_from is not None:
-            _fork(resolved, fork_from, fork_keep, is_tried=True)
+            _fork(resolved, fork_from, fork_keep, resume=resume, is_tried=True)
         else:
             RunDir(resolved.run_dir).check_place()
         asyncio.run(_dry_run(resolved))
     else:
         if fork_from is not None:
-            _fork(resolved, fork_from, fork_keep)
+            _fork(resolved, fork_from, fork_keep, resume=resume)
         raise typer.Exit(run_ready(_train(resolved, resume or fork_from is not None)))
 
 
-def _fork(config: Config, source: str, keep: str | None, *, is_tried: bool = False) -> None:
+def _fork(config: Config, source: str, keep: str | None, *, resume: bool, is_tried: bool = False) -> None:
     """Make the folder of a run that begins with another one's checkpoint, and say what it takes and what differs; where it is only
-    tried, say that alone."""
-    from asyncflow.run.state.fork import KEPT, fork, fork_record
+    tried, say that alone. One that is to `resume` may be there."""
+    from asyncflow.run.state.fork import KEPT, fork, fork_record, is_begun
 
+    if resume and is_begun(config, source):
+        return
     kept = KEPT if keep is None else {name for name in keep.split(",") if name}
     record = (fork_record if is_tried else fork)(config, source, kept, print)
     verb = "would be forked" if is_tried else "forked"

@@ -24,7 +24,7 @@ from asyncflow.config import parse
 from asyncflow.engines.train import state, torch_engine
 from asyncflow.run.job import Job, Listener, run_with_signals
 from asyncflow.run.state import saving
-from asyncflow.run.state.fork import fork
+from asyncflow.run.state.fork import fork, is_begun
 from asyncflow.types import RunError, UserError
 from tests.e2e.operations import watch
 from tests.forked import context
@@ -126,7 +126,7 @@ def _run_attempt(
 
     async def run() -> int:
         config = parse({**tree, "cluster": "inline"})
-        if origin:
+        if origin and not (resume and is_begun(config, origin)):
             fork(config, origin, {"data", "optimizer"}, Written().log)
         job = Job(config, Written(), resume=resume)
         is_finished = await run_with_signals(job, job.run())

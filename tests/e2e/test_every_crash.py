@@ -1,6 +1,7 @@
 """A run that is killed before each kind of operation on its folder, and resumed: it always goes on, and comes to the same bits.
 
-The kinds are found by runs that nothing disturbs: one that begins, one that resumes a checkpoint, and one that is a fork.
+The kinds are found by runs that nothing disturbs: one that begins, one that resumes a checkpoint, one that is a fork, and others
+that have more in their folders.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import merged
-from tests.depth import few, in_gate
+from tests.depth import deep, few, in_gate
 from tests.e2e.attempts import AttemptProcess
 from tests.e2e.commands import rows
 from tests.e2e.test_resume import tree
@@ -30,6 +31,15 @@ SHORT: dict[str, Any] = {
     "rollout": {"max_new_tokens": 8},
     "eval": {"path": None, "every_steps": None},
     "checkpoint": {"keep": 1},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "critic": {
+        "schedule": "periodic",
+        "algorithm": {"name": "ppo"},
+        "train": {"old": "step_start", "critic": {"learning_rate": 1e-3}},
+    },
+    "adapter": {"schedule": "periodic", "model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"old": "step_start"}},
+    "bounded": {"schedule": "bounded", "train": {"old": "step_start"}},
 }
 
 
@@ -57,8 +67,9 @@ def some_of(found: list[str], at_least: int) -> list[str]:
     return random.Random(0).sample(found, few(min(2, len(found)), len(found)))
 
 
-def check(config: dict[str, Any], whole: Path) -> None:
-    """Resumed in a loop, with half-written lines in its files, the run comes to its end, and to the bits of the whole one."""
+def check(config: dict[str, Any], whole: Path, *, has_bits: bool = True) -> None:
+    """Resumed in a loop, with half-written lines in its files, the run comes to its end, and to the bits of the whole one if it
+    has such."""
     run_dir = Path(config["run"]["dir"]) / config["run"]["name"]
     for file in run_dir.glob("*.jsonl"):
         with file.open("ab") as opened:
@@ -68,8 +79,10 @@ def check(config: dict[str, Any], whole: Path) -> None:
         if (status := attempt.end(seconds=120)) == 0:
             break
     assert status == 0, attempt.said()
-    weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, whole))
-    assert weights.keys() == expected.keys() and all(np.array_equal(weights[name], expected[name]) for name in expected)
+    for file in whole.glob("*/*.safetensors"):
+        weights, expected = (load_file(folder / file.relative_to(whole)) for folder in (run_dir, whole))
+        assert weights.keys() == expected.keys(), file
+        assert not has_bits or all(np.array_equal(weights[name], expected[name]) for name in expected), file
     for name in ("metrics.jsonl", "samples.jsonl", "fingerprints.jsonl"):
         found = [sorted((row["step"], row.get("row", -1)) for row in rows(folder / name)) for folder in (run_dir, whole)]
         assert found[0] == found[1], name
@@ -86,6 +99,26 @@ def test_killed_before_each_kind_of_operation_of_a_run_that_begins(whole: tuple[
         assert attempt.end(seconds=120) in (137, 0), (kind, attempt.said())
         try:
             check(config, undisturbed)
+        except AssertionError as error:
+            raise AssertionError(f"killed before {kind}") from error
+
+
+@deep
+@pytest.mark.parametrize("name", OTHERS)
+def test_killed_before_each_kind_of_operation_that_only_other_runs_have(
+    whole: tuple[Path, list[str]], tmp_path: Path, name: str
+) -> None:
+    short = merged(SHORT, OTHERS[name])
+    calm = AttemptProcess(tree(tmp_path / "calm", short), resume=False, kill_before=NOTHING)
+    assert calm.end(seconds=120) == 0, calm.said()
+    own = [kind for kind in kinds(calm) if kind not in whole[1]]
+    assert own
+    for number, kind in enumerate(own):
+        config = tree(tmp_path / str(number), short)
+        attempt = AttemptProcess(config, resume=False, kill_before=kind)
+        assert attempt.end(seconds=120) == 137, (kind, attempt.said())
+        try:
+            check(config, calm.run_dir, has_bits=name != "bounded")
         except AssertionError as error:
             raise AssertionError(f"killed before {kind}") from error
 
@@ -125,8 +158,7 @@ def test_killed_before_each_kind_of_operation_of_a_run_that_resumes(
 def test_a_fork_that_is_killed_before_each_kind_of_operation_is_made_to_its_end(
     whole: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    """By `--resume`, or by `--fork-from` again where its record was not written: it never begins with other weights than those of
-    its origin."""
+    """By the same command, `--fork-from` with `--resume`: it never begins with other weights than those of its origin."""
     origin = f"{whole[0]}@{STEPS}"
     longer = merged(SHORT, {"run": {"steps": STEPS + 1}})
     calm = AttemptProcess(tree(tmp_path / "calm", longer), kill_before=NOTHING, origin=origin)
@@ -137,7 +169,7 @@ def test_a_fork_that_is_killed_before_each_kind_of_operation_is_made_to_its_end(
         config = tree(tmp_path / str(number), longer)
         attempt = AttemptProcess(config, kill_before=kind, origin=origin)
         assert attempt.end(seconds=120) == 137, (kind, attempt.said())
-        last = AttemptProcess(config, origin="" if (attempt.run_dir / "fork.json").exists() else origin)
+        last = AttemptProcess(config, origin=origin)
         assert last.end(seconds=120) == 0, (kind, last.said())
         weights = load_file(last.run_dir / "model" / "model.safetensors")
         assert all(np.array_equal(weights[name], expected[name]) for name in expected), kind

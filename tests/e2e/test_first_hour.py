@@ -140,6 +140,11 @@ def test_a_fork_begins_with_another_run_s_checkpoint(small: Callable[..., dict[s
     assert "train.learning_rate: " in forked.stdout and " there, 1e-05 here" in forked.stdout
     metrics = rows(tmp_path / "runs" / "fork" / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [2, 3] and metrics[0]["policy/learning_rate"] == pytest.approx(1e-5)
+    again = tmp_path / "config.yaml", *overrides, "run.steps=5", "--resume", "--fork-from"
+    refused = run_command("train", *again, f"{tmp_path}/runs/another@2")
+    assert refused.returncode == 2 and "is a fork of" in refused.stderr and "runs/origin@2" in refused.stderr
+    assert run_command("train", *again, f"{tmp_path}/runs/origin@2").returncode == 0
+    assert [row["step"] for row in rows(tmp_path / "runs" / "fork" / "metrics.jsonl")] == [2, 3, 4]
     fresh = tmp_path / "config.yaml", *overrides, "run.overwrite=true", "train.warmup_steps=10", "--fork-keep", ""
     assert run_command("train", *fresh, "--fork-from", f"{tmp_path}/runs/origin").returncode == 0
     metrics = rows(tmp_path / "runs" / "fork" / "metrics.jsonl")

@@ -75,6 +75,22 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
     return record
 
 
+def is_begun(config: Config, source: str) -> bool:
+    """Whether the run's folder is already a fork of the checkpoint `RUN` or `RUN@STEP`, whole or not.
+
+    Raises `UserError` where it is a run of another origin: it is not gone on with by mistake.
+    """
+    if (record := _record_of(config)) is None:
+        return False
+    place, _, step = source.partition("@")
+    if str(Path(place).resolve()) == record.origin and step in ("", str(record.step)):
+        return True
+    raise UserError(
+        f"{config.run_dir} is a fork of {record.origin}@{record.step}, and --fork-from is {source}: name the same, or give it "
+        f"another run.name"
+    )
+
+
 def unfinished_fork(config: Config) -> ForkRecord | None:
     """Record of the fork that the run's folder was to be when its process was killed; None: it is no fork, or a whole one."""
     return None if checkpoints_of(config).versions() else _record_of(config)

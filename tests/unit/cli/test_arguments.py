@@ -35,7 +35,6 @@ def said(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("trian r.yaml", "no such command 'trian'"),
         ("train r.yaml --resum", "no such option: --resum"),
         ("train r.yaml --fork-keep data", "--fork-keep says what a fork keeps, and this is none: give --fork-from, too"),
-        ("train r.yaml --fork-from runs/a --resume", "--fork-from begins a new run, and --resume continues one"),
         ("plan r.yaml --devices 4 --nodes 2", "--devices and --nodes both say how many devices there are: take one of them"),
         ("plan recipe.yaml --per-node 3", "--per-node says how large a node is, and nothing says how many there are"),
         ("plan --from runs/a --devices 4", "--devices is for a new plan, and --from takes the devices that the run had"),
@@ -63,6 +62,20 @@ def test_wrong_arguments_are_one_sentence(
     status, errors = said(arguments, monkeypatch, capsys)
     assert status == 2 and errors.startswith(f"asyncflow: {words}") and len(errors.splitlines()) == 1, errors
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_driver_of_torchrun_s_ranks_is_started_with_all_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe := tmp_path / "r.yaml").write_text("{model: {path: nowhere}, data: {path: x}, run: {name: x}}")
+    given: list[str] = []
+    module = sys.modules["asyncflow.cli.train"]
+    monkeypatch.setattr(module, "is_rank", lambda: True)
+    monkeypatch.setattr(module, "run_rank", lambda arguments, *others, **options: given.extend(arguments) or 0)
+    options = "--fork-from runs/a@2 --fork-keep data --resume"
+    status, errors = said(f"train {recipe} run.steps=3 {options}", monkeypatch, capsys)
+    assert status == 0, errors
+    assert given == ["train", str(recipe), "run.steps=3", *options.split()]
 
 
 def test_help_and_a_verb_of_verbs_are_told_what_there_is(
