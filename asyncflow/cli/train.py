@@ -22,7 +22,8 @@ from asyncflow.threads import run_ready
 from asyncflow.types import UserError
 
 DRIVER_SECONDS = 120.0
-"""Seconds that a process that torchrun has started waits for the run's driver, which checks the run's inputs first."""
+"""Seconds after which a process that torchrun has started says that it still waits for the run's driver, which checks the inputs
+first, and may have a model to download or a checkpoint to copy; and within which the first rank says what this launch is called."""
 
 NUM_TRIED = 2
 """Rows of the data on which `--dry-run` tries the scorers."""
@@ -49,6 +50,8 @@ def train(
     resolved = load_planned(config, overrides or [], is_tried=dry_run or print_config)
     if print_config:
         print(dump(resolved), end="")
+    elif is_rank() and dry_run:
+        raise UserError("--dry-run starts nothing, and torchrun has started ranks: give it to `asyncflow train`, without torchrun")
     elif is_rank():
         options = {"--fork-from": fork_from, "--fork-keep": fork_keep}
         given = [word for name, value in options.items() if value is not None for word in (name, value)]
@@ -70,12 +73,12 @@ def _fork(config: Config, source: str, keep: str | None, *, resume: bool, is_tri
     tried, say that alone. One that is to `resume` may be there."""
     from asyncflow.run.state.fork import KEPT, fork, fork_record, is_begun
 
-    if resume and is_begun(config, source):
+    kept = None if keep is None else {name for name in keep.split(",") if name}
+    if resume and is_begun(config, source, kept):
         return
-    kept = KEPT if keep is None else {name for name in keep.split(",") if name}
-    record = (fork_record if is_tried else fork)(config, source, kept, print)
+    record = (fork_record if is_tried else fork)(config, source, KEPT if kept is None else kept, print)
     verb = "would be forked" if is_tried else "forked"
-    print(f"{verb} from {record.origin} after {record.step} steps, with its {' and '.join(['weights', *record.kept])}")
+    print(f"{verb} from {record.origin} after {record.step} steps, with its {record.parts}")
     for key, (before, now) in record.differences.items():
         print(f"  {key}: {before!r} there, {now!r} here")
 
@@ -106,7 +109,7 @@ def _run_rank(config: Config, arguments: Sequence[str]) -> int:
     """Run as a process that torchrun has started."""
     from asyncflow.run.in_worker.connection import launch_in
 
-    return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, deadline_seconds=DRIVER_SECONDS)
+    return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, patience_seconds=DRIVER_SECONDS)
 
 
 async def _dry_run(config: Config) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from asyncflow.cluster.base import LATE, Settle, WorkerSpec, needs_all
 from asyncflow.registry import load
 from asyncflow.transport import client_name
+from asyncflow.types import first_error
 
 
 class InlineCluster:
@@ -57,7 +58,7 @@ class InlineCluster:
         for name in late:
             running[name].cancel()
         ends = zip(running, await asyncio.gather(*running.values(), return_exceptions=True), strict=True)
-        failed = {name: f"failed: {error!r}" for name, error in ends if isinstance(error, Exception)}
+        failed = {name: f"ended with {first_error(error)!r}" for name, error in ends if isinstance(error, Exception)}
         try:
             if settle is not None:
                 await settle()

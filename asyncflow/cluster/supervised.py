@@ -213,16 +213,15 @@ class SupervisedCluster(ABC):
         """Reason for which a worker has ended. Raises `UserError` with its last words where the mistake was the user's, and the
         run is over with that: the worker would not have come up, or the run cannot do without it."""
         last = _last_words(child)
-        if child.process.returncode == USER_ERROR_STATUS:
-            if not child.spec.max_restarts or not self._continues_without(child.spec.name):
-                raise UserError(last)
-            return f"(process {child.process.pid}) found a mistake: {last} (more in {child.log})"
+        is_needed = not child.spec.max_restarts or not self._continues_without(child.spec.name)
+        if child.process.returncode == USER_ERROR_STATUS and is_needed:
+            raise UserError(last)
         return _how_ended(child, last)
 
 
 def _last_words(child: _Child) -> str:
     words: list[str] = []
-    with contextlib.suppress(FileNotFoundError), child.log.open("rb") as log:  # a run that began anew has removed it
+    with contextlib.suppress(OSError), child.log.open("rb") as log:  # a run that began anew has removed it
         log.seek(max(0, child.log.stat().st_size - LAST_WORDS_BYTES))
         words = log.read().decode(errors="replace").strip().splitlines()
     return words[-1] if words else "nothing"
@@ -230,7 +229,13 @@ def _last_words(child: _Child) -> str:
 
 def _how_ended(child: _Child, last_words: str) -> str:
     status = child.process.returncode or 0
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status == USER_ERROR_STATUS:
+        return f"(process {child.process.pid}) found a mistake: {last_words} (more in {child.log})"
+    if status >= 0:
+        how = f"ended with status {status}"
+    else:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        how = f"was ended by {name}"
     return f"(process {child.process.pid}) {how}; its last words: {last_words} (more in {child.log})"
 
 

@@ -194,14 +194,20 @@ def parse_address(address: str | Path) -> Path | tuple[str, int]:
     raise UserError(f"the address {address!r} is neither unix:/path/to.sock nor tls:host:port.")
 
 
+def is_served(path: Path) -> bool:
+    """Whether a process serves at this unix socket."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)) as probe:
+        # EAGAIN: too many wait there.
+        return path.exists() and probe.connect_ex(socket_path(path)) in (0, errno.EAGAIN)
+
+
 def listen(path: Path) -> socket.socket:
     """A private (mode 0600) unix socket at `path`, in place of one that nobody serves any more.
 
     Raises `UserError` when somebody does.
     """
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)) as probe:
-        if path.exists() and probe.connect_ex(socket_path(path)) in (0, errno.EAGAIN):  # the other one: too many wait there
-            raise UserError(f"a process serves at {path} already: end it, or choose another path")
+    if is_served(path):
+        raise UserError(f"a process serves at {path} already: end it, or choose another path")
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     previous = os.umask(0o177)  # of the whole process, so nothing may be awaited until it is restored

@@ -330,6 +330,7 @@ def test_generation_on_a_device_is_that_of_the_cpu_and_a_decode_step_waits_so_of
 SUITES = {
     "train": ("tests/contract/test_train_engine.py", "npu and torch"),
     "rollout": ("tests/contract/test_rollout_engine.py", "slots-npu"),
+    "general rollout": ("tests/contract/test_rollout_engine.py", "transformers-npu"),
 }
 LEAST_PASSED = 30  # of each; some of the rollout engine's are about bits, which only a CPU promises
 

@@ -126,7 +126,7 @@ def _run_attempt(
 
     async def run() -> int:
         config = parse({**tree, "cluster": "inline"})
-        if origin and not (resume and is_begun(config, origin)):
+        if origin and not (resume and is_begun(config, origin, None)):
             fork(config, origin, {"data", "optimizer"}, Written().log)
         job = Job(config, Written(), resume=resume)
         is_finished = await run_with_signals(job, job.run())

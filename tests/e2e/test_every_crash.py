@@ -79,10 +79,11 @@ def check(config: dict[str, Any], whole: Path, *, has_bits: bool = True) -> None
         if (status := attempt.end(seconds=120)) == 0:
             break
     assert status == 0, attempt.said()
-    for file in whole.glob("*/*.safetensors"):
+    for file in (files := [*whole.glob("*/*.safetensors")]):
         weights, expected = (load_file(folder / file.relative_to(whole)) for folder in (run_dir, whole))
         assert weights.keys() == expected.keys(), file
         assert not has_bits or all(np.array_equal(weights[name], expected[name]) for name in expected), file
+    assert any(file.parent.name == "model" for file in files)
     for name in ("metrics.jsonl", "samples.jsonl", "fingerprints.jsonl"):
         found = [sorted((row["step"], row.get("row", -1)) for row in rows(folder / name)) for folder in (run_dir, whole)]
         assert found[0] == found[1], name
@@ -116,7 +117,7 @@ def test_killed_before_each_kind_of_operation_that_only_other_runs_have(
     for number, kind in enumerate(own):
         config = tree(tmp_path / str(number), short)
         attempt = AttemptProcess(config, resume=False, kill_before=kind)
-        assert attempt.end(seconds=120) == 137, (kind, attempt.said())
+        assert attempt.end(seconds=120) in (137, 0), (kind, attempt.said())
         try:
             check(config, calm.run_dir, has_bits=name != "bounded")
         except AssertionError as error:

@@ -143,7 +143,12 @@ def test_a_fork_begins_with_another_run_s_checkpoint(small: Callable[..., dict[s
     again = tmp_path / "config.yaml", *overrides, "run.steps=5", "--resume", "--fork-from"
     refused = run_command("train", *again, f"{tmp_path}/runs/another@2")
     assert refused.returncode == 2 and "is a fork of" in refused.stderr and "runs/origin@2" in refused.stderr
-    assert run_command("train", *again, f"{tmp_path}/runs/origin@2").returncode == 0
+    refused = run_command("train", *again, f"{tmp_path}/runs/origin@2", "--fork-keep", "data")
+    assert refused.returncode == 2 and "with its weights and data and optimizer, which is not what" in refused.stderr
+    stranger = "run.name=origin", "run.overwrite=true", "--resume", "--fork-from", f"{tmp_path}/runs/fork"
+    refused = run_command("train", tmp_path / "config.yaml", *stranger)
+    assert refused.returncode == 2 and "holds a run that is no fork" in refused.stderr
+    assert run_command("train", *again, f"{tmp_path}/runs/origin@02").returncode == 0
     assert [row["step"] for row in rows(tmp_path / "runs" / "fork" / "metrics.jsonl")] == [2, 3, 4]
     fresh = tmp_path / "config.yaml", *overrides, "run.overwrite=true", "train.warmup_steps=10", "--fork-keep", ""
     assert run_command("train", *fresh, "--fork-from", f"{tmp_path}/runs/origin").returncode == 0

@@ -68,7 +68,7 @@ def train(small: Callable[..., dict[str, Any]], reward_model: Path, tmp_path: Pa
     reward.write_text("def score(sample):\n    return len(set(sample.response)) / 100\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)])}
 
-    def train(name: str, changes: dict[str, Any], *arguments: str) -> Path:
+    def train(name: str, changes: dict[str, Any], *arguments: str, says: str = "certificate holds") -> Path:
         own: dict[str, Any] = {
             "run": {"name": name, "steps": STEPS},
             "model": {"path": str(MODEL)},
@@ -90,7 +90,7 @@ def train(small: Callable[..., dict[str, Any]], reward_model: Path, tmp_path: Pa
             check=False,
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        assert "certificate holds" in done.stdout and "(process" not in done.stdout, done.stdout
+        assert says in done.stdout and "certificate holds" in done.stdout and "(process" not in done.stdout, done.stdout
         return tmp_path / "runs" / name
 
     return train
@@ -120,6 +120,6 @@ def test_a_run_on_a_device_goes_on_from_its_checkpoint(train: Callable[..., Path
     changes = on(KIND, RUNS["reference of its own"])
     whole = train("whole", changes)
     train("halves", merged(changes, {"run": {"steps": 2}}))
-    halves = train("halves", changes, "--resume")
+    halves = train("halves", changes, "--resume", says="2 of 4 steps are done")
     weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (halves, whole))
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)

@@ -44,7 +44,7 @@ class FullCluster(InlineCluster):
         self.started += [spec.name for spec in workers]
         await super().start(workers)
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
         self.was_stopped = True
         return await super().stop(grace_seconds, settle, keep)
 

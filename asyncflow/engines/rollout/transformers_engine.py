@@ -75,7 +75,8 @@ class TransformersEngine(ThreadedEngine):
         if hasattr(model.config, "rescale_every"):
             model.config.rescale_every = 0  # rwkv would halve parameters in its first forward pass, and never installed ones
         model.requires_grad_(False).eval().to(options.device)
-        model.tie_weights()  # tensors of another class than the CPU's, as an NPU's are, come as a parameter for each name
+        # Tensors of another class than the CPU's, as an NPU's are, come as a parameter for each name.
+        model.tie_weights(recompute_mapping=False)
         model.generation_config = GenerationConfig()  # the checkpoint's own penalties and filters are not the run's
         self._model, self._parameters = model, dict(model.named_parameters())
         super().__init__(options, vocab_size=model.get_input_embeddings().weight.shape[0])

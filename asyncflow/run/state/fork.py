@@ -24,7 +24,8 @@ from asyncflow.run.records.record import RecordState
 from asyncflow.run.state.driver_state import TRAINER_DIR, DriverState, SavedPrompt, read_driver, write_added, write_driver
 from asyncflow.run.state.resume import differences
 from asyncflow.run.state.saving import checkpoints_of
-from asyncflow.run_dir import CRITIC_DIR, FORK_FILE, JOB_FILE, RunDir
+from asyncflow.run_dir import CRITIC_DIR, FORK_FILE, JOB_FILE, RunDir, control_socket, replace
+from asyncflow.transport.stream import is_served
 from asyncflow.types import UserError
 
 KeptState = Literal["optimizer", "data"]
@@ -39,6 +40,11 @@ class ForkRecord(msgspec.Struct, frozen=True):
     step: int
     kept: list[str]
     differences: dict[str, tuple[Any, Any]]
+
+    @property
+    def parts(self) -> str:
+        """What it has of its origin, in words."""
+        return " and ".join(["weights", *self.kept])
 
 
 def fork_record(config: Config, source: str, keep: Collection[str], log: Callable[[str], None]) -> ForkRecord:
@@ -61,6 +67,8 @@ def fork_record(config: Config, source: str, keep: Collection[str], log: Callabl
     if began.model.path != config.model.path and not Path(config.model.path).is_dir():
         raise UserError(f"model.path is {config.model.path!r}: a fork has that of {place}, {began.model.path!r}, or a folder")
     own.check(may_overwrite=config.run.overwrite)
+    if is_served(control_socket(own.path)):
+        raise UserError(f"a run is live in {own.path}: wait for its end, interrupt it, or give this one another run.name")
     return ForkRecord(str(origin.path.resolve()), version, sorted(keep), differences(began, config))
 
 
@@ -75,19 +83,25 @@ def fork(config: Config, source: str, keep: Collection[str], log: Callable[[str]
     return record
 
 
-def is_begun(config: Config, source: str) -> bool:
-    """Whether the run's folder is already a fork of the checkpoint `RUN` or `RUN@STEP`, whole or not.
+def is_begun(config: Config, source: str, keep: Collection[str] | None) -> bool:
+    """Whether the run's folder is already this fork of the checkpoint `RUN` or `RUN@STEP`, whole or not. `keep`: None where it
+    is not said what a fork is to keep.
 
-    Raises `UserError` where it is a run of another origin: it is not gone on with by mistake.
+    Raises `UserError` where it is another run, or another fork: none is gone on with, or overwritten, by mistake.
     """
     if (record := _record_of(config)) is None:
+        if RunDir(config.run_dir).has_results():
+            raise UserError(
+                f"{config.run_dir} holds a run that is no fork: give the fork another run.name, or --resume that one alone"
+            )
         return False
     place, _, step = source.partition("@")
-    if str(Path(place).resolve()) == record.origin and step in ("", str(record.step)):
+    is_of_step = not step or (step.isdecimal() and int(step) == record.step)
+    if str(Path(place).resolve()) == record.origin and is_of_step and (keep is None or sorted(keep) == record.kept):
         return True
     raise UserError(
-        f"{config.run_dir} is a fork of {record.origin}@{record.step}, and --fork-from is {source}: name the same, or give it "
-        f"another run.name"
+        f"{config.run_dir} is a fork of {record.origin}@{record.step} with its {record.parts}, which is not what --fork-from and "
+        f"--fork-keep say: --resume alone goes on with it, and another fork needs another run.name"
     )
 
 
@@ -116,7 +130,7 @@ def copy_origin(config: Config, record: ForkRecord, log: Callable[[str], None]) 
     if origin.initial_model.exists():
         shutil.copytree(origin.initial_model, own.initial_model, dirs_exist_ok=True)
     if began.model.path == config.model.path:  # which says where the run found it
-        shutil.copyfile(origin.path / JOB_FILE, own.path / JOB_FILE)
+        replace(own.path / JOB_FILE, (origin.path / JOB_FILE).read_bytes())  # ranks of torchrun may be reading it
     before, position, data = resumed.state, 0, ""
     pushed: list[SavedPrompt] = []
     if "data" in keep:  # what was admitted and not trained comes first

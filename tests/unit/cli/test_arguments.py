@@ -76,6 +76,8 @@ def test_a_driver_of_torchrun_s_ranks_is_started_with_all_options(
     status, errors = said(f"train {recipe} run.steps=3 {options}", monkeypatch, capsys)
     assert status == 0, errors
     assert given == ["train", str(recipe), "run.steps=3", *options.split()]
+    status, errors = said(f"train {recipe} --dry-run", monkeypatch, capsys)
+    assert status == 2 and "--dry-run starts nothing" in errors
 
 
 def test_help_and_a_verb_of_verbs_are_told_what_there_is(

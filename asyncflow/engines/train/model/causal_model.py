@@ -267,7 +267,8 @@ def load_module(path: Path | str, dtype: torch.dtype, device: str = CPU) -> Any:
         raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")
     if device != CPU:
         model.to(device)
-        model.tie_weights()  # tensors that are of another class than the CPU's, as an NPU's are, come as a parameter for each name
+        # Tensors of another class than the CPU's, as an NPU's are, come as a parameter for each name.
+        model.tie_weights(recompute_mapping=False)
     return model
 
 

@@ -282,7 +282,7 @@ async def test_one_that_leaves_when_the_cluster_is_stopped_has_left_before_ray_g
     await asyncio.sleep(0.05)
     assert ray.is_up and not stopping.done()
     ray.may_answer.set()
-    assert await asyncio.wait_for(stopping, patience(60.0)) == [] and await ending
+    assert await asyncio.wait_for(stopping, patience(60.0)) == {} and await ending
     assert not ray.is_up and ray.removed == ray.groups
 
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.transformers_engine import TransformersEngine
 from tests.families import CONFIGS, plain_log_probs, write_model
+from tests.unit.engines.rollout.models import llama
 
 CONTEXT = 40
 Keys = tuple[Tensor, Tensor]
@@ -172,3 +173,16 @@ def test_a_deep_rwkv_has_the_weights_that_are_installed(tmp_path: Path, monkeypa
 
     asyncio.run(first_and_then())
     assert asyncio.run(largest_difference(opened(path), path)) < 1e-4
+
+
+async def test_a_head_that_only_the_files_have_apart_stays_apart(tmp_path: Path) -> None:
+    """The configuration ties it, and transformers believes the files."""
+    path = llama(tmp_path, 32)
+    file = path / "config.json"
+    file.write_text(file.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    engine = opened(path)
+    try:
+        tensors = {name: tensor async for name, tensor in (await engine.export_weights()).tensors()}
+        assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    finally:
+        await engine.close()
