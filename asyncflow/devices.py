@@ -1,5 +1,5 @@
-"""Names of devices: in PyTorch, in clusters that count them, and in the variables that make them visible. Only this file names
-accelerators.
+"""Names of devices: in PyTorch, in clusters that count them, and in the variables that make them visible. Only this file, and what
+Megatron-Core is told of its devices, names accelerators.
 
 Code that computes is handed a device, and asks at most whether it is the CPU. What differs between accelerators is looked up
 here, by kind, or in `engines/devices.py`, from PyTorch. No torch here: configurations name devices where nothing computes.

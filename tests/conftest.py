@@ -14,6 +14,7 @@ import pytest
 
 from tests import forked
 from tests.depth import IS_DEEP, IS_SMOKE
+from tests.patience import patience
 
 if TYPE_CHECKING:
     from asyncflow.engines.rollout.vllm.process import ServerProcess
@@ -43,7 +44,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A configuration of 2 steps of 4 prompts x 4 responses; keyword arguments change sections of it."""
     base = {
-        "run": {"name": "test", "dir": str(tmp_path / "runs"), "steps": 2, "stall_timeout_seconds": 60},
+        "run": {"name": "test", "dir": str(tmp_path / "runs"), "steps": 2, "stall_timeout_seconds": patience(60)},
         "model": {"path": str(MODEL)},
         "data": {"path": "generated:arithmetic", "limit": 64},
         "rollout": {"num_slots": 16, "group_size": 4, "max_new_tokens": 48},

@@ -29,8 +29,17 @@ DEFAULTS: dict[str, Any] = {
     "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
     "label2id": {"LABEL_0": 0, "LABEL_1": 1},
 }
+# Those that it gave them before version 5: of kinds of models that these are not, and of generation.
+EARLIER_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder"), False),
+    **dict.fromkeys(("add_cross_attention", "tie_encoder_decoder"), False),
+    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "return_dict_in_generate", "remove_invalid_values"), False),
+    **{"pruned_heads": {}, "max_length": 20, "min_length": 0, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1},
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **{"top_k": 50, "diversity_penalty": 0.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
+}
 # Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
-FIXED = {"use_sliding_window": False, "use_mrope": False, "use_bidirectional_attention": False, **DEFAULTS}
+FIXED = {"use_sliding_window": False, "use_mrope": False, "use_bidirectional_attention": False, **EARLIER_DEFAULTS, **DEFAULTS}
 HARMLESS = {
     *("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),

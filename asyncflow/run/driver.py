@@ -25,7 +25,7 @@ from asyncflow.data.order import SeededOrder
 from asyncflow.engines.train import OUTSIDE
 from asyncflow.loops.admissions import Admissions, AdmittedBefore
 from asyncflow.loops.algorithm1 import feed
-from asyncflow.loops.samples import EVALUATE_TASK, Prompt
+from asyncflow.loops.samples import EVALUATE_TASK, UPDATE_TASK, Prompt
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.loops.selection import Selection
 from asyncflow.loops.taking import Taking
@@ -113,7 +113,7 @@ class Driver:
         self.devices = Devices(num_devices(config), self._clock)
         context = self._make_context()
         before = resumed.record if resumed is not None else RecordState()
-        self.cores = FreeCores(config, self.signal, self._generating, self._is_training)
+        self.cores = FreeCores(config, self.signal, self._generating, self._is_training, self._beside)
         self.record = RunRecord(context, listener, num_devices=self.devices.mean, cores=self.cores, before=before)
         self.hub = self.record.hub
         self.evaluating = Evaluating(context, self.record, prepared.held_out, resumed)
@@ -145,11 +145,11 @@ class Driver:
     def _events(self, task: str) -> TaskEvents:
         """Events of a task, which the ledger hears of."""
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
-        events = TaskEvents(on_done=done, on_dead=self._rows_failed)
+        events = TaskEvents(on_done=done, on_dead=self._rows_failed, on_change=self.signal.notify)
         if task == EVALUATE_TASK:
-            return replace(events, on_lost=self._lost, on_change=self.signal.notify)
+            return replace(events, on_lost=self._lost)
         if task == "rollout":
-            return replace(events, on_lost=self._lost, on_leased=self._begun, on_change=self.signal.notify)
+            return replace(events, on_lost=self._lost, on_leased=self._begun)
         return events
 
     def _make_control(self, fields: Mapping[str, Any], probing: Probing) -> tuple[LedgerService, PolicyVersions]:
@@ -396,9 +396,19 @@ class Driver:
         return {*installing, *holding}
 
     def _is_training(self) -> bool:
-        """Whether the trainer computes: it has a round that is not trained, or an update to make."""
+        return self._is_under_way(self.ledger.ledger.tasks.policy)
+
+    def _beside(self) -> set[str]:
+        """Workers beside trainer and rollout that compute: those that hold rows, and the critic in its rounds."""
+        known = self.transfer_queue.controllers
+        holding = {worker for task in self.cores.pools if task in known and task != "rollout" for worker in known[task].holders()}
+        has_critic = UPDATE_TASK in self.ledger.ledger.tasks.trained
+        return {*holding, *(["critic"] if has_critic and self._is_under_way(UPDATE_TASK) else [])}
+
+    def _is_under_way(self, task: str) -> bool:
+        """Whether who trains by this task computes: there is a round that is not trained, or an update to make."""
         ledger = self.ledger.ledger
-        step, task = ledger.committed_by(ledger.tasks.policy), ledger.tasks.policy
+        step = ledger.committed_by(task)
         return ledger.is_open(step) and ledger.step_state(step).is_under_way(task)
 
     def _end_step(self, task: str, step: int) -> None:

@@ -27,6 +27,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.devices import CPU, kind_of
 from asyncflow.engines.base import TrainEngineOptions
+from asyncflow.engines.families import why_not_packed
 from asyncflow.engines.rollout import ROLLOUT_ENGINE_WHYS
 from asyncflow.engines.train import OUTSIDE
 from asyncflow.environments import ENVIRONMENTS, TURN_FORMATS
@@ -56,7 +57,7 @@ NO_FIELDS: Final[Mapping[str, Any]] = {}
 PASS_TOKENS_CPU: Final = 1024
 """Tokens of a pass on a CPU, for models of more than 128 hidden elements. Not swept: a product gains little above some 900."""
 PASS_TOKENS: Final = 8192
-"""Tokens of a pass on an accelerator. Not measured: from some thousand on, matrix products do not wait for memory."""
+"""Tokens of a pass on an accelerator: from some thousand on, matrix products do not wait for memory (docs/passes.md)."""
 PASS_ENGINES: Final = ("torch", "deepspeed", "megatron")
 """Train engines that make passes of several micro-batches."""
 CANDIDATES = 10
@@ -208,8 +209,10 @@ def critic_folder(config: Config) -> Path | None:
 
 
 def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
-    """Sentence about the tokens of a pass, where they were chosen automatically; "" where they were not."""
+    """Sentence about the tokens of a pass, where they were chosen automatically, or count for nothing; "" elsewhere."""
     tokens = tokens_per_pass(config, fields)
+    if tokens is not None and "model_type" in fields and (why := why_not_packed(fields)):
+        return f"training passes have one group each, whatever train.tokens_per_micro_batch says: {why}"
     if config.train.tokens_per_micro_batch != "auto" or tokens is None:
         return ""
     width = f"{fields['hidden_size']} hidden elements on {config.train.device}"
@@ -449,4 +452,10 @@ def advice(config: Config) -> Iterator[str]:
         yield (
             "schedule=sub_step lets rollout workers change their weights in turn, and there is one: nothing is generated while it "
             "changes; set rollout.num_workers=2 or more"
+        )
+    is_wide = config.weight_sync.dtype is None and config.lora is None
+    if config.weight_sync.name == "network" and config.rollout.dtype == "bfloat16" and is_wide:
+        yield (
+            "weights go over the network whole, in float32, and the rollout engine rounds them to bfloat16: with "
+            "weight_sync.dtype=bfloat16 most of a version goes as differences, and the engine has the same bits"
         )

@@ -211,11 +211,13 @@ def test_what_no_scorer_has_anything_to_say_about_is_left_out(small: Small, tmp_
 def test_a_reward_model_that_is_none_is_one_sentence(small: Small, tmp_path: Path, reward_model: Path) -> None:
     assert reward_model.parent == tmp_path
     reward_model.rename(tmp_path / "wordless")
-    (tmp_path / "judge").mkdir()
-    (tmp_path / "judge" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    for name, fields in (("judge", '{"architectures": ["Qwen2ForCausalLM"]}'), ("nameless", '{"num_labels": 1}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(fields)
     for path, place, words in (
         ("judge", "task", "is a Qwen2ForCausalLM; it takes one for sequence classification"),
         ("nowhere", "task", "it has no config.json"),
+        ("nameless", "task", "names no class: set architectures"),
         ("wordless", "task", "has no tokenizer.json"),
         ("judge", "rollout", "set reward.place=task"),
     ):

@@ -16,6 +16,7 @@ from asyncflow.run.device_shares import num_devices
 from asyncflow.run.factories import (
     PASS_TOKENS,
     PASS_TOKENS_CPU,
+    advice,
     critic_options,
     make_algorithm,
     pass_note,
@@ -585,6 +586,9 @@ def test_the_tokens_of_a_pass_go_by_the_models_width_and_the_device(
     is_told = expected is not None and "tokens_per_micro_batch" not in train
     assert pass_note(config, fields).startswith(f"training passes take up to {expected:,} packed tokens") if is_told else True
     assert is_told or not pass_note(config, fields)
+    note = pass_note(config, {**fields, "model_type": "gemma3_text"})
+    assert note.startswith("training passes have one group each") == (expected is not None)
+    assert pass_note(config, {**fields, "model_type": "qwen2"}) == pass_note(config, fields)
 
 
 @pytest.mark.parametrize(
@@ -662,3 +666,18 @@ def test_credit_by_turn_needs_an_environment() -> None:
 def test_a_path_that_is_null_switches_evaluation_off() -> None:
     """Of a recipe that has one: `eval.path=null` is enough."""
     assert parse({**NEEDED, "eval": {"path": None, "every_steps": 3}}).eval.path is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": "sub_step", "rollout": {"num_workers": 1}}, "set rollout.num_workers=2 or more"),
+        ({"schedule": "sub_step", "rollout": {"num_workers": 2}}, ""),
+        ({"weight_sync": "network", "rollout": {"dtype": "bfloat16"}}, "with weight_sync.dtype=bfloat16 most of a version"),
+        ({"weight_sync": {"name": "network", "dtype": "bfloat16"}, "rollout": {"dtype": "bfloat16"}}, ""),
+        ({"weight_sync": "network"}, ""),
+    ],
+)
+def test_what_works_and_does_not_what_it_is_for_is_told(changes: dict[str, Any], words: str) -> None:
+    said = "\n".join(advice(parse({**NEEDED, **changes})))
+    assert words in said and bool(said) == bool(words)

@@ -293,10 +293,14 @@ def check_reward_model(config: Config) -> None:
     if (model := config.reward.model) is None:
         return
     fields = read_json(Path(model.path) / "config.json")
-    architecture = str((fields.get("architectures") or ["?"])[0])
     if not fields:
         raise UserError(f"reward.model.path {model.path!r} is no folder with a model in Hugging Face format: it has no config.json")
-    if not architecture.endswith("ForSequenceClassification"):
+    if not (architectures := fields.get("architectures")):
+        raise UserError(
+            f"the config.json of the reward model {model.path} names no class: set architectures, such as "
+            f'["Qwen2ForSequenceClassification"]'
+        )
+    if not (architecture := str(architectures[0])).endswith("ForSequenceClassification"):
         raise UserError(f"the reward model {model.path} is a {architecture}; it takes one for sequence classification")
     num_labels = len(fields.get("id2label") or {"0": "", "1": ""})  # two is what transformers takes for granted
     if num_labels != 1:

@@ -7,13 +7,14 @@ devices of rollout to the trainer's helpers (`plan.shares.helpers`).
 
 consumes: the helpers that may take passes, or the number of threads to compute with
 waits for: another number
-is unblocked by: a rollout worker that takes a row, has stored its last one, or installs weights; a round that the trainer is given,
+is unblocked by: a worker that takes a row, has stored its last one, or installs weights; a round that a trainer or critic is given,
 and its last commit; the end of a step, and of the run
 
 A pool whose number of threads is `auto` has a part of the cores by what it has computed in the step before. A rollout worker's
-cores, or its device, are free while it holds no row and installs no weights; the trainer's while it has no round and no update to
-compute. The driver is the first to know of each, so nothing is polled or guessed. What is given out is never more than there are
-cores, but for the first thread of each worker.
+cores, or its device, are free while it holds no row and installs no weights; the trainer's and the critic's while they have no
+round and no update to compute; those of references, values and reward models while they hold no row. The driver is the first to
+know of each, so nothing is polled or guessed. What is given out is never more than there are cores, but for the first thread of
+each worker.
 """
 
 from __future__ import annotations
@@ -73,18 +74,24 @@ def pools_of(config: Config) -> dict[str, Pool]:
 
 class FreeCores:
     """Service of the driver. `generating()`: the workers that generate or install weights now; `is_training()`: whether the trainer
-    has passes, or an update, to compute."""
+    has passes, or an update, to compute; `beside()`: the workers of other tasks that compute."""
 
     def __init__(
-        self, config: Config, signal: Signal, generating: Callable[[], Collection[str]], is_training: Callable[[], bool]
+        self,
+        config: Config,
+        signal: Signal,
+        generating: Callable[[], Collection[str]],
+        is_training: Callable[[], bool],
+        beside: Callable[[], Collection[str]],
     ) -> None:
-        self._signal, self._generating, self._is_training, self._is_stopping = signal, generating, is_training, False
+        self._signal, self._generating, self._is_training, self._beside = signal, generating, is_training, beside
+        self._is_stopping = False
         self._config, self._helpers, self._of_helper = config, helper_devices(config), config.train.least_threads
         self._cores_helpers = num_on_cores(config)
-        self._pools, self._cores = pools_of(config), num_cores()
-        self._threads = {name: pool.least for name, pool in self._pools.items()}  # of each worker, as dealt
+        self.pools, self._cores = pools_of(config), num_cores()
+        self._threads = {name: pool.least for name, pool in self.pools.items()}  # of each worker, as dealt
         self._most_given = 0
-        self._counts = is_on_cores(config) or any(pool.is_dealt for pool in self._pools.values())
+        self._counts = is_on_cores(config) or any(pool.is_dealt for pool in self.pools.values())
         if self._counts:
             signal.watchers.append(self._look)
 
@@ -95,13 +102,13 @@ class FreeCores:
             here = [name for name in self._generating() if not is_guest(name)] if self._helpers else []
             busy = {generating_device(self._config, name) for name in here}
             return tuple(number for number, device in enumerate(self._helpers) if device not in busy)
-        free = self._cores - self._of("trainer") - self._of_others - self._pools["rollout"].least * len(self._generating())
+        free = self._cores - self._of("trainer") - self._of_others - self.pools["rollout"].least * len(self._generating())
         return tuple(range(max(0, min(self._cores_helpers, free // self._of_helper))))
 
     @property
     def threads_now(self) -> int:
         """Number of threads that each worker that generates may compute with now."""
-        pool = self._pools["rollout"]
+        pool = self.pools["rollout"]
         if not pool.is_dealt:
             return pool.least
         return max(pool.least, (self._cores - self._of_others - self._of_training) // max(1, len(self._generating())))
@@ -119,22 +126,22 @@ class FreeCores:
             own = "rollout" if task == EVALUATORS else task
             return self._threads.get(own, 1) if own == pool and not is_guest(worker) else 0
 
-        pools = {*self._pools, *(span.worker.partition("/")[0] for span in spans)} - {EVALUATORS}
+        pools = {*self.pools, *(span.worker.partition("/")[0] for span in spans)} - {EVALUATORS}
         return {pool: computing_seconds(spans, start, end, partial(threads, pool)) for pool in sorted(pools)}
 
     def deal(self, seconds: Mapping[str, float]) -> None:
         """Deal out the cores by the seconds that each pool has computed in a step: a thread more for each of its workers, again and
         again, to the pool which would take longest alone, as long as there are cores for it."""
-        threads = {name: pool.least for name, pool in self._pools.items()}
-        left = self._cores - sum(pool.workers * pool.least for pool in self._pools.values())
+        threads = {name: pool.least for name, pool in self.pools.items()}
+        left = self._cores - sum(pool.workers * pool.least for pool in self.pools.values())
 
         def alone(name: str) -> float:
-            return seconds.get(name, 0.0) / (threads[name] * self._pools[name].workers)
+            return seconds.get(name, 0.0) / (threads[name] * self.pools[name].workers)
 
-        while may := [name for name, pool in self._pools.items() if pool.is_dealt and 0 < pool.workers <= left and alone(name)]:
+        while may := [name for name, pool in self.pools.items() if pool.is_dealt and 0 < pool.workers <= left and alone(name)]:
             longest = max(may, key=alone)
             threads[longest] += 1
-            left -= self._pools[longest].workers
+            left -= self.pools[longest].workers
         self._threads = threads
         self._signal.notify()
 
@@ -166,8 +173,9 @@ class FreeCores:
 
     @property
     def _of_others(self) -> int:
-        """Threads of the pools that never count as idle."""
-        return sum(self._of(name) for name in self._pools if name not in ("rollout", "trainer"))
+        """Threads of the workers beside trainer and rollout that compute."""
+        pools = (worker.partition("/")[0] for worker in self._beside() if not is_guest(worker))
+        return sum(self._threads[pool] for pool in pools if pool in self._threads)
 
     @property
     def _of_training(self) -> int:
@@ -176,7 +184,7 @@ class FreeCores:
         return self._of("trainer") + self._of_helper * helping if self._is_training() else 0
 
     def _of(self, pool: str) -> int:
-        return self._pools[pool].workers * self._threads[pool]
+        return self.pools[pool].workers * self._threads[pool]
 
     def _is_news(self, is_other: bool) -> bool:
         return is_other or self._is_stopping

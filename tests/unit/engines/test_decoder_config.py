@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from asyncflow.engines.decoder_config import DEFAULTS, FIXED, HARMLESS, READ, DecoderConfig, rope_frequencies
+from asyncflow.engines.decoder_config import DEFAULTS, EARLIER_DEFAULTS, FIXED, HARMLESS, READ, DecoderConfig, rope_frequencies
 from asyncflow.engines.families import DECODED
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
@@ -35,7 +35,8 @@ def test_a_config_that_is_written_whole_is_what_it_is_in_short(kind: str) -> Non
     assert DecoderConfig.from_fields(whole) == short
     del whole["architectures"]
     assert DecoderConfig.from_fields(whole) == short
-    for name in DEFAULTS:
+    assert DecoderConfig.from_fields({**whole, **EARLIER_DEFAULTS}) == short
+    for name in (*DEFAULTS, *EARLIER_DEFAULTS):
         with pytest.raises(ValueError, match=f"{name} = 3 is not implemented"):
             DecoderConfig.from_fields({**whole, name: 3})
 

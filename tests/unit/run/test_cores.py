@@ -21,7 +21,11 @@ from tests.patience import patience
 def cores_of(monkeypatch: pytest.MonkeyPatch, count: int, busy: set[str], **sections: Any) -> tuple[FreeCores, Signal]:
     monkeypatch.setattr(module_of_cores, "num_cores", lambda: count)
     config, signal = parse({"model": {"path": "model"}, "data": {"path": "data"}, **sections}), Signal()
-    return FreeCores(config, signal, lambda: busy - {"trainer"}, lambda: "trainer" in busy), signal
+
+    def generating() -> set[str]:
+        return {name for name in busy if name.startswith(("rollout/", "evaluator/"))}
+
+    return FreeCores(config, signal, generating, lambda: "trainer" in busy, lambda: busy - generating() - {"trainer"}), signal
 
 
 @pytest.mark.parametrize(
@@ -32,7 +36,7 @@ def cores_of(monkeypatch: pytest.MonkeyPatch, count: int, busy: set[str], **sect
         (8, {"train": {"helpers": 2}, "rollout": {"num_workers": 2}}, [2, 2, 2]),  # there are cores for all
         (5, {"train": {"helpers": 2}, "rollout": {"num_workers": 2, "num_threads": 2}}, [2, 2, 0]),
         (6, {"train": {"helpers": 2, "num_threads": 2}, "rollout": {"num_workers": 2, "num_threads": 2}}, [2, 1, 0]),
-        (3, {"train": {"helpers": 2, "reference": "task"}}, [1, 0, 0]),  # a worker that never counts as idle
+        (3, {"train": {"helpers": 2, "reference": "task"}}, [2, 1, 0]),
         (1, {"train": {"helpers": 1}}, [0, 0, 0]),
         (4, {"train": {"helpers": 0}}, [0, 0, 0]),
     ],
@@ -47,6 +51,28 @@ def test_a_worker_that_generates_has_its_cores_for_itself(
         busy.add(worker)
         found.append(len(cores.helpers_now))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "beside"),
+    [
+        ({"train": {"reference": "task"}}, "reference/0"),
+        ({"algorithm": "ppo"}, "critic"),
+        ({"algorithm": "ppo"}, "values/0"),
+        ({"reward": {"place": "task", "model": {"path": "judge"}}}, "reward/0"),
+    ],
+)
+def test_who_computes_beside_the_trainer_has_its_core_for_itself_while_it_does(
+    sections: dict[str, Any], beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy: set[str] = set()
+    cores, _ = cores_of(monkeypatch, 2, busy, **{**sections, "train": {"helpers": 1, **sections.get("train", {})}})
+    found = [len(cores.helpers_now)]
+    for change in (busy.add, busy.discard):
+        change(beside)
+        found.append(len(cores.helpers_now))
+    busy.add("reward/0-scores")  # which computes on none of these cores
+    assert found == [1, 0, 1] and len(cores.helpers_now) == (beside != "reward/0")
 
 
 def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +102,7 @@ def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(mo
         (8, {"train": {"helpers": 3}}, {"trainer rollout/0": 4}),
         (8, {"train": {"num_threads": 2}}, {"trainer rollout/0": 6, "trainer": 6}),
         (8, {"rollout": {"num_workers": 3}, "train": {"helpers": 0}}, {"trainer rollout/0 rollout/1 rollout/2": 2, "trainer": 7}),
-        (4, {"train": {"reference": "task"}}, {"rollout/0": 3, "trainer rollout/0": 1}),
+        (4, {"train": {"reference": "task"}}, {"rollout/0": 4, "rollout/0 reference/0": 3, "trainer rollout/0 reference/0": 1}),
         (1, {}, {"rollout/0": 1, "trainer rollout/0": 1}),
         (8, {"rollout": {"num_threads": 2}}, {"": 2, "rollout/0": 2, "trainer rollout/0": 2}),
     ],
@@ -92,8 +118,9 @@ def test_who_generates_has_the_cores_that_nobody_else_computes_on(
         busy.clear()
         busy.update(working.split())
         assert cores.threads_now == threads, working
-        num_generating, train_threads = len(busy - {"trainer"}), sections.get("train", {}).get("num_threads", 1)
+        num_generating, train_threads = len(busy - {"trainer", "reference/0"}), sections.get("train", {}).get("num_threads", 1)
         used = num_generating * threads + ("trainer" in busy) * train_threads * (1 + len(cores.helpers_now))
+        used += "reference/0" in busy
         assert used <= max(count, len(busy))
 
 
@@ -207,7 +234,7 @@ def test_cores_are_dealt_by_what_each_pool_has_computed(
     count: int, sections: dict[str, Any], seconds: dict[str, float], trainer: int, rollout: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module_of_helper_devices, "num_cores", lambda: count)
-    cores, _ = cores_of(monkeypatch, count, {"trainer", "rollout/0"}, **sections)
+    cores, _ = cores_of(monkeypatch, count, {"trainer", "rollout/0", "reference/0"}, **sections)
     assert cores.threads_of("trainer") == sections["train"]["num_threads"] if sections["train"]["num_threads"] != "auto" else 1
     cores.deal(seconds)
     assert (cores.threads_of("trainer"), cores.threads_of("rollout")) == (trainer, rollout)
