@@ -40,7 +40,7 @@ from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.run.helper_devices import num_helpers
+from asyncflow.run.helper_devices import ON_ONE_MACHINE, num_helpers
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.settings import Choice
@@ -459,3 +459,14 @@ def advice(config: Config) -> Iterator[str]:
             "weights go over the network whole, in float32, and the rollout engine rounds them to bfloat16: with "
             "weight_sync.dtype=bfloat16 most of a version goes as differences, and the engine has the same bits"
         )
+    judge = config.reward.model
+    threads: dict[str, tuple[int | str, str, bool]] = {
+        "rollout.num_threads": (config.rollout.num_threads, config.rollout.device, False),
+        "train.num_threads": (config.train.num_threads, config.train.device, True),
+        "reward.model.num_threads": (judge.num_threads, judge.device, True) if judge is not None else (1, CPU, True),
+    }
+    for key, (number, device, has_bits) in threads.items():
+        if number == "auto" and (config.cluster.name not in ON_ONE_MACHINE or kind_of(device) != CPU):
+            yield f"{key}=auto deals out the cores of one machine to engines on its CPU, and this is none: it is 1; set a number"
+        elif number == "auto" and has_bits and config.train.accumulate == "exact":
+            yield f"{key}=auto changes bits, which train.accumulate=exact promises: it is 1; set a number, or accumulate=fp32"

@@ -676,6 +676,11 @@ def test_a_path_that_is_null_switches_evaluation_off() -> None:
         ({"weight_sync": "network", "rollout": {"dtype": "bfloat16"}}, "with weight_sync.dtype=bfloat16 most of a version"),
         ({"weight_sync": {"name": "network", "dtype": "bfloat16"}, "rollout": {"dtype": "bfloat16"}}, ""),
         ({"weight_sync": "network"}, ""),
+        ({"train": {"num_threads": "auto"}}, ""),
+        ({"train": {"num_threads": "auto", "device": "cuda"}}, "train.num_threads=auto deals out the cores of one machine"),
+        ({"train": {"num_threads": "auto", "accumulate": "exact"}}, "train.num_threads=auto changes bits"),
+        ({"rollout": {"num_threads": "auto"}, "train": {"accumulate": "exact"}}, ""),
+        ({"rollout": {"num_threads": "auto"}, "cluster": "ray"}, "rollout.num_threads=auto deals out"),
     ],
 )
 def test_what_works_and_does_not_what_it_is_for_is_told(changes: dict[str, Any], words: str) -> None:
