@@ -43,8 +43,13 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A configuration of 2 steps of 4 prompts x 4 responses; keyword arguments change sections of it."""
+    return small_in(tmp_path)
+
+
+def small_in(folder: Path) -> Callable[..., dict[str, Any]]:
+    """`small`, whose runs are in this folder."""
     base = {
-        "run": {"name": "test", "dir": str(tmp_path / "runs"), "steps": 2, "stall_timeout_seconds": patience(60)},
+        "run": {"name": "test", "dir": str(folder / "runs"), "steps": 2, "stall_timeout_seconds": patience(60)},
         "model": {"path": str(MODEL)},
         "data": {"path": "generated:arithmetic", "limit": 64},
         "rollout": {"num_slots": 16, "group_size": 4, "max_new_tokens": 48},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import small_in
 from tests.depth import in_gate
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.e2e.test_units import HELD, UNITS, fingerprints, recipe
@@ -25,20 +26,33 @@ def stored(redis_url: str) -> list[str]:
     return subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
 
 
+def held(small: Small, folder: Path) -> tuple[Path, Path]:
+    """Configuration of a run whose fourth update waits for a file, and the file."""
+    (folder / "held.py").write_text(HELD)
+    until = folder / "go-on"
+    engine = {"path": f"{folder / 'held.py'}:Held", "until": str(until), "at": 4}
+    changes = {"run": {"steps": 6}, "train": {"accumulate": "exact", "engine": engine}}
+    return write_config(folder, recipe(small, checkpoint={"every_steps": 2, "in_memory": False}, **changes)), until
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the run that nothing disturbs, whose rows are in the driver."""
+    folder = tmp_path_factory.mktemp("near")
+    config, until = held(small_in(folder), folder)
+    until.touch()
+    assert run_command("train", config).returncode == 0
+    return folder / "runs" / "test"
+
+
 @pytest.mark.parametrize("killed", ["driver", "trainer"])
 @pytest.mark.parametrize("place", in_gate("driver", of=["driver", "workers"]))
 def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_bits_and_leaves_nothing(
-    small: Small, tmp_path: Path, background: Callable[..., Command], redis_url: str, place: str, killed: str
+    near: Path, small: Small, tmp_path: Path, background: Callable[..., Command], redis_url: str, place: str, killed: str
 ) -> None:
     """It is killed in its fourth step. The third one is committed and not in a checkpoint: its groups come a second time."""
-    (tmp_path / "held.py").write_text(HELD)
-    (until := tmp_path / "go-on").touch()
-    engine = {"path": f"{tmp_path / 'held.py'}:Held", "until": str(until), "at": 4}
-    changes = {"run": {"steps": 6}, "train": {"accumulate": "exact", "engine": engine}}
-    config = write_config(tmp_path, recipe(small, checkpoint={"every_steps": 2, "in_memory": False}, **changes))
-    assert run_command("train", config, "run.name=near").returncode == 0
-    near, far = [tmp_path / "runs" / name for name in ("near", "far")]
-    until.unlink()
+    config, until = held(small, tmp_path)
+    far = tmp_path / "runs" / "far"
     units = UNITS if place == "workers" else ()
     options = ["run.name=far", *units, "queue.storage.name=redis", f"queue.storage.url={redis_url}"]
     command = background("train", config, *options)
