@@ -10,8 +10,10 @@ A server is several processes. They stay in the guard's process group, which is 
 died would keep its GPU for ever. Run by path with `-I -S`: only the standard library.
 """
 
+import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -31,11 +33,20 @@ def main(folder: str, command: list[str]) -> None:
         if os.getppid() != guard:  # it went before the call
             os._exit(1)
 
+    allow_all_handles()
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_the_guard)
     threading.Thread(target=_end_with_the_owner, args=(folder,), daemon=True).start()
     status = server.wait()
     print(f"the vLLM server (process {server.pid}) {ending(status)}", flush=True)
     _end(folder)
+
+
+def allow_all_handles() -> None:
+    """Let this process and its own have as many file handles as it may: its owner may have been short of them when it started this
+    one, and a server has many."""
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def ending(status: int) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -1207,10 +1208,11 @@ def test_nccl_needs_vllm_beside_asyncflow(model: Path, python: str) -> None:
 # -- what is left behind ----------------------------------------------------------------------------------------------------
 
 OWNER = """
-import sys, time
+import resource, sys, time
 from functools import partial
 from pathlib import Path
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 engine = VllmEngine(Path(sys.argv[1]), num_slots=2, max_context=64, python=sys.argv[2], instances=2)
 print(*(i.host.server.pid for i in engine.instances), *(Path(i.host.server.socket).parent for i in engine.instances), flush=True)
 time.sleep(60)
@@ -1226,6 +1228,8 @@ def test_servers_end_with_their_owner_however_it_goes(model: Path, python: str, 
         guards = [psutil.Process(int(first)), psutil.Process(int(second))]
         everyone = [p for guard in guards for p in (guard, *guard.children(recursive=True))]
         assert len(everyone) == 6 and all(Path(folder).is_dir() for folder in folders)
+        handles = {resource.prlimit(process.pid, resource.RLIMIT_NOFILE) for process in everyone}
+        assert handles == {(resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2}, "as many as they may, whatever their owner has"
         owner.send_signal(how)
     assert are_gone(everyone)
     assert not any(Path(folder).exists() for folder in folders)
