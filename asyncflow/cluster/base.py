@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import NamedTuple, Protocol
 
 from asyncflow.types import RunError
 
@@ -27,8 +27,18 @@ def needs_all(name: str) -> bool:
 
 
 Settle = Callable[[], Awaitable[None]]
-LATE: Final = "did not end within {:g} s and was killed"
-"""How a worker ended that was given so many seconds."""
+
+
+class BadEnd(NamedTuple):
+    """How a stopped worker has ended that did not end well. `has_failed`: its own code has ended it; False: it was killed."""
+
+    how: str
+    has_failed: bool
+
+    @classmethod
+    def late(cls, grace_seconds: float) -> BadEnd:
+        """That of one which was given so many seconds."""
+        return cls(f"did not end within {grace_seconds:g} s and was killed", has_failed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +103,9 @@ class Cluster(Protocol):
         """
         ...
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, BadEnd]:
         """Wait so long for the workers to end, then kill. Returns, by their names, how those ended that were running and did not
-        end well: too late (`LATE`), or with which status and last words.
+        end well.
 
         `keep`: names of workers whose processes stay, for the next start of workers of these names; only where the cluster has
         such (`WorkerSpec.may_stay`).

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncflow.cluster.base import LATE, Settle, WorkerSpec, needs_all
+from asyncflow.cluster.base import BadEnd, Settle, WorkerSpec, needs_all
 from asyncflow.registry import load
 from asyncflow.transport import client_name
 from asyncflow.types import first_error
@@ -48,17 +48,18 @@ class InlineCluster:
             await asyncio.wait([task])
         return not late
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, BadEnd]:
         """See `Cluster.stop`."""
         mortal = {name: task for name, task in self._tasks.items() if name not in self._lasting}
         running = {name: task for name, task in mortal.items() if not task.done()}
         if running:
             await asyncio.wait(running.values(), timeout=grace_seconds)
-        late = {name: LATE.format(grace_seconds) for name, task in running.items() if not task.done()}
+        late = {name: BadEnd.late(grace_seconds) for name, task in running.items() if not task.done()}
         for name in late:
             running[name].cancel()
         ends = zip(running, await asyncio.gather(*running.values(), return_exceptions=True), strict=True)
-        failed = {name: f"ended with {first_error(error)!r}" for name, error in ends if isinstance(error, Exception)}
+        errors = {name: first_error(error) for name, error in ends if isinstance(error, Exception)}
+        failed = {name: BadEnd(f"ended with {error!r}", has_failed=True) for name, error in errors.items()}
         try:
             if settle is not None:
                 await settle()

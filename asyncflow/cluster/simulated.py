@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncflow.cluster.base import LATE, Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
+from asyncflow.cluster.base import BadEnd, Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
 from asyncflow.cluster.clock import Process
 from asyncflow.cluster.faults import Faults
 from asyncflow.cluster.wire import SimulatedPeer, Wire
@@ -87,7 +87,7 @@ class SimulatedCluster:
         del self._workers[name], self._starts[name]
         return not was_running
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, BadEnd]:
         """See `Cluster`. Workers that stand still go on; none dies or is started any more, and none outlives the others."""
         for timer in self._timers:
             timer.cancel()
@@ -105,7 +105,7 @@ class SimulatedCluster:
             self._over.exception()  # taken, if it came too late to be why the run ended
         if settle is not None:
             await settle()
-        return {worker.spec.name: LATE.format(grace_seconds) for worker in late}
+        return {worker.spec.name: BadEnd.late(grace_seconds) for worker in late}
 
     def pids(self) -> dict[str, int]:
         """See `Cluster`: there are no processes."""

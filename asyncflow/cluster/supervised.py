@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from asyncflow.cluster.base import LATE, Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
+from asyncflow.cluster.base import BadEnd, Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
 from asyncflow.types import UserError
 
 USER_ERROR_STATUS = 2
@@ -163,7 +163,7 @@ class SupervisedCluster(ABC):
             await self._end(child, 0.0)
         return is_in_time
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, BadEnd]:
         """See `Cluster.stop`."""
         await _unwatch([child for name, child in self._children.items() if name in keep])
         everybody = self._kept | self._children
@@ -185,7 +185,7 @@ class SupervisedCluster(ABC):
             if keep:  # the workers that are started next are watched anew
                 self._children, self._over = {}, None
         return {
-            child.spec.name: _how_ended(child, _last_words(child)) if is_in_time else LATE.format(grace_seconds)
+            child.spec.name: _bad_end(child) if is_in_time else BadEnd.late(grace_seconds)
             for child, is_in_time in zip(running, in_time, strict=True)
             if child.process.returncode or not is_in_time
         }
@@ -217,6 +217,10 @@ class SupervisedCluster(ABC):
         if child.process.returncode == USER_ERROR_STATUS and is_needed:
             raise UserError(last)
         return _how_ended(child, last)
+
+
+def _bad_end(child: _Child) -> BadEnd:
+    return BadEnd(_how_ended(child, _last_words(child)), has_failed=(child.process.returncode or 0) > 0)
 
 
 def _last_words(child: _Child) -> str:

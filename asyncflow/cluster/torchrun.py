@@ -129,7 +129,13 @@ def _wait_for_driver(
 ) -> bool:
     """Wait until the driver has begun the run, as long as it lives; say so after some time. False: it has ended without."""
     is_late = time.monotonic() + patience_seconds
-    while not (job_file.is_file() and read_launch(job_file) == launch and control_socket(job_file.parent).exists()):
+
+    def has_begun() -> bool:
+        with contextlib.suppress(FileNotFoundError):  # an earlier run's is removed
+            return read_launch(job_file) == launch and control_socket(job_file.parent).exists()
+        return False
+
+    while not has_begun():
         if has_ended():
             return False
         if time.monotonic() > is_late:

@@ -29,21 +29,23 @@ DEFAULTS: dict[str, Any] = {
     "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
     "label2id": {"LABEL_0": 0, "LABEL_1": 1},
 }
-# Those that it gave them before version 5: of kinds of models that these are not, and of generation.
+# Those that it gave them before version 5, of kinds of models that these are not.
 EARLIER_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder"), False),
-    **dict.fromkeys(("add_cross_attention", "tie_encoder_decoder"), False),
-    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "return_dict_in_generate", "remove_invalid_values"), False),
-    **{"pruned_heads": {}, "max_length": 20, "min_length": 0, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1},
-    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
-    **{"top_k": 50, "diversity_penalty": 0.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
+    **{"add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {}},
 }
 # Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
 FIXED = {"use_sliding_window": False, "use_mrope": False, "use_bidirectional_attention": False, **EARLIER_DEFAULTS, **DEFAULTS}
 HARMLESS = {
     *("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),
-    *("output_attentions", "output_hidden_states", "return_dict"),
+    *("output_attentions", "output_hidden_states", "return_dict", "_attn_implementation_autoset"),
+    *("tokenizer_class", "sep_token_id", "problem_type"),
+    # Of generation, which is the run's own; the library wrote them before version 5.
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "output_scores", "return_dict_in_generate"),
+    *("remove_invalid_values",),
     *(
         "attention_dropout",
         "embd_pdrop",

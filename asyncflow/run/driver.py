@@ -52,7 +52,7 @@ from asyncflow.run.models.model_files import ModelFiles
 from asyncflow.run.preparation.memory import Shapes, checkpoint_bytes
 from asyncflow.run.preparation.prepare import Prepared
 from asyncflow.run.records.record import RecordState, RunRecord
-from asyncflow.run.services.cores import FreeCores
+from asyncflow.run.services.cores import FreeCores, computing_beside, pools_of
 from asyncflow.run.services.desk import TrainDesk
 from asyncflow.run.services.handover import Handover
 from asyncflow.run.services.rendezvous import Rendezvous
@@ -145,7 +145,9 @@ class Driver:
     def _events(self, task: str) -> TaskEvents:
         """Events of a task, which the ledger hears of."""
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
-        events = TaskEvents(on_done=done, on_dead=self._rows_failed, on_change=self.signal.notify)
+        events = TaskEvents(on_done=done, on_dead=self._rows_failed)
+        if task in (EVALUATE_TASK, *pools_of(self.config)):  # whose workers compute
+            events = replace(events, on_change=self.signal.notify)
         if task == EVALUATE_TASK:
             return replace(events, on_lost=self._lost)
         if task == "rollout":
@@ -398,12 +400,11 @@ class Driver:
     def _is_training(self) -> bool:
         return self._is_under_way(self.ledger.ledger.tasks.policy)
 
-    def _beside(self) -> set[str]:
-        """Workers beside trainer and rollout that compute: those that hold rows, and the critic in its rounds."""
-        known = self.transfer_queue.controllers
-        holding = {worker for task in self.cores.pools if task in known and task != "rollout" for worker in known[task].holders()}
+    def _beside(self) -> dict[str, int]:
+        """Workers beside trainer and rollout that compute, by their pool: see `computing_beside`; and the critic in its rounds."""
+        counts = computing_beside(self.cores.pools, self.transfer_queue.controllers)
         has_critic = UPDATE_TASK in self.ledger.ledger.tasks.trained
-        return {*holding, *(["critic"] if has_critic and self._is_under_way(UPDATE_TASK) else [])}
+        return counts | ({"critic": 1} if has_critic and self._is_under_way(UPDATE_TASK) else {})
 
     def _is_under_way(self, task: str) -> bool:
         """Whether who trains by this task computes: there is a round that is not trained, or an update to make."""

@@ -211,8 +211,9 @@ def critic_folder(config: Config) -> Path | None:
 def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
     """Sentence about the tokens of a pass, where they were chosen automatically, or count for nothing; "" elsewhere."""
     tokens = tokens_per_pass(config, fields)
-    if tokens is not None and "model_type" in fields and (why := why_not_packed(fields)):
-        return f"training passes have one group each, whatever train.tokens_per_micro_batch says: {why}"
+    is_known = config.train.engine.name in PASS_ENGINES and "model_type" in fields
+    if tokens is not None and is_known and (why := why_not_packed(fields)):
+        return f"training passes have one micro-batch each, whatever train.tokens_per_micro_batch says: {why}"
     if config.train.tokens_per_micro_batch != "auto" or tokens is None:
         return ""
     width = f"{fields['hidden_size']} hidden elements on {config.train.device}"
@@ -466,7 +467,9 @@ def advice(config: Config) -> Iterator[str]:
         "reward.model.num_threads": (judge.num_threads, judge.device, True) if judge is not None else (1, CPU, True),
     }
     for key, (number, device, has_bits) in threads.items():
-        if number == "auto" and (config.cluster.name not in ON_ONE_MACHINE or kind_of(device) != CPU):
-            yield f"{key}=auto deals out the cores of one machine to engines on its CPU, and this is none: it is 1; set a number"
+        if number == "auto" and config.cluster.name not in ON_ONE_MACHINE:
+            yield f"{key}=auto deals out the cores of one machine, and cluster is {config.cluster.name}: it is 1; set a number"
+        elif number == "auto" and kind_of(device) != CPU:
+            yield f"{key}=auto deals out cores, and its engines compute on {device}: it is 1"
         elif number == "auto" and has_bits and config.train.accumulate == "exact":
             yield f"{key}=auto changes bits, which train.accumulate=exact promises: it is 1; set a number, or accumulate=fp32"

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
-from asyncflow.cluster.base import LATE, Cluster, Settle, WorkerSpec
+from asyncflow.cluster.base import Cluster, Settle, WorkerSpec
 from asyncflow.run.driver import Driver
 from asyncflow.types import RunError
 from asyncflow.waits import WORKERS_START, waiting
@@ -96,12 +96,11 @@ class Running:
                 future.cancel()
 
     async def stop(self, grace_seconds: float, settle: Settle) -> None:
-        """Stop the workers, then the loops. `settle`: see `Cluster.stop`. Of a run that has failed, others end badly in its wake:
-        what is told is why it has failed."""
-        late = LATE.format(grace_seconds)
-        for name, how in (await self._cluster.stop(grace_seconds, settle)).items():
-            if self.failure is None or how == late:
-                self._log(f"worker {name} {how}")
+        """Stop the workers, then the loops. `settle`: see `Cluster.stop`. In the wake of a run's failure the code of others
+        fails, too, which is not told."""
+        for name, end in (await self._cluster.stop(grace_seconds, settle)).items():
+            if self.failure is None or not end.has_failed:
+                self._log(f"worker {name} {end.how}")
         await self._end_loops()
 
     async def abandon(self, settle: Settle, may_stay: Collection[str]) -> bool:

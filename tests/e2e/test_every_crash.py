@@ -114,14 +114,17 @@ def test_killed_before_each_kind_of_operation_that_only_other_runs_have(
     assert calm.end(seconds=120) == 0, calm.said()
     own = [kind for kind in kinds(calm) if kind not in whole[1]]
     assert own
+    statuses = []
     for number, kind in enumerate(own):
         config = tree(tmp_path / str(number), short)
         attempt = AttemptProcess(config, resume=False, kill_before=kind)
-        assert attempt.end(seconds=120) in (137, 0), (kind, attempt.said())
+        statuses.append(attempt.end(seconds=120))
+        assert statuses[-1] in (137, 0), (kind, attempt.said())
         try:
             check(config, calm.run_dir, has_bits=name != "bounded")
         except AssertionError as error:
             raise AssertionError(f"killed before {kind}") from error
+    assert name == "bounded" or set(statuses) == {137}, "there, rows may be under way at a checkpoint, or not"
 
 
 @pytest.mark.parametrize("state", in_gate("longer", of=["cut", "longer"]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.cluster.base import Cluster, Settle, WorkerSpec
+from asyncflow.cluster.base import BadEnd, Cluster, Settle, WorkerSpec
 from asyncflow.cluster.inline import InlineCluster
 from asyncflow.config import parse
 from asyncflow.run.driver import Driver
@@ -44,7 +44,7 @@ class FullCluster(InlineCluster):
         self.started += [spec.name for spec in workers]
         await super().start(workers)
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, BadEnd]:
         self.was_stopped = True
         return await super().stop(grace_seconds, settle, keep)
 

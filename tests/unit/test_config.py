@@ -587,7 +587,7 @@ def test_the_tokens_of_a_pass_go_by_the_models_width_and_the_device(
     assert pass_note(config, fields).startswith(f"training passes take up to {expected:,} packed tokens") if is_told else True
     assert is_told or not pass_note(config, fields)
     note = pass_note(config, {**fields, "model_type": "gemma3_text"})
-    assert note.startswith("training passes have one group each") == (expected is not None)
+    assert note.startswith("training passes have one micro-batch each") == (expected is not None)
     assert pass_note(config, {**fields, "model_type": "qwen2"}) == pass_note(config, fields)
 
 
@@ -677,10 +677,13 @@ def test_a_path_that_is_null_switches_evaluation_off() -> None:
         ({"weight_sync": {"name": "network", "dtype": "bfloat16"}, "rollout": {"dtype": "bfloat16"}}, ""),
         ({"weight_sync": "network"}, ""),
         ({"train": {"num_threads": "auto"}}, ""),
-        ({"train": {"num_threads": "auto", "device": "cuda"}}, "train.num_threads=auto deals out the cores of one machine"),
+        (
+            {"train": {"num_threads": "auto", "device": "cuda"}},
+            "train.num_threads=auto deals out cores, and its engines compute on cuda",
+        ),
         ({"train": {"num_threads": "auto", "accumulate": "exact"}}, "train.num_threads=auto changes bits"),
         ({"rollout": {"num_threads": "auto"}, "train": {"accumulate": "exact"}}, ""),
-        ({"rollout": {"num_threads": "auto"}, "cluster": "ray"}, "rollout.num_threads=auto deals out"),
+        ({"rollout": {"num_threads": "auto"}, "cluster": "ray"}, "rollout.num_threads=auto deals out the cores of one machine"),
     ],
 )
 def test_what_works_and_does_not_what_it_is_for_is_told(changes: dict[str, Any], words: str) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.cluster.base import OWN_DEVICES, Settle, WorkerSpec
+from asyncflow.cluster.base import OWN_DEVICES, BadEnd, Settle, WorkerSpec
 from asyncflow.cluster.ray.connection import HOST_SECONDS, RayConnection, first_sentence, import_ray
 from asyncflow.cluster.ray.host import Letter
 from asyncflow.cluster.ray.places import RayPlaces, WorkerPlace
@@ -89,7 +89,7 @@ class RayCluster(SupervisedCluster):
             await self._places.leave(name)
         return is_in_time
 
-    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None, keep: Collection[str] = ()) -> dict[str, BadEnd]:
         """See `Cluster.stop`."""
         self._places.is_closed = True
         try:

@@ -12,9 +12,9 @@ and its last commit; the end of a step, and of the run
 
 A pool whose number of threads is `auto` has a part of the cores by what it has computed in the step before. A rollout worker's
 cores, or its device, are free while it holds no row and installs no weights; the trainer's and the critic's while they have no
-round and no update to compute; those of references, values and reward models while they hold no row. The driver is the first to
-know of each, so nothing is polled or guessed. What is given out is never more than there are cores, but for the first thread of
-each worker.
+round and no update to compute; those of references, values and reward models while they hold no row, and none is ready for them
+(for helpers alone: numbers of threads leave them theirs). The driver is the first to know of each, so nothing is polled or guessed.
+What is given out is never more than there are cores, but for the first thread of each worker, and for values that install weights.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from asyncflow.waits import FREE_CORES
 if TYPE_CHECKING:
     from asyncflow.engines.sleeping import SleepingPasses
     from asyncflow.engines.train.helpers import Helpers
+    from asyncflow.transfer_queue.controller import Controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def pools_of(config: Config) -> dict[str, Pool]:
 
 class FreeCores:
     """Service of the driver. `generating()`: the workers that generate or install weights now; `is_training()`: whether the trainer
-    has passes, or an update, to compute; `beside()`: the workers of other tasks that compute."""
+    has passes, or an update, to compute; `beside()`: how many workers of other pools compute, by their pool."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class FreeCores:
         signal: Signal,
         generating: Callable[[], Collection[str]],
         is_training: Callable[[], bool],
-        beside: Callable[[], Collection[str]],
+        beside: Callable[[], Mapping[str, int]],
     ) -> None:
         self._signal, self._generating, self._is_training, self._beside = signal, generating, is_training, beside
         self._is_stopping = False
@@ -102,7 +103,7 @@ class FreeCores:
             here = [name for name in self._generating() if not is_guest(name)] if self._helpers else []
             busy = {generating_device(self._config, name) for name in here}
             return tuple(number for number, device in enumerate(self._helpers) if device not in busy)
-        free = self._cores - self._of("trainer") - self._of_others - self.pools["rollout"].least * len(self._generating())
+        free = self._cores - self._of("trainer") - self._of_beside - self.pools["rollout"].least * len(self._generating())
         return tuple(range(max(0, min(self._cores_helpers, free // self._of_helper))))
 
     @property
@@ -173,9 +174,14 @@ class FreeCores:
 
     @property
     def _of_others(self) -> int:
-        """Threads of the workers beside trainer and rollout that compute."""
-        pools = (worker.partition("/")[0] for worker in self._beside() if not is_guest(worker))
-        return sum(self._threads[pool] for pool in pools if pool in self._threads)
+        """Threads of the workers beside trainer and rollout, which `threads_now` leaves to them all the time: its changes cost more
+        than a helper's."""
+        return sum(self._of(name) for name in self.pools if name not in ("rollout", "trainer"))
+
+    @property
+    def _of_beside(self) -> int:
+        """Threads of those of them that compute now."""
+        return sum(count * self._threads[pool] for pool, count in self._beside().items())
 
     @property
     def _of_training(self) -> int:
@@ -191,8 +197,18 @@ class FreeCores:
 
     def _look(self) -> None:
         generating = sum(not is_guest(worker) for worker in self._generating())
-        given = self._of_others + self._of_training + self.threads_now * generating
+        given = self._of_beside + self._of_training + self.threads_now * generating
         self._most_given = max(self._most_given, given)
+
+
+def computing_beside(pools: Mapping[str, Pool], controllers: Mapping[str, Controller]) -> dict[str, int]:
+    """How many workers of the pools beside trainer and rollout compute: those that hold rows, or all while rows are ready, which a
+    worker between two leases is about to take."""
+    found = {}
+    for name in pools.keys() & controllers.keys() - {"rollout"}:
+        controller = controllers[name]
+        found[name] = pools[name].workers if controller.table.counts()["ready"] else len(controller.holders())
+    return found
 
 
 async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recorder) -> None:

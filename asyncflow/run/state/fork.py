@@ -90,7 +90,8 @@ def is_begun(config: Config, source: str, keep: Collection[str] | None) -> bool:
     Raises `UserError` where it is another run, or another fork: none is gone on with, or overwritten, by mistake.
     """
     if (record := _record_of(config)) is None:
-        if RunDir(config.run_dir).has_results():
+        own = RunDir(config.run_dir)
+        if own.is_run() and own.has_results():
             raise UserError(
                 f"{config.run_dir} holds a run that is no fork: give the fork another run.name, or --resume that one alone"
             )

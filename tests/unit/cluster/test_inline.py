@@ -58,7 +58,7 @@ async def test_a_fault_is_raised_as_it_is_and_not_tried_again(tmp_path: Path) ->
 async def test_a_worker_that_fails_while_it_is_stopped_is_told_of(tmp_path: Path) -> None:
     cluster = InlineCluster(tmp_path)
     await cluster.start([spec(tmp_path, "broken", "a"), spec(tmp_path, "well", "b")])
-    assert await cluster.stop(60.0) == {"a": "ended with ValueError('the wheel came off')"}
+    assert await cluster.stop(60.0) == {"a": ("ended with ValueError('the wheel came off')", True)}
 
 
 async def test_workers_join_and_leave(tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ async def test_a_worker_that_fails_while_it_is_stopped_is_told_of(cluster: Local
     ended = await stopped
     waiting.cancel()
     assert list(ended) == ["w"] and deaths.told == []
-    assert "ended with status 1; its last words: ValueError: the model cannot be written" in ended["w"]
+    assert (
+        "ended with status 1; its last words: ValueError: the model cannot be written" in ended["w"].how and ended["w"].has_failed
+    )
 
 
 async def test_a_worker_whose_log_is_gone_has_said_nothing(cluster: LocalCluster, tmp_path: Path) -> None:

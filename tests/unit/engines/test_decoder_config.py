@@ -35,7 +35,8 @@ def test_a_config_that_is_written_whole_is_what_it_is_in_short(kind: str) -> Non
     assert DecoderConfig.from_fields(whole) == short
     del whole["architectures"]
     assert DecoderConfig.from_fields(whole) == short
-    assert DecoderConfig.from_fields({**whole, **EARLIER_DEFAULTS}) == short
+    others = {"max_length": 4096, "temperature": 0.7, "tokenizer_class": "LlamaTokenizer"}
+    assert DecoderConfig.from_fields({**whole, **EARLIER_DEFAULTS, **others}) == short
     for name in (*DEFAULTS, *EARLIER_DEFAULTS):
         with pytest.raises(ValueError, match=f"{name} = 3 is not implemented"):
             DecoderConfig.from_fields({**whole, name: 3})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,8 +14,9 @@ import pytest
 from asyncflow.config import parse
 from asyncflow.control.signal import Signal
 from asyncflow.run import helper_devices as module_of_helper_devices
+from asyncflow.run.job import Job, Listener
 from asyncflow.run.services import cores as module_of_cores
-from asyncflow.run.services.cores import FreeCores, follow_threads, following_threads, lend
+from asyncflow.run.services.cores import FreeCores, Pool, computing_beside, follow_threads, following_threads, lend
 from asyncflow.telemetry.spans import Recorder, Span
 from tests.patience import patience
 
@@ -25,7 +28,10 @@ def cores_of(monkeypatch: pytest.MonkeyPatch, count: int, busy: set[str], **sect
     def generating() -> set[str]:
         return {name for name in busy if name.startswith(("rollout/", "evaluator/"))}
 
-    return FreeCores(config, signal, generating, lambda: "trainer" in busy, lambda: busy - generating() - {"trainer"}), signal
+    def beside() -> Counter[str]:
+        return Counter(name.partition("/")[0] for name in busy - generating() - {"trainer"})
+
+    return FreeCores(config, signal, generating, lambda: "trainer" in busy, beside), signal
 
 
 @pytest.mark.parametrize(
@@ -71,8 +77,43 @@ def test_who_computes_beside_the_trainer_has_its_core_for_itself_while_it_does(
     for change in (busy.add, busy.discard):
         change(beside)
         found.append(len(cores.helpers_now))
-    busy.add("reward/0-scores")  # which computes on none of these cores
-    assert found == [1, 0, 1] and len(cores.helpers_now) == (beside != "reward/0")
+    assert found == [1, 0, 1]
+
+
+def test_a_worker_between_two_leases_computes_while_rows_are_ready_for_it() -> None:
+    def controller(ready: int, *holders: str) -> Any:
+        table = SimpleNamespace(counts=lambda: {"ready": ready})
+        return SimpleNamespace(table=table, holders=lambda: dict.fromkeys(holders, 4))
+
+    pools = {name: Pool(2, 1, False, "") for name in ("rollout", "trainer", "reference", "values", "critic")}
+    controllers = {"rollout": controller(9, "rollout/0"), "reference": controller(0, "reference/1"), "values": controller(3)}
+    assert computing_beside(pools, controllers) == {"reference": 1, "values": 2}
+    controllers |= {"values": controller(0), "reward": controller(1)}
+    assert computing_beside(pools, controllers) == {"reference": 1, "values": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pool"),
+    [({"train": {"reference": "task"}}, "reference"), ({"algorithm": "ppo"}, "critic"), ({"algorithm": "ppo"}, "values")],
+)
+async def test_a_run_s_driver_knows_who_computes_beside_its_trainer(
+    changes: dict[str, Any], pool: str, small: Callable[..., dict[str, Any]]
+) -> None:
+    """And says so at each change: a watcher sees both."""
+    seen = set[int]()
+
+    class Watched(Job):
+        def group(self, step: int) -> None:
+            if not seen and self.driver is not None:
+                driver = self.driver
+                driver.signal.watchers.append(lambda: seen.add(driver._beside().get(pool, 0)))
+            super().group(step)
+
+    tree = small(cluster="inline", **changes)
+    if pool == "reference":
+        tree["algorithm"] = {"name": "grpo", "kl_coefficient": 0.1}
+    assert await Watched(parse(tree), Listener()).run()
+    assert seen == {0, 1}
 
 
 def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +143,7 @@ def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(mo
         (8, {"train": {"helpers": 3}}, {"trainer rollout/0": 4}),
         (8, {"train": {"num_threads": 2}}, {"trainer rollout/0": 6, "trainer": 6}),
         (8, {"rollout": {"num_workers": 3}, "train": {"helpers": 0}}, {"trainer rollout/0 rollout/1 rollout/2": 2, "trainer": 7}),
-        (4, {"train": {"reference": "task"}}, {"rollout/0": 4, "rollout/0 reference/0": 3, "trainer rollout/0 reference/0": 1}),
+        (4, {"train": {"reference": "task"}}, {"rollout/0": 3, "trainer rollout/0": 1}),
         (1, {}, {"rollout/0": 1, "trainer rollout/0": 1}),
         (8, {"rollout": {"num_threads": 2}}, {"": 2, "rollout/0": 2, "trainer rollout/0": 2}),
     ],
@@ -118,9 +159,8 @@ def test_who_generates_has_the_cores_that_nobody_else_computes_on(
         busy.clear()
         busy.update(working.split())
         assert cores.threads_now == threads, working
-        num_generating, train_threads = len(busy - {"trainer", "reference/0"}), sections.get("train", {}).get("num_threads", 1)
+        num_generating, train_threads = len(busy - {"trainer"}), sections.get("train", {}).get("num_threads", 1)
         used = num_generating * threads + ("trainer" in busy) * train_threads * (1 + len(cores.helpers_now))
-        used += "reference/0" in busy
         assert used <= max(count, len(busy))
 
 
@@ -234,7 +274,7 @@ def test_cores_are_dealt_by_what_each_pool_has_computed(
     count: int, sections: dict[str, Any], seconds: dict[str, float], trainer: int, rollout: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module_of_helper_devices, "num_cores", lambda: count)
-    cores, _ = cores_of(monkeypatch, count, {"trainer", "rollout/0", "reference/0"}, **sections)
+    cores, _ = cores_of(monkeypatch, count, {"trainer", "rollout/0"}, **sections)
     assert cores.threads_of("trainer") == sections["train"]["num_threads"] if sections["train"]["num_threads"] != "auto" else 1
     cores.deal(seconds)
     assert (cores.threads_of("trainer"), cores.threads_of("rollout")) == (trainer, rollout)
