@@ -116,10 +116,11 @@ async def _dry_run(config: Config) -> None:
     from asyncflow.model_folder import read_json
     from asyncflow.planner.hardware import find
     from asyncflow.run.device_shares import num_devices
-    from asyncflow.run.factories import advice, make_schedule, shape_of
+    from asyncflow.run.factories import make_schedule, shape_of
     from asyncflow.run.models.model_source import SHAPES
     from asyncflow.run.preparation.checks import check_shapes
     from asyncflow.run.preparation.memory import Shapes, lines
+    from asyncflow.run.preparation.notes import advice
     from asyncflow.run.preparation.prepare import prepare
     from asyncflow.run.preparation.prompts import left_out_lines
 

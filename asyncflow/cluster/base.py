@@ -37,7 +37,7 @@ class BadEnd(NamedTuple):
 
     @classmethod
     def late(cls, grace_seconds: float) -> BadEnd:
-        """That of one which was given so many seconds."""
+        """End of one that was given so many seconds."""
         return cls(f"did not end within {grace_seconds:g} s and was killed", has_failed=False)
 
 

@@ -35,10 +35,11 @@ from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.context import Listener as Listener
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import advice, queue_schema, shape_of
+from asyncflow.run.factories import queue_schema, shape_of
 from asyncflow.run.fleet import workers
 from asyncflow.run.in_worker.connection import model_begun_with
 from asyncflow.run.models.model_card import push_model
+from asyncflow.run.preparation.notes import advice
 from asyncflow.run.preparation.prepare import Prepared, prepare
 from asyncflow.run.preparation.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.records.step_rows import StepRows

@@ -16,10 +16,8 @@ from asyncflow.run.device_shares import num_devices
 from asyncflow.run.factories import (
     PASS_TOKENS,
     PASS_TOKENS_CPU,
-    advice,
     critic_options,
     make_algorithm,
-    pass_note,
     queue_schema,
     shape_of,
     tasks_before_training,
@@ -29,6 +27,7 @@ from asyncflow.run.factories import (
     weights_need_key,
 )
 from asyncflow.run.preparation.checks import check_choices
+from asyncflow.run.preparation.notes import advice, pass_note
 from asyncflow.settings import Choice, apply_override
 from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS

@@ -15,7 +15,7 @@ from asyncflow.engines.lora_files import check_lora_targets
 from asyncflow.loops.samples import Prompt
 from asyncflow.model_folder import read_json
 from asyncflow.run.availability import check_devices, check_engines
-from asyncflow.run.factories import critic_folder, environment_pool, pass_note, probing_of, reward_pool
+from asyncflow.run.factories import critic_folder, environment_pool, probing_of, reward_pool
 from asyncflow.run.models.model_source import Log, check_folder, is_made, model_folder
 from asyncflow.run.preparation.checks import (
     check_capacity,
@@ -28,6 +28,7 @@ from asyncflow.run.preparation.checks import (
     check_train_engine,
     check_turns,
 )
+from asyncflow.run.preparation.notes import pass_note
 from asyncflow.run.preparation.prompts import read_source, short_enough, tokenize
 from asyncflow.run.stored_rows import check_storage
 from asyncflow.types import UserError

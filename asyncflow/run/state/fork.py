@@ -43,7 +43,7 @@ class ForkRecord(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> str:
-        """What it has of its origin, in words."""
+        """Parts of its origin that it has, in words."""
         return " and ".join(["weights", *self.kept])
 
 

@@ -9,8 +9,9 @@ import pytest
 from asyncflow.config import parse
 from asyncflow.run import helper_devices as helper_devices_module
 from asyncflow.run.device_shares import check_shares
-from asyncflow.run.factories import pass_note, tokens_per_pass, update_plan
+from asyncflow.run.factories import tokens_per_pass, update_plan
 from asyncflow.run.helper_devices import generating_device, helper_devices, num_helpers
+from asyncflow.run.preparation.notes import pass_note
 from asyncflow.types import UserError
 
 NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
