@@ -158,7 +158,7 @@ class PlainAccumulator(Accumulator):
         """Add the sums [X] over the rows of each part, and over what is between P and X."""
         for rows in _neighbours(parts):
             own_PdX = rows_PdX[rows]
-            self.add_whole(name, own_PdX.sum(tuple(range(own_PdX.ndim - 1))))
+            self.add_whole(name, own_PdX.sum(tuple(range(own_PdX.ndim - 1))).view_as(self._parameters[name]))
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
         """Add a gradient of a parameter, which may become the sum itself."""

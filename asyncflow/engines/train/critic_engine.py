@@ -1,6 +1,6 @@
 """Critic's engine: values of responses, and the training of the model that computes them, on one device.
 
-    micro-batch -> pack (packing.py) -> the model's layers -> hidden_TH -> . head_1H -> values_T -> loss -> as in one_rank.py
+    micro-batches -> pass (summed_passes.py) -> the model's layers -> hidden_TH -> . head_1H -> values_T -> losses -> one_rank.py
 
 The value before a response token comes from the same hidden state that predicts the token. A new head is zero, so the first values
 are all 0 and favour nothing. The language model's own output layer is not a part of it, unless it is tied to the embedding.
@@ -10,7 +10,8 @@ Left out: a critic that is sharded over several devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -21,12 +22,15 @@ from torch import Tensor, nn
 
 from asyncflow.engines.base import CriticEngine, MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
+from asyncflow.engines.train.accumulate import make_accumulator
 from asyncflow.engines.train.leader_engine import TrainingEngine
 from asyncflow.engines.train.model.causal_model import CausalModel
-from asyncflow.engines.train.model.micro_step import float_tensor
+from asyncflow.engines.train.model.micro_step import PassLoss, float_tensor
 from asyncflow.engines.train.model.own_rows import probe
-from asyncflow.engines.train.model.packing import Packed
+from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.one_rank import OneModel
+from asyncflow.engines.train.pass_gradients import PassGradients, ProbePass
+from asyncflow.engines.train.summed_passes import SummedPasses
 from asyncflow.types import Array, HeldWeights, Ragged, UserError, ValueBatch, ValueObjective, WeightSource
 
 HEAD: Final = "value_head.weight"
@@ -46,7 +50,9 @@ class TorchCritic(TrainingEngine["CriticTraining"], CriticEngine):
         """
         check_device(options.device, "train.critic.device")
         torch.manual_seed(options.seed)
-        super().__init__(CriticTraining(model_path, options), options)
+        training = CriticTraining(model_path, options)
+        super().__init__(training, options)
+        self.remark = training.remark
 
     async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         return await self._thread.run(self.training.values, prompt_ids, response_ids)
@@ -64,7 +70,11 @@ class CriticTraining(OneModel):
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model, see `TorchCritic`."""
         self.model = ValueModel(model_path, options)
-        super().__init__(self.model.parameters, options)
+        sums = make_accumulator(options.accumulate, self.model.parameters)
+        super().__init__(self.model.parameters, options, sums=sums)
+        with self.model.head_of_probe():
+            self._passes = SummedPasses(self.model, sums, options.tokens_per_pass, self._probe_loss, has_head=False)
+        self.remark = "\n".join(filter(None, (self.model.remark, self._passes.remark)))
 
     @torch.no_grad()
     def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
@@ -74,7 +84,9 @@ class CriticTraining(OneModel):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
         """See `CriticEngine.forward_backward`. Raises `ValueError` for a micro-batch without values."""
-        return [self._forward_backward(micro_batch, objective) for micro_batch in micro_batches]
+        packed = [self.model.pack(each.prompt_ids, each.response_ids) for each in micro_batches]
+        passes = self._passes.cut(packed)
+        return [result for one in passes for result in self._compute(micro_batches[one], packed[one], objective)]
 
     @torch.no_grad()
     def install(self, tensors: Mapping[str, Tensor]) -> None:
@@ -91,12 +103,33 @@ class CriticTraining(OneModel):
         self.model.module.save_pretrained(path)
         save_file({HEAD: self.model.parameters[HEAD].detach().cpu().contiguous()}, path / HEAD_FILE)
 
-    def _forward_backward(self, micro_batch: MicroBatch, objective: ValueObjective) -> MicroBatchResult:
+    def _compute(
+        self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: ValueObjective
+    ) -> list[MicroBatchResult]:
+        """Compute a pass."""
+        together = joined(packed)
+
+        def loss(gradients: PassGradients | None) -> PassLoss:
+            values = self.model.values(together, gradients).split_with_sizes(together.token_counts)
+            made = [self._loss(*each, objective) for each in zip(micro_batches, packed, values, strict=True)]
+            for number, (_, result) in enumerate(made):
+                if gradients is not None and not result.is_finite:
+                    gradients.mute(number)
+            finite = [loss for loss, result in made if result.is_finite]
+            return PassLoss(torch.stack(finite).sum() if finite else values[0].sum() * 0.0, [result for _, result in made])
+
+        if (made := self._passes.backward(together, loss)) is not None:
+            return made.results
+        return [self._compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
+
+    @staticmethod
+    def _loss(
+        micro_batch: MicroBatch, packed: Packed, values_T: Tensor, objective: ValueObjective
+    ) -> tuple[Tensor, MicroBatchResult]:
+        """Loss of a micro-batch, with its result."""
         if micro_batch.values is None:
             raise ValueError(f"the micro-batch of row {micro_batch.indices[0]} has no values, which its returns were made from")
-        packed = self.model.pack(micro_batch.prompt_ids, micro_batch.response_ids)
         mask_T = float_tensor(micro_batch.loss_mask.values, packed)
-        values_T = self.model.values(packed)
         sums = objective.loss(
             ValueBatch(
                 values_T=values_T,
@@ -111,16 +144,16 @@ class CriticTraining(OneModel):
         is_finite = sums.loss.detach().isfinite() & values_T.detach().isfinite().all()
         numbers = [sums.loss.detach(), mask_T.sum(), is_finite, *sums.metrics.values()]
         loss_sum, loss_tokens, finite, *metrics = torch.stack([number.double() for number in numbers]).tolist()
-        if finite:
-            torch.autograd.backward(sums.loss)
-            self._sums.add()
-        return MicroBatchResult(
+        return sums.loss, MicroBatchResult(
             loss_sum=loss_sum,
             loss_tokens=int(loss_tokens),
             physical_tokens=packed.num_tokens,
             metrics=dict(zip(sums.metrics, metrics, strict=True)),
             is_finite=bool(finite),
         )
+
+    def _probe_loss(self, probes: ProbePass, packed: Packed, gradients: PassGradients | None) -> Tensor:
+        return probes.of_values(packed, self.model.values(packed, gradients), gradients)
 
 
 class ValueModel(CausalModel):
@@ -132,7 +165,7 @@ class ValueModel(CausalModel):
         Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
         """
         super().__init__(path, replace(options, lora=None))
-        probe(self)
+        self.remark = probe(self)
         prefix = self.module.base_model_prefix + "."
         self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
         size = self.module.config.hidden_size
@@ -144,7 +177,22 @@ class ValueModel(CausalModel):
             with torch.no_grad():
                 self.parameters[HEAD].copy_(head_1H)
 
-    def values(self, packed: Packed) -> Tensor:
-        """Values (float32 [T], with gradient) before the response tokens."""
-        hidden_TH = self._states(packed, self._cast())
-        return torch.nn.functional.linear(hidden_TH.float(), self.parameters[HEAD]).squeeze(-1)
+    def values(self, packed: Packed, gradients: PassGradients | None = None) -> Tensor:
+        """Values (float32 [T], with gradient) before the response tokens. `gradients`: where the head's goes in a pass.
+
+        A product with a vector would add up a row's elements in an order that depends on the number of rows.
+        """
+        hidden_TH, head_1H = self._states(packed, self._cast()).float(), self.parameters[HEAD]
+        if gradients is not None:
+            return gradients.weighted(HEAD, hidden_TH, head_1H, packed.token_counts)
+        return (hidden_TH * head_1H).sum(-1)
+
+    @contextmanager
+    def head_of_probe(self) -> Iterator[None]:
+        """Context with another head: a new one is zero, and passes no gradient on."""
+        head_1H = self.parameters[HEAD].data
+        self.parameters[HEAD].data = torch.linspace(-1, 1, head_1H.numel(), device=head_1H.device)[None]
+        try:
+            yield
+        finally:
+            self.parameters[HEAD].data = head_1H

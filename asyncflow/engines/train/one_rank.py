@@ -20,7 +20,6 @@ from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.accumulate import Accumulator, make_accumulator, order_free_norm
 from asyncflow.engines.train.device_weights import CopyStream, DeviceWeights
 from asyncflow.engines.train.helpers import Helpers
-from asyncflow.engines.train.model.packing import cut_into_passes
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.passes import Frozen, Passes
@@ -85,7 +84,7 @@ class OneRank(OneModel, PolicyTraining):
             if not any(passes.is_apart for passes in others):  # another device would have to be sent what a piece reads
                 self._sums.pieces = self._optimizer.pieces = self.helpers.pieces()
                 for passes in (first, *others):
-                    passes.share(self.helpers.pieces())
+                    passes.summed.share(self.helpers.pieces())
         self.specs = HeldWeights(self.policy.parameters).specs
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
@@ -99,10 +98,10 @@ class OneRank(OneModel, PolicyTraining):
             return passes.compute(of_pass, packed[cut[number]], objective)
 
         if self.helpers is None:
-            cut = cut_into_passes(packed, self.passes.most_tokens)
+            cut = self.passes.summed.cut(packed)
             results = [compute(self.passes, number) for number in range(len(cut))]
         else:
-            cut = cut_into_passes(packed, self.passes.most_tokens, 1 + self.helpers.allowed)
+            cut = self.passes.summed.cut(packed, 1 + self.helpers.allowed)
             results = self.helpers.compute(len(cut), compute, self.passes)
         return [result for of_pass in results for result in of_pass]
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,10 +71,13 @@ class PassGradients:
     pieces: Pieces = AT_ONCE
     """Pieces by which the gradients of matrices are computed: nothing in a pass waits for them."""
 
-    def __init__(self, model: CausalModel | ShardedModel, sums: GradientSums, *, gives_zeros: bool = False) -> None:
+    def __init__(
+        self, model: CausalModel | ShardedModel, sums: GradientSums, *, gives_zeros: bool = False, has_head: bool = True
+    ) -> None:
         """Change the model's modules so that they compute as before, except in a pass (`within`). See `why_not` first.
 
-        `gives_zeros`: autograd gets zeros for a gradient of each weight, since each of them is waited for.
+        `gives_zeros`: autograd gets zeros for a gradient of each weight, since each of them is waited for. `has_head`: passes use
+        the output layer.
         """
         self._sums = sums
         self._state: PassState | None = None  # of the pass that is under way
@@ -83,7 +87,7 @@ class PassGradients:
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         self._locks = {name: threading.Lock() for name in model.parameters}
         head = getattr(model.module.get_output_embeddings(), "weight", None)  # a stage of a pipeline may have none
-        self._head_name = names.get(id(head))
+        self._head_name = names.get(id(head)) if has_head else None
         self._holds = (
             isinstance(sums, ExactAccumulator)
             and self._head_name is not None
@@ -206,6 +210,12 @@ class PassGradients:
                 made_PO[part] = rows
         return made_PO
 
+    def weighted(self, name: str, rows_TH: Tensor, weight_1H: Tensor, counts: Sequence[int]) -> Tensor:
+        """Sums [T] of each row's elements times the weights of the parameter `name`. `counts`: rows of each micro-batch."""
+        apply: Any = _Weighted.apply
+        made: Tensor = apply(rows_TH, weight_1H, self, name, counts)
+        return made
+
     # -- modules ------------------------------------------------------------------------------------------------------------
 
     def linear(self, module: Any, names: dict[str, str | None], plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -247,6 +257,12 @@ class PassGradients:
     def add_norm(self, name: str, grad_1PX: Tensor) -> None:
         """Add the gradient of a norm's weight, from that of the weight of each row, maybe of each of its heads."""
         self._sums.add_sums(name, grad_1PX[0], [place for _, place in self._added()])
+
+    def add_weighted(self, name: str, grad_TH: Tensor, counts: Sequence[int]) -> None:
+        """Add the gradient of the weights of `weighted`, from that of each row's."""
+        ends = [0, *accumulate(counts)]
+        parts = [slice(*each) for number, each in enumerate(pairwise(ends)) if not self.is_muted(number)]
+        self._sums.add_sums(name, grad_TH, parts)
 
     def add_embedding(self, name: str, tokens_P: Tensor, grad_PH: Tensor, padding: int | None) -> None:
         """Add the gradient of the embedding, and what of the head's was held back for it."""
@@ -345,6 +361,21 @@ class _Repeated(torch.autograd.Function):
         return ctx.zeros, None, None, None, None
 
 
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_TH: Tensor, weight_1H: Tensor, to: PassGradients, name: str, counts: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(rows_TH, weight_1H)
+        ctx.to, ctx.name, ctx.counts = to, name, counts
+        return (rows_TH * weight_1H).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows_TH, weight_1H = ctx.saved_tensors
+        ctx.to.add_weighted(ctx.name, grad_T[:, None] * rows_TH, ctx.counts)
+        return grad_T[:, None] * weight_1H, None, None, None, None
+
+
 class _Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
@@ -376,32 +407,46 @@ class ProbePass:
         self.alone = packed(1, 7, (9, 4, 2))
         self.together = joined([packed(50, 3, (5,)), self.alone, packed(90, 13, (21, 3, 17, 8))])
 
-    def loss(self, packed: Packed, hidden_TH: Tensor, head: Head) -> Tensor:
-        """Loss of one of the two passes."""
-        sign = -1.0 if packed is self.together else 1.0
+    def of_log_probs(self, packed: Packed, hidden_TH: Tensor, head: Head) -> Tensor:
+        """Loss of one of the two passes, of its log-probs."""
 
         def of_tokens(_number: int, _part: slice, log_probs_C: Tensor, _entropy_C: Tensor) -> LossSums:
-            weights_C = torch.arange(len(log_probs_C), device=log_probs_C.device) % 3 - 0.5
-            return LossSums(sign * (weights_C * log_probs_C).sum(), {})
+            return LossSums(self._weighted(packed, log_probs_C), {})
 
-        if head.sums is not None:
-            head.sums.mute(0)
-            head.sums.mute(2)
+        self._mute(head.sums)
         return token_local_losses(hidden_TH, head, packed.targets_T, of_tokens, packed.token_counts)[0]
 
+    def of_values(self, packed: Packed, values_T: Tensor, sums: PassGradients | None) -> Tensor:
+        """Loss of one of the two passes, of a number for each response token."""
+        self._mute(sums)
+        return torch.stack([self._weighted(packed, each) for each in values_T.split_with_sizes(packed.token_counts)]).sum()
 
-def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients) -> bool:
+    def _weighted(self, packed: Packed, values_C: Tensor) -> Tensor:
+        weights_C = torch.arange(len(values_C), device=values_C.device) % 3 - 0.5
+        return (-1.0 if packed is self.together else 1.0) * (weights_C * values_C).sum()
+
+    @staticmethod
+    def _mute(sums: PassGradients | None) -> None:
+        if sums is not None:
+            sums.mute(0)
+            sums.mute(2)
+
+
+ProbeLoss = Callable[[ProbePass, Packed, PassGradients | None], Tensor]
+"""Loss of a pass of the probe, which may be run backward. `PassGradients`: where the pass's gradients go; None: to autograd."""
+
+
+def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients, loss: ProbeLoss) -> bool:
     """Compute a micro-batch alone, and among others with the opposite loss. Returns whether both add up to 0, to the bit.
 
     The sums are empty before and after.
     """
     passes = ProbePass(model.pack, model.module.get_input_embeddings().weight.shape[0])
     try:
-        torch.autograd.backward(passes.loss(passes.alone, *model.hidden(passes.alone)))
+        torch.autograd.backward(loss(passes, passes.alone, None))
         sums.add()
         with gradients.of(passes.together):
-            hidden_TH, head = model.hidden(passes.together)
-            torch.autograd.backward(passes.loss(passes.together, hidden_TH, head.taken_by(gradients)))
+            torch.autograd.backward(loss(passes, passes.together, gradients))
         return sums.is_zero()
     finally:
         sums.clear()

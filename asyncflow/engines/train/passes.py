@@ -4,9 +4,9 @@
                                            +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks -> backward
                                                                                                     sums (accumulate.py) <----+
 
-Gradients of matrices are pieces of a pass, which others may compute (pass_gradients.py, helpers.py). With exact sums each
-micro-batch's is taken by itself, so that no bit depends on the company. A second `Passes` over the same weights computes beside the
-first one, in another thread, with gradients and sums of its own. On another device it has copies of the weights.
+Gradients of matrices are pieces of a pass, which others may compute (pass_gradients.py, helpers.py). A second `Passes` over the
+same weights computes beside the first one, in another thread, with gradients and sums of its own. On another device it has copies
+of the weights.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngineOptions
-from asyncflow.engines.train.accumulate import ExactAccumulator, make_accumulator
+from asyncflow.engines.train.accumulate import make_accumulator
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, SharedBaseModel
 from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.model.tri_model import TriModel
-from asyncflow.engines.train.pass_gradients import OTHER_BITS, PassGradients, one_by_one
-from asyncflow.engines.train.pass_gradients import probe as probe_passes
-from asyncflow.engines.train.pieces import Pieces
+from asyncflow.engines.train.pass_gradients import PassGradients, ProbePass
+from asyncflow.engines.train.summed_passes import SummedPasses
 from asyncflow.types import Objective
 
 Frozen = FrozenModel | SharedBaseModel
 
 
 class Passes:
-    """Passes of one thread. `most_tokens`: packed tokens of a pass of several micro-batches; None: each is a pass of its own."""
+    """Passes of one thread. `summed`: how they are cut, and where their gradients go."""
+
+    summed: SummedPasses
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions, first: Passes | None = None) -> None:
         """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here.
@@ -65,16 +66,16 @@ class Passes:
         else:
             shared = partial(SharedBaseModel, self.policy)
             self.models = TriModel(self.policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
-        self.sums = make_accumulator(options.accumulate, self.policy.parameters)
-        self.most_tokens = options.tokens_per_pass
         self._is_to_check = options.check_shared_prompt and first is None
-        self._gradients: PassGradients | None = None
-        if first is not None:
-            self.most_tokens = first.most_tokens
-            if first._gradients is not None:
-                self._gradients = PassGradients(self.policy, self.sums)
-        elif self.most_tokens is not None:
-            self._prepare()
+        self.summed = SummedPasses(
+            self.policy,
+            make_accumulator(options.accumulate, self.policy.parameters),
+            options.tokens_per_pass,
+            self._probe_loss,
+            first=None if first is None else first.summed,
+        )
+        self.sums = self.summed.sums
+        self.remark = "\n".join(filter(None, (self.remark, self.summed.remark)))
 
     def compute(
         self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: Objective
@@ -86,20 +87,14 @@ class Passes:
             check_sharing(self.policy, shared)
             self._is_to_check = False
         known = micro_step.given_all(self.models, together, micro_batches)
-        if self._gradients is not None:
-            with self._gradients.of(together):
-                hidden_TH, head = self.policy.hidden(together)
-                made = micro_step.losses(known, objective, hidden_TH, head.taken_by(self._gradients))
-                torch.autograd.backward(made.total)
+
+        def loss(gradients: PassGradients | None) -> micro_step.PassLoss:
+            hidden_TH, head = self.policy.hidden(together)
+            return micro_step.losses(known, objective, hidden_TH, head if gradients is None else head.taken_by(gradients))
+
+        if (made := self.summed.backward(together, loss)) is not None:
             return made.results
-        made = micro_step.losses(known, objective, *self.policy.hidden(together))
-        if made.is_finite:
-            torch.autograd.backward(made.total)
-            self.sums.add()
-        elif len(micro_batches) > 1:  # a weight's gradient mixes all rows: once more, each by itself
-            del made
-            return [self.compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
-        return made.results
+        return [self.compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
 
     def compute_apart(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """`compute` on another device than that of the weights, with copies of them."""
@@ -109,11 +104,6 @@ class Passes:
                 self._catch_up()
             packed = [self.policy.pack(each.prompt_ids, each.response_ids, each.target_ids) for each in micro_batches]
             return self.compute(micro_batches, packed, objective)
-
-    def share(self, pieces: Pieces) -> None:
-        """Leave pieces of a pass to others."""
-        if self._gradients is not None:
-            self._gradients.pieces = pieces
 
     @torch.no_grad()
     def _catch_up(self) -> None:
@@ -126,17 +116,6 @@ class Passes:
                     parameter.copy_(source.parameters[name])
         self.is_behind = False
 
-    def _prepare(self) -> None:
-        """Make ready for passes of several micro-batches; with exact sums only if no bit depends on them."""
-        if self.policy.way != "packed":
-            self.most_tokens = None
-        exact = self.sums if isinstance(self.sums, ExactAccumulator) else None
-        if self.most_tokens is None or not (exact or self.policy.device.type == CPU):
-            return
-        if not (why := PassGradients.why_not(self.policy)):
-            gradients = self._gradients = PassGradients(self.policy, self.sums)
-            if exact and not probe_passes(self.policy, exact, gradients):
-                why = OTHER_BITS
-        if why and exact:
-            self.most_tokens = self._gradients = None
-            self.remark = f"{self.remark}\n" * bool(self.remark) + one_by_one(why)
+    def _probe_loss(self, probes: ProbePass, packed: Packed, gradients: PassGradients | None) -> Tensor:
+        hidden_TH, head = self.policy.hidden(packed)
+        return probes.of_log_probs(packed, hidden_TH, head if gradients is None else head.taken_by(gradients))

@@ -255,7 +255,8 @@ class ManyRanks(PolicyTraining):
 
             def loss(_: int, hidden_PH: Tensor) -> Tensor:
                 head = policy.head()
-                total = probes.loss(packed, policy.predicting(packed, hidden_PH), head.taken_by(of_pass) if of_pass else head)
+                hidden_TH = policy.predicting(packed, hidden_PH)
+                total = probes.of_log_probs(packed, hidden_TH, head.taken_by(of_pass) if of_pass else head)
                 return total if of_pass is None else of_pass.loss_with(total, head.weight_VH)
 
             self._pipeline.forward_backward(

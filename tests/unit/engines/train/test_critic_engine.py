@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from asyncflow.algorithms.ppo import PPO
-from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.engines.train.critic_engine import HEAD, HEAD_FILE, TorchCritic
 from asyncflow.types import Ragged, RunError, UserError
-from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, train_options
+from tests.unit.engines.train.conftest import micro_batch
+from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, train_options, untied
 
 CRITIC = PPO(value_clip=None).critic
 
@@ -171,3 +174,68 @@ async def test_another_engine_gives_the_same_values_with_what_was_exported(
     assert (await other.values(batch.prompt_ids, batch.response_ids)).values.tobytes() == values[1].values.tobytes()
     await trained.close()
     await other.close()
+
+
+SHAPES = [((5, 1, 9, 5), 6), ((3, 3), 40), ((1,), 1), ((30, 2, 17), 5), ((2,), 1), ((8, 8, 8, 8, 8), 2), ((4, 70), 11)]
+"""Lengths of responses and of the prompt."""
+
+
+async def trained_in_passes(
+    path: Path, batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> tuple[Mapping[str, str], float, list[MicroBatchResult], list[int]]:
+    """Hashes after an update by these micro-batches, the norm, their results, and the tokens of each pass."""
+    engine = critic(path, **changes)
+    assert engine.remark == ""
+    head_1H, model, sizes = engine.training.model.parameters[HEAD], engine.training.model, []
+    with torch.no_grad():
+        assert not head_1H.any()  # the probe's is gone
+        head_1H.copy_(torch.linspace(-0.3, 0.3, head_1H.numel())[None])
+    values = model.values
+    monkeypatch.setattr(model, "values", lambda packed, *others: sizes.append(packed.num_tokens) or values(packed, *others))
+    results = await engine.forward_backward(batches, CRITIC)
+    norm = (await engine.optim_step(40)).grad_norm
+    found = await engine.fingerprint()
+    await engine.close()
+    return found, norm, results, sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen2-tiny", {}),
+        ("llama-tiny", {"dtype": "bfloat16", "activation_checkpointing": True}),
+        ("untied", {"num_threads": 1}),
+    ],
+)
+async def test_bits_do_not_depend_on_who_is_in_the_pass(
+    name: str, changes: dict[str, Any], model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = untied(model_path("qwen2-tiny"), tmp_path / "untied") if name == "untied" else model_path(name)
+    batches = [of_critic(micro_batch(i, lengths, prompt), seed=i) for i, (lengths, prompt) in enumerate(SHAPES)]
+    expected, norm, results, alone = await trained_in_passes(path, batches, monkeypatch, accumulate="exact", **changes)
+    assert len(alone) == len(batches) and norm > 0
+    for seed, tokens, num_passes in ((0, 10_000, 1), (1, 60, None), (2, 130, None)):
+        order = random.Random(seed).sample(range(len(batches)), len(batches))
+        changes |= {"accumulate": "exact", "tokens_per_pass": tokens}
+        found, _, in_passes, sizes = await trained_in_passes(path, [batches[i] for i in order], monkeypatch, **changes)
+        assert sum(sizes) == sum(alone) and len(sizes) == num_passes if num_passes else len(sizes) < len(batches)
+        assert in_passes == [results[i] for i in order]
+        assert found == expected, [key for key in found if found[key] != expected[key]]
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+async def test_of_a_pass_the_micro_batch_that_is_not_finite_adds_nothing(
+    accumulate: str, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [of_critic(micro_batch(i, lengths, prompt), seed=i) for i, (lengths, prompt) in enumerate(SHAPES[:4])]
+    bad = replace(batches[1], advantages=np.full_like(batches[1].advantages, np.nan))
+    options, path = {"accumulate": accumulate, "tokens_per_pass": 10_000}, model_path("qwen2-tiny")
+    good = [batches[0], *batches[2:]]
+    expected, norm, *_ = await trained_in_passes(path, good, monkeypatch, **options)
+    found, of_all, results, _ = await trained_in_passes(path, [batches[0], bad, *batches[2:]], monkeypatch, **options)
+    assert [result.is_finite for result in results] == [True, False, True, True]
+    assert of_all == pytest.approx(norm, rel=1e-5) and (accumulate == "fp32" or found == expected)
+    alone, of_alone, *_ = await trained_in_passes(path, good, monkeypatch, accumulate=accumulate)
+    assert of_alone == pytest.approx(norm, rel=1e-5) and (accumulate == "fp32") == (alone != expected)
+    _, of_none, results, _ = await trained_in_passes(path, [bad, bad], monkeypatch, **options)
+    assert not any(result.is_finite for result in results) and of_none == 0.0

@@ -130,7 +130,7 @@ async def test_where_the_company_shows_in_the_bits_each_micro_batch_is_computed_
     engine = torch_engine(model_path("qwen2-tiny"), accumulate="exact", tokens_per_pass=500)
     assert engine.remark.startswith("micro-batches are computed one by one") and "other bits than alone" in engine.remark
     passes = one_rank(engine).passes
-    assert passes.most_tokens is None and passes.sums.is_zero()  # type: ignore[attr-defined]
+    assert passes.summed.most_tokens is None and passes.sums.is_zero()  # type: ignore[attr-defined]
     await engine.close()
 
 
