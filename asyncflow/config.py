@@ -442,7 +442,8 @@ class TrainConfig(Section):
     max_grad_norm: Finite | None = 1.0
     """A gradient whose norm is larger is scaled down to it. None: none is."""
     pipeline_micro_batches: PositiveInt = 4
-    """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, at least: groups are whole."""
+    """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, at least: groups are whole; or about so
+    many passes of several micro-batches, where more are ready (`tokens_per_micro_batch`)."""
     pipeline_fill: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of padding in a pipeline's tokens: its micro-batches are brought to one length, by a segment that stands for
     nothing, if that takes no more than this share; else each keeps its own. 1: always; 0: only those that are of one length."""

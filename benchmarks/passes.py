@@ -51,7 +51,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncflow.algorithms.grpo import GRPO
 from asyncflow.config import load
 from asyncflow.engines.base import RANKS_STORE, MicroBatch
-from asyncflow.engines.train.accumulate import order_free_norm
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 from asyncflow.engines.train.pass_gradients import PassGradients
@@ -242,13 +241,13 @@ def fixed(name: str, folder: Path, repeats: int) -> list[Figure]:
     return [Figure(f"{name}, exact: passes fixed by number / of any groups, CPU time", statistics.median(ratios), "")]
 
 
-def update(folder: Path, repeats: int) -> list[Figure]:
-    """Figures of the update of SmolLM2-135M's shape, with exact sums."""
+def update(folder: Path, sums: Literal["exact", "fp32"], repeats: int) -> list[Figure]:
+    """Figures of the update of SmolLM2-135M's shape."""
     config = load(ROOT / f"recipes/{CASES['smollm2'].recipe}.yaml")
     path = smollm2(folder)
     options = train_engine_options(config)
     engine = OneRank(
-        path, replace(options, accumulate="exact", num_threads=THREADS, check_shared_prompt=False, max_grad_norm=MOST_NORM)
+        path, replace(options, accumulate=sums, num_threads=THREADS, check_shared_prompt=False, max_grad_norm=MOST_NORM)
     )
     batches = micro_batches(CASES["smollm2"], read_json(path / "config.json")["vocab_size"])[:1]
     count = sum(parameter.numel() for parameter in engine.policy.parameters.values())
@@ -265,17 +264,18 @@ def update(folder: Path, repeats: int) -> list[Figure]:
         engine.forward_backward(batches, GRPO())
         timed("plain pass", lambda: [target.copy_(source) for _ in range(5)])  # 4 bytes read and 4 written, each
         gradients = timed("division", lambda: engine._sums.gradients(100))
-        norm = timed("norm", partial(order_free_norm, gradients))
+        norm = timed("norm", partial(engine._sums.norm, gradients))
         result = timed("clip and AdamW", partial(engine._optimizer.update, gradients, norm))
         assert not result.skipped and norm > MOST_NORM, "the clip is measured, too"
         engine._sums.clear()
         seconds["update"].append(sum(seconds[part][-1] for part in ("division", "norm", "clip and AdamW")))
     ratios = {name: np.array(each[WARM_UP:]) / seconds["plain pass"][WARM_UP:] for name, each in seconds.items()}
     rate = 40 * count / statistics.median(seconds["plain pass"]) / 1e9
-    print(f"update: {count:,} parameters, {statistics.median(seconds['update']):.2f} s; a plain pass at {rate:.1f} GB a second")
+    took = statistics.median(seconds["update"])
+    print(f"update, {sums}: {count:,} parameters, {took:.2f} s; a plain pass at {rate:.1f} GB a second")
     return [
-        *(Figure(f"update, {part} / plain pass", float(np.median(ratios[part])), "") for part in list(seconds)[:3]),
-        Figure("update / plain pass over its bytes", float(np.median(ratios["update"])), "", "<= 2"),
+        *(Figure(f"update, {sums}, {part} / plain pass", float(np.median(ratios[part])), "") for part in list(seconds)[:3]),
+        Figure(f"update, {sums} / plain pass over its bytes", float(np.median(ratios["update"])), "", "<= 2"),
     ]
 
 
@@ -343,8 +343,8 @@ def main() -> int:
             figures += measure(name, Path(folder), given.sums, given.repeats)
         for name in given.models if "fixed" in given.parts else ():
             figures += fixed(name, Path(folder), given.repeats)
-        if "update" in given.parts:
-            figures += update(Path(folder), given.repeats)
+        for sums in given.sums if "update" in given.parts else ():
+            figures += update(Path(folder), sums, given.repeats)
     for name in given.layouts:
         figures += on_two_ranks(name, given.sums, given.repeats)
     return finish(figures, given.json)

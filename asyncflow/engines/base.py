@@ -333,15 +333,17 @@ class TrainEngineOptions:
     `helpers`: devices of the threads besides the engine's own that may take work of it, see train/helpers.py. An engine may lack
     them.
 
-    `layout`: how the model is sharded over processes. In a pipeline the micro-batches of a call are filled up to one length, if
-    the fill is at most the fraction `pipeline_fill` of all their tokens. `activation_checkpointing`: compute each layer's
-    activations again in the backward pass. `offload_optimizer`: keep the optimiser's state in host memory.
+    `layout`: how the model is sharded over processes. In a pipeline the passes of a call are about `pipeline_micro_batches` of one
+    length, and are filled up to it if the fill is at most the fraction `pipeline_fill` of all their tokens.
+    `activation_checkpointing`: compute each layer's activations again in the backward pass. `offload_optimizer`: keep the
+    optimiser's state in host memory.
 
     `lora`: train a low-rank adapter, and leave the model's own weights as they are; None: train these. The adapter is then what is
     exported, saved and restored; the weights are kept in `dtype`, and old policy and reference share them.
     """
 
     layout: Layout
+    pipeline_micro_batches: int
     pipeline_fill: float
     learning_rate: float
     warmup_steps: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,3 +21,12 @@ def cut_by_size(items: Iterable[T], size: Callable[[T], int], most: int) -> Iter
         total += own
     if part:
         yield part
+
+
+def even_part(sizes: Sequence[int], most: int, num_parts: int) -> int:
+    """Size for `cut_by_size` by which parts of at most `most` come in multiples of about `num_parts`, of about one size."""
+    if num_parts == 1:
+        return most
+    num_rounds = -(-sum(sizes) // (most * num_parts))
+    even = -(-sum(sizes) // max(1, num_rounds * num_parts))
+    return min(most, even + max(sizes, default=0) // 2)

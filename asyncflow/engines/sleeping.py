@@ -41,7 +41,7 @@ from asyncflow.engines.base import (
 )
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.costs import Costs
-from asyncflow.engines.cuts import cut_by_size
+from asyncflow.engines.cuts import cut_by_size, even_part
 from asyncflow.types import Array, HeldWeights, Objective, Ragged, ValueObjective, WeightSource
 
 if TYPE_CHECKING:
@@ -329,11 +329,13 @@ def _packed_tokens(micro_batch: MicroBatch) -> int:
 class SleepingPasses:
     """Passes of a sleeping engine, and `Helpers` that take some of them: tasks of the event loop."""
 
-    def __init__(self, tokens: int | None = None, num_helpers: int = 0) -> None:
-        """`tokens`: of a pass, up to which it takes several micro-batches; None: each is computed by itself."""
+    def __init__(self, tokens: int | None = None, num_helpers: int = 0, num_parts: int = 1) -> None:
+        """`tokens`: of a pass, up to which it takes several micro-batches; None: each is computed by itself. `num_parts`: passes
+        that a call has at least, if it has micro-batches for them, as in a pipeline."""
         self._allowed: frozenset[int] = frozenset()
         self.on_pass: Callable[[float, float], None] = lambda start, end: None
-        self._tokens, self._num_helpers, self._changed = tokens, num_helpers, asyncio.Event()
+        self._tokens, self._num_helpers, self._num_parts = tokens, num_helpers, num_parts
+        self._changed = asyncio.Event()
 
     def allow(self, numbers: Iterable[int]) -> None:
         """See `Helpers.allow`."""
@@ -342,7 +344,9 @@ class SleepingPasses:
 
     def cut(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """Packed tokens of each pass over these micro-batches."""
-        return [sum(tokens) for tokens in cut_by_size(map(_packed_tokens, micro_batches), int, self._tokens or 0)]
+        tokens = [_packed_tokens(each) for each in micro_batches]
+        most = 0 if self._tokens is None else even_part(tokens, self._tokens, self._num_parts)
+        return [sum(part) for part in cut_by_size(tokens, int, most)]
 
     async def compute(
         self, passes: Sequence[int], own: Callable[[int], Awaitable[None]], other: Callable[[int], Awaitable[None]]
@@ -484,10 +488,18 @@ class SleepingTrainEngine:
 class SleepingCritic:
     """`CriticEngine` that sleeps: all values are 0."""
 
-    def __init__(self, costs: Costs, *, learning_rate: float = 0.0, pool: str = CRITIC, cores: Cores | None = None) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        learning_rate: float = 0.0,
+        pool: str = CRITIC,
+        cores: Cores | None = None,
+        passes: SleepingPasses | None = None,
+    ) -> None:
         """See `SleepingTrainEngine`."""
         self._costs = costs
-        self._engine = SleepingTrainEngine(costs.of_critic(), learning_rate=learning_rate, pool=pool, cores=cores)
+        self._engine = SleepingTrainEngine(costs.of_critic(), learning_rate=learning_rate, pool=pool, cores=cores, passes=passes)
         self.begin_step, self.forward_backward = self._engine.begin_step, self._engine.forward_backward
         self.optim_step, self.discard = self._engine.optim_step, self._engine.discard
         self.fingerprint, self.save, self.close = self._engine.fingerprint, self._engine.save, self._engine.close

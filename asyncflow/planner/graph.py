@@ -120,8 +120,9 @@ def critic(config: Config, costs: Costs, drawn: Drawn) -> Task:
     group, trained, train = config.rollout.group_size, costs.of_critic(), config.train
     pieces = -(-group // (train.responses_per_micro_batch or group)) * train.prompts_per_step
     packed = pieces * costs.lengths.prompt + float(drawn.tokens.sum((1, 2)).mean())
-    fixed = trained.forward_backward(0)
-    busy = train.epochs * (pieces * fixed + packed * (trained.forward_backward(1) - fixed))
+    fixed, most = trained.forward_backward(0), tokens_per_pass(config, read_json(Path(config.model.path) / "config.json"))
+    passes = pieces if most is None else min(packed / most, pieces)  # at best all are full
+    busy = train.epochs * (passes * fixed + packed * (trained.forward_backward(1) - fixed))
     busy += train.epochs * train.mini_batches * trained.optim_step_seconds
     if not config.plan.values.num_workers:
         busy += costs.values(1) * packed

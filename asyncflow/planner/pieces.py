@@ -104,9 +104,10 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Work
                 if not span.rows or not is_longest:  # the other ranks' spans end with the longest of their round
                     return None
                 packed = span.tokens - (span.rows - micro_batches) * prompt_tokens
+                least = config.train.pipeline_micro_batches if layout.pp > 1 and span.task == "forward_backward" else 1
+                passes = micro_batches if pass_tokens is None else max(least, -(-round(packed) // pass_tokens))
                 if span.task == "critic_update":
-                    return micro_batches, packed
-                passes = micro_batches if pass_tokens is None else max(1, -(-round(packed) // pass_tokens))
+                    return min(passes, micro_batches), packed
                 return float(layout.dp > 1), min(passes, micro_batches), packed
             case "reference":
                 return micro_batches, packed

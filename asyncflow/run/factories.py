@@ -132,8 +132,8 @@ def update_plan(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> Update
     """The updates of a step, for the ledger. `fields`: of the model's `config.json`.
 
     A rank trains a group in a round, and more that are there up to the tokens of a pass, or of as many passes as helpers compute
-    beside it; in a pipeline it trains as many as make up the micro-batches that go through it together. Where passes are one
-    micro-batch each, helpers have some of their own all the same."""
+    beside it; in a pipeline it trains as many as make up the micro-batches that go through it together, or as many passes. Where
+    passes are one micro-batch each, helpers have some of their own all the same."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
     num_passes = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1 + num_helpers(config)
     groups = -(-num_passes // pieces) if config.layout.pp > 1 else 1
@@ -153,16 +153,15 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     """Packed tokens up to which several micro-batches are computed in one pass; None: each by itself. `fields`: of the model's
     `config.json`.
 
-    By itself is each where `train.responses_per_micro_batch` has made them small, in a pipeline (whose stages are to be busy with
-    many), by an engine of the user's own or outside, and with exact sums where tensor parallelism shards matrices (a row is a sum
-    over ranks then) or on an accelerator (whose library may compute a row otherwise in a longer pass); unless a number says
-    otherwise.
+    By itself is each where `train.responses_per_micro_batch` has made them small, by an engine of the user's own or outside, and
+    with exact sums where tensor parallelism shards matrices (a row is a sum over ranks then) or on an accelerator (whose library
+    may compute a row otherwise in a longer pass); unless a number says otherwise. A critic's passes are as long as the policy's.
     """
     train, layout = config.train, config.layout
     if train.tokens_per_micro_batch != "auto":
         return train.tokens_per_micro_batch
     is_chosen, is_on_cpu = train.responses_per_micro_batch is not None, kind_of(train.device) == CPU
-    if "hidden_size" not in fields or is_chosen or layout.pp > 1 or train.engine.name not in PASS_ENGINES:
+    if "hidden_size" not in fields or is_chosen or train.engine.name not in PASS_ENGINES:
         return None
     if train.accumulate == "exact" and (layout.tp > 1 or not is_on_cpu):
         return None
@@ -236,11 +235,12 @@ def train_engine_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) 
     return TrainEngineOptions(**options)
 
 
-def critic_options(config: Config) -> TrainEngineOptions:
-    """Options of the critic's engine: one model on one device, without old policy or reference."""
+def critic_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> TrainEngineOptions:
+    """Options of the critic's engine: one model on one device, without old policy or reference. `fields`: of the `config.json` of
+    the policy's model, which decides how long passes are."""
     train, critic = config.train, config.train.critic
     return replace(
-        train_engine_options(config),
+        train_engine_options(config, fields),
         layout=Layout(),
         learning_rate=critic.learning_rate,
         warmup_steps=critic.warmup_steps,

@@ -375,7 +375,8 @@ class SimulatedJob(Job):
             if follows:  # what the leader takes is what all of them take
                 return
             fields = read_json(Path(self.config.model.path) / "config.json")
-            passes = SleepingPasses(tokens_per_pass(self.config, fields), num_helpers(self.config))
+            num_parts = self.config.train.pipeline_micro_batches if layout.pp > 1 else 1
+            passes = SleepingPasses(tokens_per_pass(self.config, fields), num_helpers(self.config), num_parts)
             engine = SleepingTrainEngine(
                 self._costs_of(name),
                 learning_rate=self.config.train.learning_rate,
@@ -393,7 +394,13 @@ class SimulatedJob(Job):
     async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
             learning_rate = self.config.train.critic.learning_rate
-            engine = SleepingCritic(self._costs_of(name), learning_rate=learning_rate, **self._place_of(name, CRITIC))
+            fields = read_json(Path(self.config.model.path) / "config.json")
+            engine = SleepingCritic(
+                self._costs_of(name),
+                learning_rate=learning_rate,
+                passes=SleepingPasses(tokens_per_pass(self.config, fields)),
+                **self._place_of(name, CRITIC),
+            )
             sender = self._critic_sync.sender(name) if self.config.plan.values.num_workers else None
             saving, _ = await critic_steps(run, engine, sender)
             await saving.written()

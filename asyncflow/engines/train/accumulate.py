@@ -104,6 +104,10 @@ class Accumulator(ABC):
         """
 
     @abstractmethod
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """2-norm over all elements of what `gradients` has returned. NaN or infinite if an element is."""
+
+    @abstractmethod
     def join(self, other: Any) -> None:
         """Take over the sums of another accumulator of this kind, of the same step and the same parameters, from whatever device.
         Raises `RangeError`."""
@@ -178,6 +182,16 @@ class PlainAccumulator(Accumulator):
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         self.pieces.over(lambda some: torch._foreach_div_(some, float(normaliser)), gradients)
         return gradients
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """See `Accumulator.norm`: of chunks in float32, which are short enough for it, and of these by an exact sum."""
+
+        def squares(some: Sequence[Tensor]) -> list[float]:
+            chunks = [chunk for gradient in some for chunk in _chunks(gradient)]
+            squared: list[float] = torch.stack(torch._foreach_norm(chunks)).double().square().tolist() if chunks else []
+            return squared
+
+        return math.sqrt(math.fsum(chain(*self.pieces.over(squares, gradients))))
 
 
 class ExactAccumulator(Accumulator):
@@ -296,6 +310,10 @@ class ExactAccumulator(Accumulator):
             self.pieces.add(partial(divide, name))
         self.pieces.end()
         return [gradient for name in names if (gradient := self._parameters[name].grad) is not None]
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """See `Accumulator.norm` and `order_free_norm`."""
+        return order_free_norm(gradients, self.pieces)
 
     def clear(self) -> None:
         self._sums.clear()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.lora_files import write_lora
-from asyncflow.engines.train.accumulate import Accumulator, make_accumulator, order_free_norm
+from asyncflow.engines.train.accumulate import Accumulator, make_accumulator
 from asyncflow.engines.train.device_weights import CopyStream, DeviceWeights
 from asyncflow.engines.train.helpers import Helpers
 from asyncflow.engines.train.model.tri_model import TriModel
@@ -58,7 +58,7 @@ class OneModel(Training):
 
     def _update(self, normaliser: int) -> OptimResult:
         gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
-        result = self._optimizer.update(gradients, order_free_norm(gradients, self._sums.pieces))
+        result = self._optimizer.update(gradients, self._sums.norm(gradients))
         self._sums.clear()
         return result
 

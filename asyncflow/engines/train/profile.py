@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.families import check_family
-from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
+from asyncflow.engines.train.accumulate import make_accumulator
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import Head
@@ -199,7 +199,7 @@ def _time_optimizer(watch: Stopwatch, layer: nn.Module, options: TrainEngineOpti
             sums.add()
         with watch.timed("optim_step", number, bytes=num_bytes):
             summed = sums.gradients(1)
-            optimizer.update(summed, order_free_norm(summed))
+            optimizer.update(summed, sums.norm(summed))
             sums.clear()
 
 

@@ -86,8 +86,11 @@ def reference_engine(config: Config, model: Path) -> LogProbEngine:
 
 def critic_engine(config: Config, model: Path) -> CriticEngine:
     """Train engine of the critic, from its own model, or from the policy's."""
-    arguments = {"model_path": Path(config.train.critic.path or model), "options": critic_options(config)}
-    return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
+    options = critic_options(config, read_json(model / "config.json"))
+    arguments = {"model_path": Path(config.train.critic.path or model), "options": options}
+    engine = cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
+    _print_remark(engine)
+    return engine
 
 
 def weight_sync(run: RunConnection, device: str, *, receives: bool = False, base: int | None = None) -> WeightSync:

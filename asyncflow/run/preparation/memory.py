@@ -274,7 +274,7 @@ def critic_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[Mem
 
 def values_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
     """Per device of a worker of the critic's values, which has a copy of it. Arguments as of `critic_parts`."""
-    tokens, width = longest_pass_tokens(config, shapes, prompt_tokens), _width(shapes)
+    tokens, width = micro_batch_tokens(config, prompt_tokens), _width(shapes)
     size = replace(shapes, is_tied=True).parameters
     return [
         MemoryUse("weights", 4 * size, f"4 B x {size:,}"),

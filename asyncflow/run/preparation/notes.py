@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
-from asyncflow.engines.families import why_not_packed
+from asyncflow.engines.families import why_alone, why_not_packed
 from asyncflow.run.factories import PASS_ENGINES, tokens_per_pass
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, num_helpers
 
@@ -16,8 +16,10 @@ def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
     """Sentence about the tokens of a pass, where they were chosen automatically, or count for nothing; "" elsewhere."""
     tokens = tokens_per_pass(config, fields)
     is_known = config.train.engine.name in PASS_ENGINES and "model_type" in fields
-    if tokens is not None and is_known and (why := why_not_packed(fields)):
-        return f"training passes have one micro-batch each, whatever train.tokens_per_micro_batch says: {why}"
+    if tokens is not None and is_known:
+        is_exact = config.train.accumulate == "exact"
+        if why := why_alone(fields) or (why_not_packed(fields) if is_exact else ""):
+            return f"training passes have one micro-batch each, whatever train.tokens_per_micro_batch says: {why}"
     if config.train.tokens_per_micro_batch != "auto" or tokens is None:
         return ""
     width = f"{fields['hidden_size']} hidden elements on {config.train.device}"

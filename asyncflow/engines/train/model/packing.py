@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.cuts import cut_by_size
+from asyncflow.engines.cuts import cut_by_size, even_part
 from asyncflow.types import Array, Ragged
 
 LEAST_TOKEN_RATIO = 1.1
@@ -243,22 +243,22 @@ def joined(parts: Sequence[Packed]) -> Packed:
     )
 
 
-def cut_into_passes(packed: Sequence[Packed], most_tokens: int | None, num_threads: int = 1) -> list[slice]:
+def cut_into_passes(packed: Sequence[Packed], most_tokens: int | None, num_parts: int = 1) -> list[slice]:
     """Neighbouring micro-batches that are computed in one pass each: as many as have at most so many tokens together, and at least
-    one. None: each by itself. Where several threads compute at the same time, passes are as short as each one's even part."""
+    one. None: each by itself. Where `num_parts` are computed at the same time, passes are as short as even parts."""
     if most_tokens is not None:
-        most_tokens = _even_part([one.num_tokens for one in packed], most_tokens, num_threads)
+        most_tokens = even_part([one.num_tokens for one in packed], most_tokens, num_parts)
     passes = cut_by_size(packed, lambda one: one.num_tokens, most_tokens or 0)
     return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, passes), initial=0))]
 
 
-def cut_into_batches(packed: Sequence[Packed], most_tokens: int, num_threads: int = 1) -> list[slice]:
+def cut_into_batches(packed: Sequence[Packed], most_tokens: int, num_parts: int = 1) -> list[slice]:
     """`cut_into_passes` of micro-batches without shared prompts, whose rows are computed filled up to the longest of the pass.
 
     Tokens are counted so. A micro-batch that would make them more than `MOST_FILLED` of what each has by itself begins another
     pass.
     """
-    most_tokens = _even_part([_filled([one]) for one in packed], most_tokens, num_threads)
+    most_tokens = even_part([_filled([one]) for one in packed], most_tokens, num_parts)
     begins = [0] if packed else []
     for end in range(1, len(packed)):
         together = packed[begins[-1] : end + 1]
@@ -271,15 +271,6 @@ def _filled(packed: Sequence[Packed]) -> int:
     """Tokens of a batch of all rows, filled up to the longest."""
     lengths = [length for one in packed for length in one.layout.segment_lengths]
     return len(lengths) * max(lengths)
-
-
-def _even_part(tokens: Sequence[int], most_tokens: int, num_threads: int) -> int:
-    """Tokens of a pass of one of several threads, of which each has as many passes. `tokens`: of each micro-batch."""
-    if num_threads == 1:
-        return most_tokens
-    num_rounds = -(-sum(tokens) // (most_tokens * num_threads))
-    even = -(-sum(tokens) // max(1, num_rounds * num_threads))
-    return min(most_tokens, even + max(tokens, default=0) // 2)
 
 
 def filled_up(packed: Packed, num_tokens: int) -> Packed:

@@ -83,7 +83,7 @@ class ManyRanks(PolicyTraining):
         each_packed = [
             pack_thrifty(batch.prompt_ids, batch.response_ids, self.ranks.device, batch.target_ids) for batch in micro_batches
         ]
-        passes = cut_into_passes(each_packed, self._tokens_per_pass)
+        passes = cut_into_passes(each_packed, self._tokens_per_pass, self._num_parts)
         packed = [filled_up(joined(each_packed[of_pass]), INERT_TOKENS) for of_pass in passes]
         asks_old, asks_reference = self.models.asked(micro_batches)
         checks = self._is_to_check and any(p.layout.has_prompt for p in packed)
@@ -193,6 +193,7 @@ class ManyRanks(PolicyTraining):
         self.data_parallel_rank = self.ranks.dp_rank if self.ranks.is_leader else None
         self._model_path = model_path
         self._is_to_check, self._tokens_per_pass = options.check_shared_prompt, options.tokens_per_pass
+        self._num_parts = options.pipeline_micro_batches if options.layout.pp > 1 else 1
         is_exact = options.accumulate == "exact"
         reduce_dtype = torch.float64 if is_exact and options.layout.dp > 1 else torch.float32
         sharded_model = partial(ShardedModel, model_path, self.ranks, replace(options, device=str(self.ranks.device)))

@@ -242,7 +242,7 @@ def test_what_is_not_finite_stays_so_and_raises_nothing(kind: str, bad: float) -
         add(accumulator, parameters, bad=torch.tensor([0.0, value, 0.0]), good=torch.ones(3))
     gradients = accumulator.gradients(1)
     assert gradients[0].isfinite().tolist() == [True, False, True] and gradients[1].tolist() == [3, 3, 3]
-    assert not math.isfinite(order_free_norm(gradients))
+    assert not math.isfinite(accumulator.norm(gradients)) and not math.isfinite(order_free_norm(gradients))
     accumulator.clear()
     add(accumulator, parameters, bad=torch.ones(3))
     assert accumulator.gradients(1)[0].tolist() == [1, 1, 1]
@@ -340,3 +340,17 @@ def test_rounding_at_the_edges_of_a_grid() -> None:
     expected = [0.0, 0.5, 0.0, -0.5, 0.25, grid.largest_addend, -grid.largest_addend, 0.0]  # halves go to the even multiple
     assert grid.round_(values.clone()).tolist() == expected
     assert not grid.round_(values).signbit()[[2, 7]].any()  # a zero has one sign, or its bits would tell the order
+
+
+@pytest.mark.parametrize("kind", ["exact", "fp32"])
+def test_the_norm_is_that_of_all_elements_however_many_and_unlike_they_are(kind: str) -> None:
+    sums, gradients = (
+        make_accumulator(kind, {}),
+        [torch.randn(3_000_001), torch.randn(7, 11).T * 1e4, torch.zeros(0), torch.zeros(2)],
+    )
+    expected = torch.cat([gradient.reshape(-1) for gradient in gradients]).double().norm().item()
+    assert sums.norm(gradients) == pytest.approx(expected, rel=1e-6)
+    assert sums.norm([]) == sums.norm([torch.zeros(0)]) == sums.norm([torch.zeros(3)]) == 0.0
+    for bad, others in ((math.nan, torch.ones(2)), (math.inf, torch.ones(2)), (math.nan, torch.tensor([math.inf]))):
+        for order in ([torch.tensor([1.0, bad]), others], [others, torch.tensor([bad])]):
+            assert not math.isfinite(sums.norm(order))

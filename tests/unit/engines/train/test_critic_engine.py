@@ -181,15 +181,18 @@ SHAPES = [((5, 1, 9, 5), 6), ((3, 3), 40), ((1,), 1), ((30, 2, 17), 5), ((2,), 1
 
 
 async def trained_in_passes(
-    path: Path, batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch, **changes: Any
+    path: Path, batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch, broken: int | None = None, **changes: Any
 ) -> tuple[Mapping[str, str], float, list[MicroBatchResult], list[int]]:
-    """Hashes after an update by these micro-batches, the norm, their results, and the tokens of each pass."""
+    """Hashes after an update by these micro-batches, the norm, their results, and the tokens of each pass. `broken`: token whose
+    embedding is not finite."""
     engine = critic(path, **changes)
     assert engine.remark == ""
     head_1H, model, sizes = engine.training.model.parameters[HEAD], engine.training.model, []
     with torch.no_grad():
         assert not head_1H.any()  # the probe's is gone
         head_1H.copy_(torch.linspace(-0.3, 0.3, head_1H.numel())[None])
+        if broken is not None:
+            model.module.get_input_embeddings().weight[broken] = torch.inf
     values = model.values
     monkeypatch.setattr(model, "values", lambda packed, *others: sizes.append(packed.num_tokens) or values(packed, *others))
     results = await engine.forward_backward(batches, CRITIC)
@@ -224,18 +227,25 @@ async def test_bits_do_not_depend_on_who_is_in_the_pass(
 
 
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize("is_embedding", [False, True])
 async def test_of_a_pass_the_micro_batch_that_is_not_finite_adds_nothing(
-    accumulate: str, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+    accumulate: str, is_embedding: bool, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = [of_critic(micro_batch(i, lengths, prompt), seed=i) for i, (lengths, prompt) in enumerate(SHAPES[:4])]
-    bad = replace(batches[1], advantages=np.full_like(batches[1].advantages, np.nan))
-    options, path = {"accumulate": accumulate, "tokens_per_pass": 10_000}, model_path("qwen2-tiny")
     good = [batches[0], *batches[2:]]
-    expected, norm, *_ = await trained_in_passes(path, good, monkeypatch, **options)
-    found, of_all, results, _ = await trained_in_passes(path, [batches[0], bad, *batches[2:]], monkeypatch, **options)
+    known = {int(token) for batch in good for token in (*batch.prompt_ids, *batch.response_ids.values)}
+    other = next(token for token in range(64) if token not in known)
+    if is_embedding:
+        bad = replace(batches[1], prompt_ids=np.append(batches[1].prompt_ids, other))
+    else:
+        bad = replace(batches[1], advantages=np.full_like(batches[1].advantages, np.nan))
+    options = {"accumulate": accumulate, "broken": other if is_embedding else None}
+    path, in_pass = model_path("qwen2-tiny"), options | {"tokens_per_pass": 10_000}
+    expected, norm, *_ = await trained_in_passes(path, good, monkeypatch, **in_pass)
+    found, of_all, results, _ = await trained_in_passes(path, [batches[0], bad, *batches[2:]], monkeypatch, **in_pass)
     assert [result.is_finite for result in results] == [True, False, True, True]
     assert of_all == pytest.approx(norm, rel=1e-5) and (accumulate == "fp32" or found == expected)
-    alone, of_alone, *_ = await trained_in_passes(path, good, monkeypatch, accumulate=accumulate)
+    alone, of_alone, *_ = await trained_in_passes(path, good, monkeypatch, **options)
     assert of_alone == pytest.approx(norm, rel=1e-5) and (accumulate == "fp32") == (alone != expected)
-    _, of_none, results, _ = await trained_in_passes(path, [bad, bad], monkeypatch, **options)
+    _, of_none, results, _ = await trained_in_passes(path, [bad, bad], monkeypatch, **in_pass)
     assert not any(result.is_finite for result in results) and of_none == 0.0

@@ -4,6 +4,7 @@ Families: tests/unit/engines/test_families.py.
 """
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, Phi3Config, PretrainedConfig, StableLmConfig, xLSTMConfig
 
+from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.transformers_engine import TransformersEngine
 from asyncflow.engines.train.critic_engine import ValueModel
@@ -20,7 +22,7 @@ from asyncflow.engines.train.model import own_rows
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.types import Ragged, UserError
 from tests.families import CONFIGS, micro_batch, plain_log_probs, write_model
-from tests.unit.engines.train.training import frozen_engine, train_options
+from tests.unit.engines.train.training import Sum, frozen_engine, one_rank, policy_gradient, torch_engine, train_options
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -186,3 +188,54 @@ def test_rows_that_a_model_computes_without_gradients_are_refused(tmp_path: Path
     policy.log_probs(short)
     with pytest.raises(UserError, match="a row of 21 tokens has no gradients in this xlstm"):
         policy.log_probs(long)
+
+
+async def summed(
+    path: Path, batches: list[MicroBatch], **changes: Any
+) -> tuple[dict[str, Tensor], list[MicroBatchResult], list[int]]:
+    """Gradients of micro-batches, their results, and the rows of each batch that went through the model."""
+    engine = torch_engine(path, has_reference=True, **changes)
+    sizes: list[int] = []
+    real = own_rows.row_states
+
+    def noted(states: Any, packed: Any, way: str) -> Tensor:
+        sizes.append(len(packed.layout.segment_lengths))
+        return real(states, packed, way)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("asyncflow.engines.train.model.causal_model.row_states", noted)
+        results = await engine.forward_backward(batches, Sum(policy_gradient))
+    gradients = {name: p.grad.clone() for name, p in one_rank(engine).policy.parameters.items() if p.grad is not None}
+    await engine.close()
+    return gradients, results, sizes
+
+
+@pytest.mark.parametrize("family", ["stablelm", "mamba", "mixtral"])
+async def test_rows_of_several_micro_batches_are_one_batch(family: str, tmp_path: Path) -> None:
+    path, batches = write_model(family, tmp_path), [micro_batch(seed=seed) for seed in range(4)]
+    alone, each, sizes = await summed(path, batches, accumulate="fp32")
+    rows = len(batches[0].indices)
+    assert sizes == [rows] * 8  # the reference's, and the policy's
+    together, results, sizes = await summed(path, batches, accumulate="fp32", tokens_per_pass=100_000)
+    assert sizes == [4 * rows] * 2
+    for name, gradient in alone.items():
+        torch.testing.assert_close(together[name], gradient, rtol=1e-3, atol=1e-5)
+    for found, expected in zip(results, each, strict=True):
+        assert found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-4, abs=1e-5)
+        assert (found.loss_tokens, found.physical_tokens) == (expected.loss_tokens, expected.physical_tokens)
+
+
+async def test_of_a_batch_the_micro_batch_that_is_not_finite_adds_nothing(tmp_path: Path) -> None:
+    path, batches = write_model("stablelm", tmp_path), [micro_batch(seed=seed) for seed in range(3)]
+    bad = replace(batches[1], advantages=np.full_like(batches[1].advantages, np.inf))
+    good, _, _ = await summed(path, [batches[0], batches[2]], accumulate="fp32")
+    found, results, _ = await summed(path, [batches[0], bad, batches[2]], accumulate="fp32", tokens_per_pass=100_000)
+    assert [result.is_finite for result in results] == [True, False, True]
+    for name, gradient in good.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+async def test_with_exact_sums_rows_of_their_own_have_no_company(tmp_path: Path) -> None:
+    path, batches = write_model("stablelm", tmp_path), [micro_batch(seed=seed) for seed in range(2)]
+    _, _, sizes = await summed(path, batches, accumulate="exact", tokens_per_pass=100_000)
+    assert sizes == [len(batches[0].indices)] * 4

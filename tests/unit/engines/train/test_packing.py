@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.engines.train.model.packing import SharedPrompt, cut_into_passes, filled_alike, pack, pack_inert, token_ratio
+from asyncflow.engines.train.model.packing import (
+    SharedPrompt,
+    cut_into_batches,
+    cut_into_passes,
+    filled_alike,
+    pack,
+    pack_inert,
+    token_ratio,
+)
 from asyncflow.types import Ragged
 
 PROMPT = np.array([1, 2, 3])
@@ -139,3 +147,28 @@ def test_passes_are_as_long_as_may_be_and_even_for_several_threads(
     cut = cut_into_passes(packed, most, threads)
     assert [each.stop - each.start for each in cut] == expected
     assert [number for each in cut for number in range(each.start, each.stop)] == [*range(len(lengths))]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "parts", "expected"),
+    [
+        ([(9, 9), (9, 9), (9, 9)], 54, 1, [3]),
+        ([(9, 9), (9, 9), (9, 9)], 53, 1, [2, 1]),
+        ([(9, 9), (9, 9), (9, 9), (9, 9)], 100, 2, [2, 2]),
+        ([(9, 9), (19, 19)], 1000, 1, [1, 1]),  # 80 tokens in one batch, 60 in two
+        ([(20, 5), (20, 20), (16, 16)], 1000, 1, [3]),  # 126 instead of 118
+        ([(90, 90), (9, 9)], 54, 1, [1, 1]),
+        ([], 54, 1, []),
+    ],
+)
+def test_batches_of_rows_are_cut_by_their_tokens_filled_up(
+    lengths: list[tuple[int, ...]], most: int, parts: int, expected: list[int]
+) -> None:
+    packed = [
+        pack(np.arange(1), Ragged.from_arrays([np.arange(length - 1) for length in rows], "int64"), is_shared=False)
+        for rows in lengths
+    ]
+    cut = cut_into_batches(packed, most, parts)
+    assert [one.stop - one.start for one in cut] == expected and [i for one in cut for i in range(one.start, one.stop)] == [
+        *range(len(packed))
+    ]

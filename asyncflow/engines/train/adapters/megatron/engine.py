@@ -102,7 +102,8 @@ class MegatronTraining(GatheredTraining):
         if self._is_to_check and shared is not None:
             check_shared_log_probs(self._policy.log_probs, micro_batches[shared], self._device, self._policy.dtype)
             self._is_to_check = False
-        passes = cut_into_passes(each, self._options.tokens_per_pass)
+        num_parts = self._options.pipeline_micro_batches if self._options.layout.pp > 1 else 1
+        passes = cut_into_passes(each, self._options.tokens_per_pass, num_parts)
         batches = [joined(each[part]) for part in passes]
         if self._options.layout.pp > 1:
             batches = filled_alike(batches, self._options.pipeline_fill)

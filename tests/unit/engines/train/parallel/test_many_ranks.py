@@ -275,7 +275,7 @@ def test_with_exact_sums_no_bit_depends_on_who_is_in_the_pass(
     for number, (each, tokens, most_fill) in enumerate(
         [(steps, None, 0.0), (steps, None, 1.0), (steps, 110, 1.0), (turned, 1000, 0.0), (together, 1000, 0.0)]
     ):
-        own = {**options, "tokens_per_pass": tokens, "pipeline_fill": most_fill}
+        own = {**options, "tokens_per_pass": tokens, "pipeline_fill": most_fill, "pipeline_micro_batches": 1 + number % 2}
         first, *_ = ranks.run(on_ranks.train, path, each, layout, own, objective, size=layout.size)
         assert all(update.grad_norm > 2 * OPTIONS["max_grad_norm"] for update in first.updates) and not first.remark, number
         results = sorted(first.results, key=lambda result: result.loss_sum)
@@ -292,7 +292,7 @@ def test_with_exact_sums_a_micro_batch_that_is_not_finite_adds_nothing_and_the_o
 ) -> None:
     good, bad = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2, 4)], on_ranks.make_batch(3, (6, 2), 20)
     objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
-    options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000}
+    options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000, "pipeline_micro_batches": 1}
     rounds = [[[good[0], bad, good[1]], [good[2]]]] if layout.dp > 1 else [[[good[0], bad, good[1]]], [[good[2]]]]
     one, other = ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), rounds, layout, options, objective, size=2)
     assert [result.is_finite for result in one.results][:3] == [True, False, True] and other.results[-1].is_finite
@@ -317,11 +317,17 @@ def test_where_the_company_shows_in_the_bits_of_one_rank_none_makes_passes_of_se
 def test_of_a_pass_of_several_micro_batches_parameters_are_gathered_and_gradients_scattered_once(
     ranks: Processes, model_path: ModelPath, accumulate: str, layout: Layout, layers: int
 ) -> None:
-    """By a rank's layers, and the root. A layer is gathered forward and again backward; the root stays gathered between the two."""
+    """By a rank's layers, and the root. A layer is gathered forward and again backward; the root stays gathered between the two. In
+    a pipeline there are passes for its stages, up to `pipeline_micro_batches` of them."""
     round_ = [[on_ranks.make_batch(seed, (5, 3), 20) for seed in range(4)] for _ in range(2)]
     options = {**OPTIONS, "check_shared_prompt": False, "accumulate": accumulate}
-    for most, times in ((None, 4), (1000, 1)):
-        own, path = {**options, "tokens_per_pass": most}, model_path("qwen2-tiny")
+    for most, least, times in (
+        (None, 1, 4),
+        (1000, 1, 1),
+        (1000, 2, 2 if layout.pp > 1 else 1),
+        (1000, 4, 4 if layout.pp > 1 else 1),
+    ):
+        own, path = {**options, "tokens_per_pass": most, "pipeline_micro_batches": least}, model_path("qwen2-tiny")
         counts = ranks.run(on_ranks.collectives, path, [round_], layout, own, size=layout.size)
         assert counts == [(times * (2 * layers + 1), times * (layers + 1))] * layout.size
 
