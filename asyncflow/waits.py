@@ -528,9 +528,10 @@ HTTP: Final = _wait(
 )
 TINKER: Final = _wait(
     "Tinker's API",
-    "the request of a model before this one, or a place to sample",
+    "the request of a model before this one, a place to sample, or one to train",
     "service/tinker/results.py:Results.get service/tinker/samplers.py:Samplers._granted _Held.have_arrived"
-    " service/tinker/trained_model.py:TrainedModel.run answered",
+    " service/tinker/trained_model.py:TrainedModel.run answered"
+    " service/tinker/training_passes.py:TrainingPasses.forward_backward",
     ends="RETRIEVE_SECONDS (20 s), after which the client asks again",
 )
 SIMULATION: Final = _wait(

@@ -7,7 +7,7 @@ of 26. Each trainer has a process of its own, whose largest resident memory is t
 8 groups.
 Whole weights are kept in float32 whatever `train.dtype` is; the base of an adapter is kept in it: with bfloat16 in half of that.
 `many`: adapters of several clients in one decode step of 16 slots, by CPU time, beside the same rows from merged weights, which one
-engine generates with one after another.
+engine generates with one after another; and in one training pass, a micro-batch of 4 responses of each, beside a pass for each.
 """
 
 from __future__ import annotations
@@ -286,6 +286,35 @@ def many(model: Path) -> list[Figure]:
     return figures
 
 
+async def many_trained(model: Path, repeats: int) -> list[Figure]:
+    """CPU time of training passes over rows of 2 to 8 adapters, together and one after another."""
+    from asyncflow.engines.train.mixed_passes import ShareOfPass, forward_backward
+
+    engines, whole = [trainer(model, SPEC) for _ in range(8)], micro_batch()
+    half = Ragged.from_arrays(list(whole.response_ids)[: RESPONSES // 2], "int64")
+    size, rows = len(half.values), slice(0, RESPONSES // 2)
+    batch = replace(
+        whole, indices=whole.indices[rows], response_ids=half, loss_mask=Ragged(np.ones(size, np.uint8), half.offsets),
+        rollout_logprobs=Ragged(whole.rollout_logprobs.values[:size], half.offsets), advantages=whole.advantages[rows],
+        staleness=whole.staleness[rows],
+    )  # fmt: skip
+    figures = []
+    for count in (2, 4, 8):
+        ratios = []
+        for number in range(repeats + 1):
+            start = time.process_time()
+            await forward_backward([ShareOfPass(engine, batch, GRPO()) for engine in engines[:count]])
+            middle = time.process_time()
+            for engine in engines[:count]:
+                await engine.forward_backward([batch], GRPO())
+            if number:
+                ratios.append((middle - start) / (time.process_time() - middle))
+        figures.append(Figure(f"training: one pass of {count} adapters / a pass of each", statistics.median(ratios), "times"))
+    for engine in engines:
+        await engine.close()
+    return figures
+
+
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=3)
@@ -301,7 +330,7 @@ def main() -> int:
         model = Path(scratch) / "model"
         make_model(model)
         if options.only is not None:
-            return finish(many(model), options.json)
+            return finish([*many(model), *asyncio.run(many_trained(model, options.repeats))], options.json)
         figures, step_seconds = [], dict[str, float]()
         for dtype in ("bfloat16", "float32"):
             whole, adapter = (train_apart(model, kind, dtype, options.repeats) for kind in ("whole", "adapter"))

@@ -5,7 +5,9 @@ Parameters, gradient sums and optimiser state are float32 or wider, whatever `dt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +18,8 @@ from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import WeightSource
+
+T = TypeVar("T")
 
 
 class TorchEngine(LeaderEngine):
@@ -41,6 +45,10 @@ class TorchEngine(LeaderEngine):
         self.remark = training.remark
         self.helpers: Helpers | None = training.helpers if isinstance(training, OneRank) else None
         """Helpers of the engine, if it was made with any."""
+
+    async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call in the compute thread, between those of the engine."""
+        return await self._thread.run(call, *arguments)
 
     async def close(self) -> None:
         await super().close()

@@ -13,6 +13,7 @@ from asyncflow.engines.base import TrainEngine
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore
 from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.results import Results
+from asyncflow.service.tinker.training_passes import TrainingPasses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerContext:
-    """Shared parts of one server over one base model. `results`: of the requests of all of its sessions."""
+    """Shared parts of one server over one base model. `results`: of the requests of all of its sessions; `passes`: of the training
+    of all of its models."""
 
     base: BaseModel
     make_engine: MakeEngine
     store: CheckpointStore
     results: Results
+    passes: TrainingPasses
     bounds: Bounds

@@ -36,6 +36,7 @@ from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import ReadWeights, Samplers
 from asyncflow.service.tinker.sessions import Sessions
+from asyncflow.service.tinker.training_passes import passes_of
 from asyncflow.settings import apply_override
 from asyncflow.types import LoraSpec, UserError
 
@@ -176,6 +177,7 @@ async def sessions_of(
         make_engine=make_engine,
         store=CheckpointStore(folder, KEPT_SNAPSHOTS),
         results=Results(kept_bytes=KEPT_BYTES, largest_number=OPEN_RESULTS),
+        passes=passes_of(config, bounds.micro_batch_tokens),
         bounds=bounds,
     )
     read = partial(read_weights, dtype=config.rollout.dtype)

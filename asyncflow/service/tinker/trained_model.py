@@ -2,14 +2,15 @@
 
     submit -> [request_order.py] -> one task: forward_backward, optim_step, save, load ... -> results.py
                                               |
-                                     the engine's compute thread
+                                     the engine's compute thread, or one that computes for several (training_passes.py)
 
 consumes: requests with a number each, in any order, also repeated
 waits for: the request with the next number
 is unblocked by: `submit`
 
-The models of several clients have an engine and a thread each, so their requests are computed side by side. The gradient of a step
-is the sum over its `forward_backward` requests: `optim_step` divides by nothing, as the API has it.
+The models of several clients have an engine and a thread each, so their requests are computed side by side, or as rows of one pass
+where there are more of them than cores. The gradient of a step is the sum over its `forward_backward` requests: `optim_step`
+divides by nothing, as the API has it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class TrainedModel:
         self.is_lora, self._adapter = adapter is not None, adapter
         self.last_request = time.time()
         self._make_engine, self._store, self._results = context.make_engine, context.store, context.results
+        self._passes = context.passes
         self._micro_batch_tokens = context.bounds.micro_batch_tokens
         self._order: RequestOrder[TrainingRequest] = RequestOrder(context.bounds.queue, context.bounds.queue_bytes)
         self._has_request = asyncio.Event()
@@ -136,7 +138,7 @@ class TrainedModel:
                 logprobs = await engine.log_probs(batch.prompt_ids, batch.response_ids, batch.target_ids)
                 made.append((numbers, logprobs, _loss_of(loss, logprobs, batch.rollout_logprobs, batch.token_advantages)))
                 continue
-            (result,) = await engine.forward_backward([batch], recording)
+            result = await self._passes.forward_backward(engine, batch, recording)
             logprobs = Ragged(recording.take(), batch.response_ids.offsets)
             if not result.is_finite:
                 self._broken = (

@@ -34,7 +34,7 @@ from asyncflow.engines.lora import initial_lora
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.cast_weights import CastWeights
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
-from asyncflow.engines.train.model.lora import SharedBase, add_lora, shapes_for
+from asyncflow.engines.train.model.lora import RowsOfAdapter, SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.own_rows import Way, forget_rows, row_states
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_up, pack_thrifty
 from asyncflow.engines.train.model.products import adopt
@@ -92,6 +92,7 @@ class CausalModel:
         forget_rows(self.module)
         shapes = {} if lora is None else shapes_for(self.module, lora)
         self.lora = None if lora is None else add_lora(self.module, shapes, lora)
+        self.scaling = 0.0 if lora is None else lora.scaling
         adopt(self.module)
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._weights: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -139,6 +140,15 @@ class CausalModel:
             hidden_TH, head_VH = torch.cat((hidden_TH, ones_T1), 1), torch.cat((head_VH, weights[self._bias_name][:, None]), 1)
         softcap = None if self._logit_cap is None else self._logit_cap / temperature
         return hidden_TH, Head(head_VH, self._chunk_tokens, softcap=softcap)
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """Matrices of the adapter by name, on the device and in the dtype of a pass, with gradients that flow to `parameters`."""
+        return {name: self._copy(name) for name in self.parameters}
+
+    def mixed(self, rows: Sequence[RowsOfAdapter]) -> AbstractContextManager[None]:
+        """See `LoraSwitch.mixed`."""
+        assert self.lora is not None, "the model has an adapter"
+        return self.lora.mixed(rows)
 
     def _cast(self) -> dict[str, Tensor]:
         """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""

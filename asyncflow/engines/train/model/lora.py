@@ -10,15 +10,18 @@ values it is an old policy. Both share the base's memory.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN  # by which PEFT names layers, too
 
 from asyncflow.engines.lora_files import linear_of, lora_shapes
+from asyncflow.engines.train.model.packing import INERT_TOKENS
 from asyncflow.types import LoraSpec, UserError
 
 _MAY_BE_READ: Final = ("dt_proj", "x_proj", "out_proj")
@@ -31,10 +34,21 @@ Combine = Callable[[Any, Any, Any, float], Any]
 """Output of a linear layer with its adapter, from the layer, its input and its own output, and the scaling."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsOfAdapter:
+    """Place of packed rows in a pass, up to its end for the last, and the adapter that computes them: its matrices by name, in the
+    dtype of the pass."""
+
+    place: slice
+    weights: Mapping[str, Tensor]
+    scaling: float
+
+
 class LoraSwitch:
-    """Whether a model computes with its adapter."""
+    """Whether a model computes with its adapter, or, with `rows`, with those of others."""
 
     is_on = True
+    rows: Sequence[RowsOfAdapter] = ()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -44,6 +58,15 @@ class LoraSwitch:
             yield
         finally:
             self.is_on = True
+
+    @contextmanager
+    def mixed(self, rows: Sequence[RowsOfAdapter]) -> Iterator[None]:
+        """Context inside which a pass, forward and backward, has rows of these adapters, which are all of its rows."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = ()
 
 
 def shapes_for(module: Any, spec: LoraSpec) -> dict[str, tuple[int, int]]:
@@ -84,19 +107,21 @@ def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Call
     """
     module.requires_grad_(False)
     switch, targets = LoraSwitch(), {linear_of(name) for name in shapes}
-    for linear in [each for name, each in module.named_modules() if name in targets]:
+    for name, linear in [each for each in module.named_modules() if each[0] in targets]:
         for part, inputs, outputs in (("lora_A", linear.in_features, spec.rank), ("lora_B", spec.rank, linear.out_features)):
             with torch.device("meta"):  # so that no random number is drawn
                 made = nn.Linear(inputs, outputs, bias=False)
             made.weight = nn.Parameter(torch.empty(made.weight.shape, device=linear.weight.device))
             linear.add_module(part, made)
         # Before other hooks, of tensor parallelism, take the layer's output.
-        linear.register_forward_hook(_hook(switch, spec.scaling, place(linear) if place else plain), prepend=True)
+        linear.register_forward_hook(_hook(switch, name, spec.scaling, place(linear) if place else plain), prepend=True)
     return switch
 
 
-def _hook(switch: LoraSwitch, scaling: float, combine: Combine) -> Callable[[Any, Any, Tensor], Tensor]:
+def _hook(switch: LoraSwitch, name: str, scaling: float, combine: Combine) -> Callable[[Any, Any, Tensor], Tensor]:
     def with_adapter(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if switch.rows:
+            return _mixed(linear, name, inputs[0], output, switch.rows)
         return combine(linear, inputs[0], output, scaling) if switch.is_on else output
 
     return with_adapter
@@ -106,6 +131,22 @@ def plain(linear: Any, x: Tensor, output: Tensor, scaling: float) -> Tensor:
     """Output with the adapter, where each process has all of the layer."""
     added: Tensor = output + linear.lora_B(linear.lora_A(x)) * scaling
     return added
+
+
+def _mixed(linear: Any, name: str, x_1PI: Tensor, output_1PO: Tensor, rows: Sequence[RowsOfAdapter]) -> Tensor:
+    """Output of packed rows, each part of them with an adapter of its own, or none in this layer. A part's bits are those that it
+    has alone: no product is of fewer rows than a micro-batch alone would be filled up to."""
+    parts = []
+    for number, one in enumerate(rows):
+        place = one.place if number < len(rows) - 1 else slice(one.place.start, None)  # with what fills up the pass
+        own_1RO, a, b = output_1PO[:, place], *(one.weights.get(f"{name}.{part}.weight") for part in ("lora_A", "lora_B"))
+        if a is not None and b is not None:
+            num_rows, x_1RI = own_1RO.shape[1], x_1PI[:, place]
+            x_1RI = nn.functional.pad(x_1RI, (0, 0, 0, max(0, INERT_TOKENS - num_rows)))
+            inner = functional_call(linear.lora_A, {"weight": a}, x_1RI)
+            own_1RO = own_1RO + functional_call(linear.lora_B, {"weight": b}, inner)[:, :num_rows] * one.scaling
+        parts.append(own_1RO)
+    return torch.cat(parts, 1)
 
 
 class SharedBase:

@@ -34,6 +34,7 @@ from asyncflow.service.tinker.messages import LoraConfig
 from asyncflow.service.tinker.results import Results
 from asyncflow.service.tinker.samplers import ReadWeights, Samplers
 from asyncflow.service.tinker.sessions import Sessions
+from asyncflow.service.tinker.training_passes import TrainingPasses
 from asyncflow.types import LoraSpec, Objective, Ragged, TokenBatch
 from tests.patience import patience, until
 
@@ -156,6 +157,7 @@ class World:
             make_engine=self._make,
             store=CheckpointStore(folder / "state", 2),
             results=Results(kept_bytes=1 << 20, largest_number=100),
+            passes=TrainingPasses(2, 1000),
             bounds=Bounds(**bounds),
         )
         samplers = Samplers([self.rollout], self.base_folder, read, largest_queue=10, num_adapters=1)
