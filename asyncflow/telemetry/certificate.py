@@ -26,8 +26,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     `steps` of `planned_steps` are committed. `max_staleness` in versions and `max_spans` (policy versions that made one response)
     are the largest of all trained rows. `overlapped_steps`: steps of which a group was trained while responses of the step were
     still missing. `rows_redelivered` (but for evaluators'), `rows_dead` and `reward_failures` (by kind, timeouts among them) count
-    over the whole run. `resumed_at`: the numbers of committed steps from which the run was resumed, after it had ended in
-    whatever way.
+    over the whole run, as `episode_timeouts` do: trained rows whose environment missed its deadline. `resumed_at`: the numbers of
+    committed steps from which the run was resumed, after it had ended in whatever way.
     `is_deterministic`: every rollout engine makes a lost response again exactly; if not, `why_not_deterministic` says why.
     """
 
@@ -42,6 +42,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     rows_dead: int
     reward_timeouts: int
     reward_failures: dict[str, int]
+    episode_timeouts: int = 0
     skipped_updates: int
     is_deterministic: bool
     why_not_deterministic: str
@@ -58,7 +59,9 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return (
             f"{kind} certificate {verdict} ({self.schedule}, {self.steps} of {self.planned_steps} steps; staleness "
             f"{self.max_staleness}{allowed}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows failed "
-            f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, updates skipped {self.skipped_updates}"
+            f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, "
+            f"{f'episode timeouts {self.episode_timeouts}, ' if self.episode_timeouts else ''}"
+            f"updates skipped {self.skipped_updates}"
             f"{'' if self.is_deterministic else f'; not deterministic: {self.why_not_deterministic}'}{resumed})"
         )
 
@@ -85,6 +88,7 @@ class Observed:
     overlapped_steps: set[int] = field(default_factory=set)
     rows_dead: int = 0
     skipped_updates: int = 0
+    episode_timeouts: int = 0
 
     def group(self, step: int, *, staleness: Array, num_spans: Array, is_overlapped: bool) -> None:
         """A trained group of R rows: staleness int64 [R], num_spans int64 [R]. `is_overlapped`: the step lacked responses then."""
@@ -139,6 +143,7 @@ class Observed:
             rows_dead=self.rows_dead,
             reward_timeouts=timeouts,
             reward_failures=dict(reward_failures),
+            episode_timeouts=self.episode_timeouts,
             skipped_updates=self.skipped_updates,
             is_deterministic=not why_not_deterministic,
             why_not_deterministic=why_not_deterministic,

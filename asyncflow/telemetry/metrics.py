@@ -310,6 +310,11 @@ class StepMetrics:
         row["staleness/mean"], row["staleness/max"] = float(staleness.mean()), int(staleness.max())
         return row | self._episode_row()
 
+    @property
+    def num_timed_out(self) -> int:
+        """Number of rows whose environment missed its deadline."""
+        return sum(group.episodes.num_timed_out for group in self._groups if group.episodes is not None)
+
     def _episode_row(self) -> dict[str, float | int]:
         episodes = [group.episodes for group in self._groups if group.episodes is not None]
         if not episodes:
@@ -323,7 +328,7 @@ class StepMetrics:
             "episode/observed_tokens": sum(each.num_observed for each in episodes),
             "episode/sampled_tokens": sum(each.num_sampled for each in episodes),
             "episode/environment_seconds": float(seconds.mean()),
-            "episode/timeouts": sum(each.num_timed_out for each in episodes),
+            "episode/timeouts": self.num_timed_out,
         }
 
     def critic_row(self) -> dict[str, float | int]:

@@ -98,8 +98,8 @@ def test_the_certificate_holds_and_is_shown(finished: tuple[Path, subprocess.Com
     overlapped = certificate.pop("overlapped_steps")
     assert certificate == {
         "schedule": "periodic", "steps": 3, "planned_steps": 3, "promised_staleness": 0, "max_staleness": 0, "max_spans": 1,
-        "rows_redelivered": 0, "rows_dead": 0, "reward_timeouts": 0, "reward_failures": {}, "skipped_updates": 0,
-        "is_deterministic": True, "why_not_deterministic": "", "voided": [], "resumed_at": [],
+        "rows_redelivered": 0, "rows_dead": 0, "reward_timeouts": 0, "reward_failures": {}, "episode_timeouts": 0,
+        "skipped_updates": 0, "is_deterministic": True, "why_not_deterministic": "", "voided": [], "resumed_at": [],
     }  # fmt: skip
     assert 0 <= overlapped <= 3
     line = "on-policy certificate holds (periodic, 3 of 3 steps; staleness 0, spans per row 1,"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from asyncflow.config import Config, parse
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.simulation.run import drawn_faults, simulate
+from asyncflow.telemetry.certificate import read_certificate
 
 COSTS = Costs(lengths=Lengths(prompt=16, response_median=20.0), environment_seconds=0.3, environment_turns=4)
 MODES: list[Any] = ["synchronous", "periodic", "delayed", "sub_step", {"name": "bounded", "max_staleness": 2}]
@@ -36,8 +38,10 @@ def test_no_law_is_broken_while_workers_die_and_environments_are_slow(mode: Any)
         assert not simulate(config, costs=COSTS, faults=drawn_faults(config, COSTS, seed), seed=seed).violations
 
 
-def test_late_environments_end_their_episodes_and_no_row_is_lost() -> None:
-    run = simulate(config_of("periodic", deadline_seconds=0.35), costs=COSTS)
+def test_late_environments_end_their_episodes_and_no_row_is_lost(tmp_path: Path) -> None:
+    run = simulate(config_of("periodic", deadline_seconds=0.35), costs=COSTS, run_dir=tmp_path)
     assert not run.violations
-    assert sum(row["episode/timeouts"] for row in run.rows.values()) > 0
+    certificate = read_certificate(tmp_path)
+    assert certificate is not None
+    assert certificate.episode_timeouts == sum(row["episode/timeouts"] for row in run.rows.values()) > 0
     assert all(row["rows/trained"] == 24 for row in run.rows.values())

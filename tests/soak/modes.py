@@ -82,7 +82,8 @@ MODES: Final[dict[str, Mode]] = {
         {
             "schedule": "periodic",
             "environment": f"{Path(__file__).with_name('game.py')}:Game",
-            "episodes": {"max_turns": 3, "max_turn_tokens": 24, "num_workers": 2},
+            # No process is stopped for so long: an episode that its deadline cuts off is other data.
+            "episodes": {"max_turns": 3, "max_turn_tokens": 24, "num_workers": 2, "deadline_seconds": 240},
             "rollout": {"max_new_tokens": 96, "stop": ["a", "e", "i", "o", "."]},
             "eval": {"path": None},
         }

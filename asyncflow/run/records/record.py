@@ -45,6 +45,7 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_spans: int = 0
     overlapped_steps: list[int] = []
     rows_dead: int = 0
+    episode_timeouts: int = 0
     skipped_updates: int = 0
     skipped_in_a_row: int = 0
     critic_skipped_in_a_row: int = 0
@@ -87,7 +88,12 @@ class RunRecord:
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
         self._before = before
         self._observed = Observed(
-            before.max_staleness, before.max_spans, set(before.overlapped_steps), before.rows_dead, before.skipped_updates
+            before.max_staleness,
+            before.max_spans,
+            set(before.overlapped_steps),
+            before.rows_dead,
+            before.skipped_updates,
+            before.episode_timeouts,
         )
         self._dead_committed = before.rows_dead
         self._redelivered = before.rows_redelivered
@@ -116,6 +122,7 @@ class RunRecord:
             max_spans=observed.max_spans,
             overlapped_steps=sorted(step for step in observed.overlapped_steps if step < self._ledger.committed),
             rows_dead=self._dead_committed,
+            episode_timeouts=observed.episode_timeouts,
             skipped_updates=observed.skipped_updates,
             skipped_in_a_row=self._checks.skipped_in_a_row[self._ledger.tasks.policy],
             critic_skipped_in_a_row=self.critic_skipped_in_a_row,
@@ -227,6 +234,7 @@ class RunRecord:
             metrics.add_update(**msgspec.structs.asdict(update))
         if is_policy:
             self._observed.skipped_updates += sum(update.is_skipped for update in updates)
+            self._observed.episode_timeouts += metrics.num_timed_out
             redelivered = self._rows_redelivered()
             metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
             self._redelivered = redelivered

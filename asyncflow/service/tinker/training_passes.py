@@ -26,7 +26,7 @@ from asyncflow.types import Objective
 
 
 @dataclass(slots=True, eq=False)
-class _OfModel:
+class _Asked:
     engine: TrainEngine
     micro_batch: MicroBatch
     objective: Objective
@@ -40,14 +40,14 @@ class TrainingPasses:
         """`num_at_once`: passes that compute at the same time. `most_tokens`: of a pass of several models."""
         self.num_joined = 0
         self._room, self._most_tokens = num_at_once, most_tokens
-        self._waiting: list[_OfModel] = []
+        self._waiting: list[_Asked] = []
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def forward_backward(self, engine: TrainEngine, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
         """See `TrainEngine.forward_backward`, of a micro-batch. An engine whose caller is cancelled is still used to the pass's
         end."""
         result: asyncio.Future[MicroBatchResult] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_OfModel(engine, micro_batch, objective, result))
+        self._waiting.append(_Asked(engine, micro_batch, objective, result))
         self._begin()
         return await result
 
@@ -59,7 +59,7 @@ class TrainingPasses:
             self._under_way.add(task)
             task.add_done_callback(self._ended)
 
-    def _chosen(self) -> Sequence[_OfModel]:
+    def _chosen(self) -> Sequence[_Asked]:
         """The first that waits, with others of the same base for which there is room in its pass. Where that leaves room for more
         passes, it goes alone."""
         from asyncflow.engines.train.mixed_passes import may_join  # heavy, and loaded by the first engine
@@ -75,7 +75,7 @@ class TrainingPasses:
         self._waiting = [one for one in self._waiting if one not in chosen]
         return chosen
 
-    async def _compute(self, chosen: Sequence[_OfModel]) -> None:
+    async def _compute(self, chosen: Sequence[_Asked]) -> None:
         from asyncflow.engines.train.mixed_passes import ShareOfPass, forward_backward
 
         made: Sequence[MicroBatchResult | BaseException]
@@ -107,5 +107,5 @@ def passes_of(config: Config, most_tokens: int) -> TrainingPasses:
     return TrainingPasses(max(1, cores), most_tokens)
 
 
-def _tokens(one: _OfModel) -> int:
+def _tokens(one: _Asked) -> int:
     return len(one.micro_batch.prompt_ids) + len(one.micro_batch.response_ids.values)

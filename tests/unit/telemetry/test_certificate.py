@@ -12,8 +12,8 @@ from asyncflow.telemetry.certificate import Certificate, Observed, read_certific
 from asyncflow.types import UserError
 
 
-def observed(*, staleness: int = 0, num_spans: int = 1, rows_dead: int = 0) -> Observed:
-    seen = Observed(rows_dead=rows_dead)
+def observed(*, staleness: int = 0, num_spans: int = 1, rows_dead: int = 0, episode_timeouts: int = 0) -> Observed:
+    seen = Observed(rows_dead=rows_dead, episode_timeouts=episode_timeouts)
     seen.group(3, staleness=np.array([0, staleness]), num_spans=np.array([1, num_spans]), is_overlapped=True)
     seen.group(3, staleness=np.array([0]), num_spans=np.array([1]), is_overlapped=True)
     seen.group(4, staleness=np.array([0]), num_spans=np.array([1]), is_overlapped=False)
@@ -33,6 +33,12 @@ def test_what_was_seen_is_what_is_certified() -> None:
     assert (given.max_staleness, given.max_spans, given.overlapped_steps) == (0, 1, 1)
     assert (given.rows_dead, given.rows_redelivered, given.reward_timeouts, given.reward_failures) == (2, 6, 0, {"raised": 4})
     assert given.voided == [] and "certificate holds (periodic, 5 of 9 steps;" in given.line
+
+
+def test_episodes_that_a_deadline_ended_are_counted_and_told() -> None:
+    given = certificate(observed(episode_timeouts=3))
+    assert given.episode_timeouts == 3 and "reward timeouts 0, episode timeouts 3, updates skipped 0" in given.line
+    assert "episode timeouts" not in certificate(observed()).line
 
 
 def test_a_run_that_trained_nothing_has_one_too() -> None:
@@ -69,6 +75,7 @@ def test_what_voids_it_is_named(seen: Observed, changes: dict[str, Any], words: 
         (observed(), {"why_not_deterministic": "2 threads"}),
         (observed(), {"reward_failures": {"timeout": 1}, "rows_redelivered": 1}),
         (observed(rows_dead=2), {"reward_failures": {"raised": 4}}),
+        (observed(episode_timeouts=2), {}),
     ],
 )
 def test_what_a_schedule_allows_voids_nothing(seen: Observed, changes: dict[str, Any]) -> None:
