@@ -41,7 +41,7 @@ from asyncflow.engines.base import (
 )
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.costs import Costs
-from asyncflow.engines.cuts import cut_by_size, even_part
+from asyncflow.engines.cuts import cut_evenly
 from asyncflow.types import Array, HeldWeights, Objective, Ragged, ValueObjective, WeightSource
 
 if TYPE_CHECKING:
@@ -345,8 +345,9 @@ class SleepingPasses:
     def cut(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """Packed tokens of each pass over these micro-batches."""
         tokens = [_packed_tokens(each) for each in micro_batches]
-        most = 0 if self._tokens is None else even_part(tokens, self._tokens, self._num_parts)
-        return [sum(part) for part in cut_by_size(tokens, int, most)]
+        if self._tokens is None:
+            return tokens
+        return [sum(part) for part in cut_evenly(tokens, int, self._tokens, self._num_parts)]
 
     async def compute(
         self, passes: Sequence[int], own: Callable[[int], Awaitable[None]], other: Callable[[int], Awaitable[None]]

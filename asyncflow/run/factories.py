@@ -20,7 +20,7 @@ from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.attestation import NO_PROBING, Probing, new_probing
-from asyncflow.config import Config, TrainConfig
+from asyncflow.config import Config, LayoutConfig, TrainConfig
 from asyncflow.control import SCHEDULES
 from asyncflow.control.ledger import TaskPlan, UpdatePlan
 from asyncflow.control.schedule import Schedule
@@ -155,7 +155,7 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
 
     By itself is each where `train.responses_per_micro_batch` has made them small, by an engine of the user's own or outside, and
     with exact sums where tensor parallelism shards matrices (a row is a sum over ranks then) or on an accelerator (whose library
-    may compute a row otherwise in a longer pass); unless a number says otherwise. A critic's passes are as long as the policy's.
+    may compute a row otherwise in a longer pass); unless a number says otherwise.
     """
     train, layout = config.train, config.layout
     if train.tokens_per_micro_batch != "auto":
@@ -169,6 +169,13 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
         return PASS_TOKENS
     # In a narrow model what a call costs counts more than its arithmetic.
     return PASS_TOKENS_CPU * max(1, 256 // int(fields["hidden_size"]))
+
+
+def critic_tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
+    """`tokens_per_pass` of the critic, by its device. A round of it has as many tokens as one of the policy. `fields`: of the
+    `config.json` of its own model."""
+    plan = {"train": LayoutConfig(), "shares": {}}
+    return tokens_per_pass(config.changed(train={"device": config.train.critic.device}, plan=plan), fields)
 
 
 def queue_schema(config: Config) -> Schema:
@@ -237,11 +244,12 @@ def train_engine_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) 
 
 def critic_options(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> TrainEngineOptions:
     """Options of the critic's engine: one model on one device, without old policy or reference. `fields`: of the `config.json` of
-    the policy's model, which decides how long passes are."""
+    its own model."""
     train, critic = config.train, config.train.critic
     return replace(
-        train_engine_options(config, fields),
+        train_engine_options(config),
         layout=Layout(),
+        tokens_per_pass=critic_tokens_per_pass(config, fields),
         learning_rate=critic.learning_rate,
         warmup_steps=critic.warmup_steps,
         min_learning_rate=critic.learning_rate * train.min_learning_rate / train.learning_rate,

@@ -273,7 +273,7 @@ async def critic_worker(name: str, run_dir: Path) -> None:
     """Trains on complete groups, and adds values to them unless other workers do, until the run stops, then saves the critic."""
     async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(critic_engine, run.config, Path(run.job.model))
+        engine = await asyncio.to_thread(partial(critic_engine, run.config, Path(run.job.model), is_trained=True))
         sender = critic_weight_sync(run).sender(uuid.uuid4().hex) if run.config.plan.values.num_workers else None
         async with _with_threads(run, "critic", engine):
             saving, version = await critic_steps(run, engine, sender)
@@ -312,7 +312,7 @@ async def values_worker(name: str, run_dir: Path) -> None:
     """Adds values to complete groups, by a copy of the critic, until the run stops."""
     async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(critic_engine, run.config, Path(run.job.model))
+        engine = await asyncio.to_thread(partial(critic_engine, run.config, Path(run.job.model), is_trained=False))
         async with _with_threads(run, "values", engine):
             await compute_values(run, engine, critic_weight_sync(run).receiver(name))
 

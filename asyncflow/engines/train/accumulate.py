@@ -1,4 +1,4 @@
-"""Sums of a step's gradients over its micro-batches, and their norm; neither depends on the order of addition.
+"""Sums of a step's gradients over its micro-batches, and their norm; of exact sums neither depends on the order of addition.
 
     p.grad --round to the grid--> float64 sums --/ normaliser, once--> p.grad, float32 --> order_free_norm --> clip, optimiser
 
@@ -188,8 +188,11 @@ class PlainAccumulator(Accumulator):
 
         def squares(some: Sequence[Tensor]) -> list[float]:
             chunks = [chunk for gradient in some for chunk in _chunks(gradient)]
-            squared: list[float] = torch.stack(torch._foreach_norm(chunks)).double().square().tolist() if chunks else []
-            return squared
+            norms: list[float] = torch.stack(torch._foreach_norm(chunks)).tolist() if chunks else []
+            for number, norm in enumerate(norms):
+                if not math.isfinite(norm):  # beyond float32's squares, if no element is infinite itself
+                    norms[number] = chunks[number].double().norm().item()
+            return [norm * norm for norm in norms]
 
         return math.sqrt(math.fsum(chain(*self.pieces.over(squares, gradients))))
 

@@ -4,8 +4,9 @@
     engine b: micro-batch, loss --+--> one pass: base over all rows, each       +--> gradients of b's adapter --> b's sums
                                        adapter over its own rows (lora.py)
 
-Rows do not depend on one another, so each micro-batch has the numbers that it has alone. Sums, optimisers and saved files know
-nothing of it. The pass is made in the compute thread of the engine whose layers it uses, while the others make no call.
+Rows do not depend on one another, so each micro-batch has the numbers that it has alone; on a CPU, as far as is known, to the bit.
+Sums, optimisers and saved files know nothing of it. The pass is made in the compute thread of the engine whose layers it uses,
+while the others make no call.
 """
 
 from __future__ import annotations
@@ -35,18 +36,21 @@ class ShareOfPass:
 
 def may_join(host: TrainEngine, other: TrainEngine) -> bool:
     """Whether a pass of the first engine may have rows of the second one: adapters over the same base, whose layers the first one's
-    has all, with nothing else to compute than the policy."""
+    has all, with nothing else to compute than the policy. With exact sums only where both make passes of several micro-batches:
+    there a micro-batch has been found to have the bits among others that it has alone."""
     one, two = _adapted(host), _adapted(other)
     if one is None or two is None or one is two:
         return False
     policies = one.policy, two.policy
     settings = {(id(each._loaded), each.dtype, each.device, each.temperature) for each in policies}
-    return len(settings) == 1 and one.specs.keys() >= two.specs.keys()
+    are_free = all(each.passes.summed.may_join for each in (one, two))
+    return len(settings) == 1 and are_free and one.specs.keys() >= two.specs.keys()
 
 
 async def forward_backward(shares: Sequence[ShareOfPass]) -> list[MicroBatchResult | RunError]:
     """See `TrainEngine.forward_backward`, for a micro-batch of each of these engines, of which no other call may be under way. The
-    first one is the host of the others (`may_join`). An error is that of the share alone, which has added nothing then."""
+    first one is the host of the others (`may_join`). A `RunError` is that of a share whose exact sums do not hold its gradient: its
+    step cannot be completed. Raises whatever goes wrong with the pass itself; then this is so of all of them."""
     host = shares[0].engine
     assert isinstance(host, TorchEngine), "the host may be joined"
     return await host.in_thread(_compute, shares)

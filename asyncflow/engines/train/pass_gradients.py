@@ -99,9 +99,9 @@ class PassGradients:
                 module.forward = partial(_form_of(module), self, module, own, module.forward)
 
     @staticmethod
-    def why_not(model: CausalModel | ShardedModel) -> str:
-        """Reason why a model's gradients cannot be taken so; "" if they can."""
-        if getattr(model.module.get_output_embeddings(), "bias", None) is not None:
+    def why_not(model: CausalModel | ShardedModel, *, has_head: bool = True) -> str:
+        """Reason why a model's gradients cannot be taken so; "" if they can. `has_head`: passes use the output layer."""
+        if has_head and getattr(model.module.get_output_embeddings(), "bias", None) is not None:
             return "its output layer has a bias"
         trained = {id(parameter) for parameter in model.parameters.values()}
         for name, module in model.module.named_modules():

@@ -24,7 +24,7 @@ from asyncflow.engines.train.pieces import Pieces
 
 class SummedPasses:
     """Passes of a model, and their `sums`. `most_tokens`: of a pass of several micro-batches; None: each is a pass of its own.
-    `remark`: why they are, where more were asked for; "" elsewhere."""
+    `remark`: why each is, where exact sums do not allow more; "" elsewhere."""
 
     def __init__(
         self,
@@ -46,6 +46,11 @@ class SummedPasses:
                 self._gradients = PassGradients(model, sums, has_head=has_head)
         elif most_tokens is not None:
             self._prepare(loss, has_head=has_head)
+
+    @property
+    def may_join(self) -> bool:
+        """Whether a pass may have other rows besides: with exact sums no bit may depend on them."""
+        return self.most_tokens is not None or not isinstance(self.sums, ExactAccumulator)
 
     def cut(self, packed: Sequence[Packed], num_threads: int = 1) -> list[slice]:
         """Neighbouring micro-batches that are computed in one pass each, by so many threads at the same time."""
@@ -78,12 +83,14 @@ class SummedPasses:
         """Make ready for passes of several micro-batches; with exact sums only if no bit depends on them."""
         exact = self.sums if isinstance(self.sums, ExactAccumulator) else None
         if self.model.way != "packed":
+            if exact and self.model.way == "batched":
+                self.remark = one_by_one("in a batch the last bits of its rows depend on one another")
             if exact or self.model.way == "alone":
                 self.most_tokens = None
             return
         if not (exact or self.model.device.type == CPU):
             return
-        if not (why := PassGradients.why_not(self.model)):
+        if not (why := PassGradients.why_not(self.model, has_head=has_head)):
             gradients = self._gradients = PassGradients(self.model, self.sums, has_head=has_head)
             if exact and not probe(self.model, exact, gradients, loss):
                 why = OTHER_BITS

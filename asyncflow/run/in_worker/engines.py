@@ -84,10 +84,11 @@ def reference_engine(config: Config, model: Path) -> LogProbEngine:
     return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
 
 
-def critic_engine(config: Config, model: Path) -> CriticEngine:
+def critic_engine(config: Config, model: Path, *, is_trained: bool) -> CriticEngine:
     """Train engine of the critic, from its own model, or from the policy's."""
-    options = critic_options(config, read_json(model / "config.json"))
-    arguments = {"model_path": Path(config.train.critic.path or model), "options": options}
+    path = Path(config.train.critic.path or model)
+    options = critic_options(config, read_json(path / "config.json") if is_trained else {})
+    arguments = {"model_path": path, "options": options}
     engine = cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
     _print_remark(engine)
     return engine

@@ -268,7 +268,8 @@ def critic_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[Mem
     """Per device of a critic, which is trained on one and has no frozen models. `shapes`: of its own model, whose output layer it
     has not unless that is the embedding. `prompt_tokens`: of the longest prompt."""
     plan = {"train": LayoutConfig(), "shares": {}}
-    alone = config.changed(train={"old": "current", "reference": "task", "helpers": 0}, model={"lora": None}, plan=plan)
+    train = {"old": "current", "reference": "task", "helpers": 0, "device": config.train.critic.device}
+    alone = config.changed(train=train, model={"lora": None}, plan=plan)
     return [part for part in training_parts(alone, replace(shapes, is_tied=True), prompt_tokens) if part.name != "logits"]
 
 

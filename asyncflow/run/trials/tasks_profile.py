@@ -125,7 +125,7 @@ async def _time_passes(config: Config, model: Path, spans: Recorder, request: Pr
                 await frozen.log_probs(batch.prompt_ids, batch.response_ids)
         await frozen.close()
     if critic is not None:
-        engine = await asyncio.to_thread(critic_engine, config, model)
+        engine = await asyncio.to_thread(partial(critic_engine, config, model, is_trained=True))
         for batch, repeat in itertools.product(batches, range(request.repeats + 1)):
             measure = partial(spans.busy, rows=pieces)
             with measure("values" if repeat else "warm_up", tokens=len(batch.response_ids.values)):

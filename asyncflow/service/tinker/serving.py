@@ -87,7 +87,7 @@ def engine_maker(config: Config, base: BaseModel) -> MakeEngine:
     if config.layout.size > 1:
         raise UserError("asyncflow serve --tinker trains each model in its own process, on one device: leave out plan.train")
     options = replace(
-        train_engine_options(config),
+        train_engine_options(config, read_json(base.folder / "config.json")),
         temperature=1.0,
         old="rollout",
         is_corrected=False,

@@ -38,6 +38,7 @@ from asyncflow.types import Array, Ragged, RunError, TokenBatch, UserError
 
 log = logging.getLogger(__name__)
 TrainingRequest = Callable[[], Awaitable[Answer]]
+_BROKEN_STEP: Final = "optim_step leaves the weights as they are, and begins the next step"
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -138,12 +139,16 @@ class TrainedModel:
                 logprobs = await engine.log_probs(batch.prompt_ids, batch.response_ids, batch.target_ids)
                 made.append((numbers, logprobs, _loss_of(loss, logprobs, batch.rollout_logprobs, batch.token_advantages)))
                 continue
-            result = await self._passes.forward_backward(engine, batch, recording)
+            try:
+                result = await self._passes.forward_backward(engine, batch, recording)
+            except Exception as error:
+                self._broken = f"a pass of this step has failed ({error}), so its gradient is incomplete: {_BROKEN_STEP}"
+                raise
             logprobs = Ragged(recording.take(), batch.response_ids.offsets)
             if not result.is_finite:
                 self._broken = (
                     f"the loss of datum {numbers[0]} or one after it was not finite, so the gradient of this step is incomplete: "
-                    f"optim_step leaves the weights as they are, and begins the next step"
+                    f"{_BROKEN_STEP}"
                 )
                 raise UserError(self._broken)
             made.append((numbers, logprobs, result.loss_sum))

@@ -8,8 +8,9 @@ waits for: a pass that ends
 is unblocked by: the engines' compute threads
 
 On a CPU there is room for a pass on each `train.num_threads` cores: few models compute side by side, each in its own thread, which
-is the fastest way. More of them than that would take turns on the cores, with short passes. So those that wait are joined, up to
-the tokens of a micro-batch: the base's products are then made once for all of their rows. A device has room for one pass.
+is the fastest way. More of them than that would take turns on the cores, with short passes. So of those that wait each pass takes
+its even part, up to the tokens of a micro-batch: the base's products are then made once for all of their rows. A device has room
+for one pass.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ class TrainingPasses:
             task.add_done_callback(self._ended)
 
     def _chosen(self) -> Sequence[_Asked]:
-        """The first that waits, with others of the same base for which there is room in its pass. Where that leaves room for more
-        passes, it goes alone."""
+        """The first that waits, and of the others, where there are more than passes that compute at the same time, its pass's even
+        part: those of the same base for which it has tokens left."""
         from asyncflow.engines.train.mixed_passes import may_join  # heavy, and loaded by the first engine
 
         first, *others = self._waiting
         chosen, tokens = [first], _tokens(first)
-        num_free = self._room - len(self._under_way)
-        for other in others if len(self._waiting) > num_free else ():
+        part = -(-len(self._waiting) // self._room)
+        for other in others:
             own = _tokens(other)
-            if tokens + own <= self._most_tokens and may_join(first.engine, other.engine):
+            if len(chosen) < part and tokens + own <= self._most_tokens and may_join(first.engine, other.engine):
                 chosen.append(other)
                 tokens += own
         self._waiting = [one for one in self._waiting if one not in chosen]

@@ -36,7 +36,7 @@ Combine = Callable[[Any, Any, Any, float], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsOfAdapter:
-    """Place of packed rows in a pass, up to its end for the last, and the adapter that computes them: its matrices by name, in the
+    """Place of packed rows in a pass, and the adapter that computes them: its matrices by name, in the
     dtype of the pass."""
 
     place: slice
@@ -137,12 +137,13 @@ def _mixed(linear: Any, name: str, x_1PI: Tensor, output_1PO: Tensor, rows: Sequ
     """Output of packed rows, each part of them with an adapter of its own, or none in this layer. A part's bits are those that it
     has alone: no product is of fewer rows than a micro-batch alone would be filled up to."""
     parts = []
-    for number, one in enumerate(rows):
-        place = one.place if number < len(rows) - 1 else slice(one.place.start, None)  # with what fills up the pass
+    for one in rows:
+        place = one.place
         own_1RO, a, b = output_1PO[:, place], *(one.weights.get(f"{name}.{part}.weight") for part in ("lora_A", "lora_B"))
         if a is not None and b is not None:
             num_rows, x_1RI = own_1RO.shape[1], x_1PI[:, place]
-            x_1RI = nn.functional.pad(x_1RI, (0, 0, 0, max(0, INERT_TOKENS - num_rows)))
+            if num_rows < INERT_TOKENS:
+                x_1RI = nn.functional.pad(x_1RI, (0, 0, 0, INERT_TOKENS - num_rows))
             inner = functional_call(linear.lora_A, {"weight": a}, x_1RI)
             own_1RO = own_1RO + functional_call(linear.lora_B, {"weight": b}, inner)[:, :num_rows] * one.scaling
         parts.append(own_1RO)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.cuts import cut_by_size, even_part
+from asyncflow.engines.cuts import cut_evenly
 from asyncflow.types import Array, Ragged
 
 LEAST_TOKEN_RATIO = 1.1
@@ -245,10 +245,10 @@ def joined(parts: Sequence[Packed]) -> Packed:
 
 def cut_into_passes(packed: Sequence[Packed], most_tokens: int | None, num_parts: int = 1) -> list[slice]:
     """Neighbouring micro-batches that are computed in one pass each: as many as have at most so many tokens together, and at least
-    one. None: each by itself. Where `num_parts` are computed at the same time, passes are as short as even parts."""
-    if most_tokens is not None:
-        most_tokens = even_part([one.num_tokens for one in packed], most_tokens, num_parts)
-    passes = cut_by_size(packed, lambda one: one.num_tokens, most_tokens or 0)
+    one. None: each by itself. Where `num_parts` are computed at the same time, passes are as short as even parts (`cut_evenly`)."""
+    if most_tokens is None:
+        return [slice(number, number + 1) for number in range(len(packed))]
+    passes = cut_evenly(packed, lambda one: one.num_tokens, most_tokens, num_parts)
     return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, passes), initial=0))]
 
 
@@ -258,13 +258,16 @@ def cut_into_batches(packed: Sequence[Packed], most_tokens: int, num_parts: int 
     Tokens are counted so. A micro-batch that would make them more than `MOST_FILLED` of what each has by itself begins another
     pass.
     """
-    most_tokens = even_part([_filled([one]) for one in packed], most_tokens, num_parts)
-    begins = [0] if packed else []
-    for end in range(1, len(packed)):
-        together = packed[begins[-1] : end + 1]
-        if _filled(together) > min(most_tokens, MOST_FILLED * sum(_filled([one]) for one in together)):
-            begins.append(end)
-    return [slice(begin, end) for begin, end in pairwise([*begins, len(packed)])]
+    cut: list[slice] = []
+    for part in cut_evenly(range(len(packed)), lambda number: _filled([packed[number]]), most_tokens, num_parts):
+        begin = part[0]
+        for end in part[1:]:
+            together = packed[begin : end + 1]
+            if _filled(together) > min(most_tokens, MOST_FILLED * sum(_filled([one]) for one in together)):
+                cut.append(slice(begin, end))
+                begin = end
+        cut.append(slice(begin, part[-1] + 1))
+    return cut
 
 
 def _filled(packed: Sequence[Packed]) -> int:

@@ -58,10 +58,10 @@ async def ended(made: list[TorchEngine]) -> list[tuple[float, Mapping[str, str]]
 @pytest.mark.parametrize(
     "changes",
     [
-        {"accumulate": "exact"},
-        {"accumulate": "exact", "dtype": "bfloat16", "activation_checkpointing": True},
         {"accumulate": "exact", "tokens_per_pass": 1000},
+        {"accumulate": "exact", "tokens_per_pass": 1000, "dtype": "bfloat16", "activation_checkpointing": True},
         {"accumulate": "fp32"},
+        {"accumulate": "fp32", "tokens_per_pass": 1000},
     ],
     ids=lambda value: "-".join(map(str, value.values())),
 )
@@ -90,7 +90,7 @@ async def test_each_adapter_gets_the_bits_that_it_gets_alone(changes: dict[str, 
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])
 async def test_what_is_not_finite_of_one_adds_nothing_to_any(accumulate: str, model_path: ModelPath) -> None:
     path = model_path("qwen2-tiny")
-    alone, mixed = engines(path, accumulate=accumulate), engines(path, accumulate=accumulate)
+    alone, mixed = (engines(path, accumulate=accumulate, tokens_per_pass=1000) for _ in range(2))
     for engine, number in zip(alone, (0, 1, 2), strict=True):
         if number != 1:
             await engine.forward_backward([BATCHES[number]], OBJECTIVES[number])
@@ -108,7 +108,7 @@ async def test_what_is_not_finite_of_one_adds_nothing_to_any(accumulate: str, mo
 
 
 async def test_sums_that_do_not_hold_a_gradient_are_the_fault_of_one_alone(model_path: ModelPath) -> None:
-    made = engines(model_path("qwen2-tiny"), accumulate="exact")
+    made = engines(model_path("qwen2-tiny"), accumulate="exact", tokens_per_pass=1000)
     huge = replace(BATCHES[1], advantages=np.full_like(BATCHES[1].advantages, 1e12))
     steep = [OBJECTIVES[0], Sum(policy_gradient), OBJECTIVES[2]]
     found = await forward_backward([ShareOfPass(*each) for each in zip(made, [BATCHES[0], huge, BATCHES[2]], steep, strict=True)])
@@ -126,6 +126,7 @@ async def test_engines_with_anything_of_their_own_share_no_pass(model_path: Mode
         "dtype": torch_engine(model_path("qwen2-tiny"), lora=SPECS[0], dtype="bfloat16"),
         "temperature": torch_engine(model_path("qwen2-tiny"), lora=SPECS[0], temperature=0.5),
         "reference": torch_engine(model_path("qwen2-tiny"), lora=SPECS[0], has_reference=True),
+        "unproven bits": torch_engine(model_path("qwen2-tiny"), lora=SPECS[0], accumulate="exact"),
     }
     for name, other in others.items():
         assert not may_join(host, other) and not may_join(other, host), name

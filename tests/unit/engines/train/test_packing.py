@@ -133,6 +133,9 @@ def test_micro_batches_are_brought_to_one_length_only_where_it_takes_no_more_tha
         ([20, 20, 20, 20], 100, 1, [4]),
         ([20, 20, 20, 20], 100, 2, [2, 2]),
         ([20, 20, 20, 20, 20], 100, 2, [3, 2]),
+        ([20, 20], 100, 4, [1, 1]),
+        ([20] * 6, 1000, 4, [2, 2, 1, 1]),  # as many passes as there are stages or threads
+        ([100, 10, 10], 1000, 4, [1, 1, 1]),
         ([20] * 12, 100, 2, [3, 3, 3, 3]),  # two passes each, as short as that allows
         ([20] * 7, 100, 3, [2, 2, 2, 1]),
         ([90, 20, 20, 20], 100, 2, [1, 3]),
@@ -158,6 +161,7 @@ def test_passes_are_as_long_as_may_be_and_even_for_several_threads(
         ([(9, 9), (19, 19)], 1000, 1, [1, 1]),  # 80 tokens in one batch, 60 in two
         ([(20, 5), (20, 20), (16, 16)], 1000, 1, [3]),  # 126 instead of 118
         ([(90, 90), (9, 9)], 54, 1, [1, 1]),
+        ([(9, 9), (9, 9), (9, 9)], 1000, 2, [2, 1]),
         ([], 54, 1, []),
     ],
 )

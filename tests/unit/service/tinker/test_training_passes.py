@@ -10,6 +10,7 @@ import pytest
 
 from asyncflow.config import parse
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngine
+from asyncflow.engines.train import mixed_passes
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.service.tinker.training_passes import TrainingPasses, passes_of
 from asyncflow.types import LoraSpec, RunError
@@ -77,9 +78,14 @@ async def test_a_caller_that_goes_leaves_its_pass_to_its_end_and_then_its_room()
         assert isinstance(await second, MicroBatchResult)
 
 
+def made_of_seeds() -> list[TorchEngine]:
+    options: dict[str, Any] = {"lora": LoraSpec(rank=2, alpha=4.0), "accumulate": "exact", "tokens_per_pass": 1000}
+    return [torch_engine(MODEL, seed=seed, **options) for seed in range(5)]
+
+
 @pytest.fixture
 async def adapters() -> Any:
-    made = [torch_engine(MODEL, lora=LoraSpec(rank=2, alpha=4.0), seed=seed, accumulate="exact") for seed in range(5)]
+    made = made_of_seeds()
     yield made
     for engine in made:
         await engine.close()
@@ -90,7 +96,7 @@ async def ended(engines: Sequence[TorchEngine]) -> list[Any]:
 
 
 async def test_adapters_that_wait_for_room_are_rows_of_one_pass(adapters: list[TorchEngine]) -> None:
-    alone = [torch_engine(MODEL, lora=LoraSpec(rank=2, alpha=4.0), seed=seed, accumulate="exact") for seed in range(5)]
+    alone = made_of_seeds()
     expected = [(await engine.forward_backward([batch], LOSS))[0] for engine, batch in zip(alone, BATCHES, strict=True)]
     passes = TrainingPasses(1, 80)  # tokens of three of them
     tasks = [begun(passes, engine, number) for number, engine in enumerate(adapters)]
@@ -113,6 +119,22 @@ async def test_an_error_of_one_adapter_is_not_that_of_those_beside_it(
     found = await asyncio.gather(*(begun(passes, engine, number) for number, engine in enumerate(adapters)), return_exceptions=True)
     assert passes.num_joined == 1 and isinstance(found[2], RunError)
     assert all(isinstance(one, MicroBatchResult) for number, one in enumerate(found) if number != 2)
+
+
+async def test_a_pass_leaves_others_their_part_of_what_waits(adapters: list[TorchEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, slow, sizes = TrainingPasses(2, 1000), [Slow(), Slow()], []
+    real = mixed_passes.forward_backward
+    monkeypatch.setattr(mixed_passes, "forward_backward", lambda shares: sizes.append(len(shares)) or real(shares))
+    blocking = [begun(passes, engine) for engine in slow]
+    await asyncio.sleep(0)
+    tasks = [begun(passes, engine, number) for number, engine in enumerate(adapters[:4])]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for engine in slow:
+        engine.may_end.set()
+    async with asyncio.timeout(patience(60)):
+        await asyncio.gather(*blocking, *tasks)
+    assert sizes == [2] and passes.num_joined == 1  # and one, and one
 
 
 def test_there_is_room_for_a_pass_on_the_cores_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
