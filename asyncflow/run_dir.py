@@ -107,6 +107,12 @@ class RunDir:
         """Note how many steps the final model has been trained."""
         replace(self.model / _VERSION_FILE, f"{version}\n".encode())
 
+    def forget_note_above(self, version: int) -> None:
+        """Forget how many steps the final model has been trained, if more than these."""
+        if (noted := self.model_version) is not None and noted > version:
+            (self.model / _VERSION_FILE).unlink()
+            sync_folder(self.model)
+
     def model_id(self) -> int | None:
         """Identity of the final model: another one has another identity."""
         return self.model.stat().st_ino if self.model.exists() else None

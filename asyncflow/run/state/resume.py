@@ -96,9 +96,12 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed, but for its model, which
     stays until there is another. Returns the rows of metrics.
 
-    Spans are moved so that the last one kept ends at `now`, by the clock of the resumed run. May be repeated.
+    That a model is of more steps than these is forgotten first: this attempt may be killed when it has the checkpoint of its last
+    step, and no model yet, and would be taken for ended. Spans are moved so that the last one kept ends at `now`, by the clock of
+    the resumed run. May be repeated.
     """
     version, rows = resumed.state.version, set() if resumed.rows is None else set(resumed.rows.indices.tolist())
+    RunDir(run_dir).forget_note_above(version)
     metrics = _keep_lines(run_dir / METRICS_FILE, lambda row: row["step"] < version)
     cut_events(run_dir / TENSORBOARD_FOLDER, version)
     evaluated = {row["step"] for row in _keep_lines(run_dir / EVAL_FILE, lambda row: row["step"] <= version)}

@@ -185,6 +185,20 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
     assert left == ["model", "step"]  # the model stays until there is another
 
 
+@pytest.mark.parametrize(("noted", "expected"), [(1, 1), (2, 2), (3, None)])
+def test_a_run_that_goes_back_from_its_end_has_not_ended(tmp_path: Path, noted: int, expected: int | None) -> None:
+    """Its end wrote no checkpoint: it goes back to step 2, and may be killed between the checkpoint of its last step and its model."""
+    (tmp_path / "model").mkdir()
+    folder = RunDir(tmp_path)
+    folder.note_model(noted)
+    write_driver(tmp_path / "step", state(), [rows_of(32)])
+    resumed = read_driver(tmp_path / "step")
+    assert resumed.state.version == 2
+    for _ in range(2):
+        cut_back(tmp_path, resumed, 100.0)
+        assert folder.model_version == expected and folder.model.is_dir()
+
+
 def test_what_was_added_to_a_checkpoint_takes_its_place(tmp_path: Path) -> None:
     before = state(pushed=[SavedPrompt([7], {})], steps={2: {8: SavedPrompt([1], {})}})
     write_driver(tmp_path / "step", before, [])
