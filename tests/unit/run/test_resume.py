@@ -187,7 +187,7 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
 
 @pytest.mark.parametrize(("noted", "expected"), [(1, 1), (2, 2), (3, None)])
 def test_a_run_that_goes_back_from_its_end_has_not_ended(tmp_path: Path, noted: int, expected: int | None) -> None:
-    """Its end wrote no checkpoint: it goes back to step 2, and may be killed between the checkpoint of its last step and its model."""
+    """Its end wrote no checkpoint: it goes back, and may be killed between the checkpoint of its last step and its model."""
     (tmp_path / "model").mkdir()
     folder = RunDir(tmp_path)
     folder.note_model(noted)
