@@ -41,10 +41,10 @@ from tests.soak.record import RECORD, Sitting, read, write
 from tests.suites import commit
 
 DISK_BYTES: Final = 256 << 20
+ATTEMPT_SECONDS: Final = 240.0
+"""An attempt that has not ended by then, less what processes of it were stopped, hangs."""
 HANG_SECONDS: Final = 150.0
-"""An attempt that has neither trained a step nor ended for so long, less what processes of it were stopped, hangs."""
-RECOVERY_SECONDS: Final = 240.0
-"""After which nobody waits any more for the step behind a fault."""
+"""An attempt that has trained no step for so long, less the same, hangs too."""
 WORDS_SECONDS: Final = 10.0
 """For the words of a driver that is ended as it hangs."""
 MOST_ATTEMPTS: Final = 60
@@ -79,6 +79,7 @@ class Attempt:
                 env=os.environ | {"PYTHONFAULTHANDLER": "1"},
             )
         self.driver, self._said = psutil.Process(self._process.pid), said
+        self.deadline = time.monotonic() + ATTEMPT_SECONDS
         self.num_steps, self.next_step_by = 0, time.monotonic() + HANG_SECONDS
         self.seen: set[psutil.Process] = set()
         self.faults: list[tuple[str, float]] = []  # kind and role, seconds
@@ -211,8 +212,9 @@ def disturb(attempt: Attempt, companions: Companions, run_dir: Path, done: Round
         now, steps = time.monotonic(), num_steps(run_dir)
         if steps != attempt.num_steps:
             attempt.num_steps, attempt.next_step_by = steps, now + HANG_SECONDS
-        if now > attempt.next_step_by:
-            done.violations.append(f"an attempt has neither trained a step nor ended in {HANG_SECONDS:g} s: step {steps}")
+        if now > min(attempt.deadline, attempt.next_step_by):
+            limit = f"ended in {ATTEMPT_SECONDS:g} s" if now > attempt.deadline else f"trained a step in {HANG_SECONDS:g} s"
+            done.violations.append(f"an attempt has not {limit}: step {steps}")
             attempt.end(hangs=True)
             return
         if now < next_fault or steps <= awaited:
@@ -244,6 +246,7 @@ def strike(attempt: Attempt, companions: Companions, run_dir: Path, done: Round,
         return time.monotonic()
     attempt.faults.append((name, lasted))
     done.faults[name] = done.faults.get(name, 0) + 1
+    attempt.deadline += lasted
     attempt.next_step_by += lasted
     watch = threading.Thread(target=recovery, args=(run_dir, steps, at + lasted, name, done, done.checking), daemon=True)
     watch.start()
@@ -253,7 +256,7 @@ def strike(attempt: Attempt, companions: Companions, run_dir: Path, done: Round,
 def recovery(run_dir: Path, steps: int, over: float, name: str, done: Round, checking: float) -> None:
     """Note how long after the fault was over the next step was committed, less what a step takes, and what the laws took meanwhile:
     `checking` is how much they had taken at the fault."""
-    while time.monotonic() - over < RECOVERY_SECONDS:
+    while time.monotonic() - over < ATTEMPT_SECONDS:
         with contextlib.suppress(OSError, ValueError):
             if num_steps(run_dir) > steps:
                 took = [json.loads(line)["perf/step_seconds"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
