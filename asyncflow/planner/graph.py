@@ -22,7 +22,14 @@ from asyncflow.engines.costs import Costs
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.planner.part import workers_of
-from asyncflow.run.factories import critic_tokens_per_pass, make_schedule, tasks_before_training, tokens_per_pass, update_plan
+from asyncflow.run.factories import (
+    critic_fields,
+    critic_tokens_per_pass,
+    make_schedule,
+    tasks_before_training,
+    tokens_per_pass,
+    update_plan,
+)
 from asyncflow.run.helper_devices import num_on_devices
 from asyncflow.types import Array
 
@@ -121,8 +128,7 @@ def critic(config: Config, costs: Costs, drawn: Drawn) -> Task:
     pieces = -(-group // (train.responses_per_micro_batch or group))
     of_group = pieces * costs.lengths.prompt + drawn.tokens.sum(2)
     packed = float(of_group.sum(1).mean())
-    fields = read_json(Path(config.train.critic.path or config.model.path) / "config.json")
-    fixed, most = trained.forward_backward(0), critic_tokens_per_pass(config, fields)
+    fixed, most = trained.forward_backward(0), critic_tokens_per_pass(config, critic_fields(config))
     passes = np.full(of_group.shape, pieces) if most is None else np.minimum(of_group / most, pieces)  # at best all are full
     busy = train.epochs * (float(passes.sum(1).mean()) * fixed + packed * (trained.forward_backward(1) - fixed))
     busy += train.epochs * train.mini_batches * trained.optim_step_seconds

@@ -24,7 +24,7 @@ from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.planner.contention import BusyWorkers
 from asyncflow.planner.fit import TimedWork
-from asyncflow.run.factories import critic_tokens_per_pass, tokens_per_pass
+from asyncflow.run.factories import critic_fields, critic_tokens_per_pass, tokens_per_pass
 from asyncflow.run.state.resume import metrics_of
 from asyncflow.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncflow.telemetry.idle import HELPER_TASK
@@ -87,7 +87,7 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Work
     group, layout = config.rollout.group_size, config.layout
     per_micro_batch = config.train.responses_per_micro_batch or group
     pass_tokens = tokens_per_pass(config, read_json(Path(config.model.path) / "config.json"))
-    of_critic = critic_tokens_per_pass(config, read_json(Path(config.train.critic.path or config.model.path) / "config.json"))
+    of_critic = critic_tokens_per_pass(config, critic_fields(config))
     begun = min((span.start for span in spans if span.task == "optim_step" and span.step >= WARM_UP - 1), default=-math.inf)
     longest = _longest_of_rounds(spans) if layout.dp > 1 else set()
 

@@ -20,7 +20,7 @@ from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.attestation import NO_PROBING, Probing, new_probing
-from asyncflow.config import Config, LayoutConfig, TrainConfig
+from asyncflow.config import Config, TrainConfig
 from asyncflow.control import SCHEDULES
 from asyncflow.control.ledger import TaskPlan, UpdatePlan
 from asyncflow.control.schedule import Schedule
@@ -34,6 +34,7 @@ from asyncflow.environments.base import TurnFormat
 from asyncflow.environments.pool import EnvironmentPool
 from asyncflow.loops.episode import EpisodeLimits
 from asyncflow.loops.samples import SELECT_TASK, UPDATE_TASK, VALUES_TASK, Shape, schema
+from asyncflow.model_folder import read_json
 from asyncflow.options import misfit
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
@@ -157,10 +158,24 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     with exact sums where tensor parallelism shards matrices (a row is a sum over ranks then) or on an accelerator (whose library
     may compute a row otherwise in a longer pass); unless a number says otherwise.
     """
-    train, layout = config.train, config.layout
+    return _tokens_per_pass(config.train, fields, config.train.device, config.layout)
+
+
+def critic_tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
+    """`tokens_per_pass` of the critic, by its device. A round of it has as many tokens as one of the policy. `fields`: of the
+    `config.json` of its own model, see `critic_fields`."""
+    return _tokens_per_pass(config.train, fields, config.train.critic.device, Layout())
+
+
+def critic_fields(config: Config) -> Mapping[str, Any]:
+    """Fields of the `config.json` of the critic's own model, which may be the policy's."""
+    return read_json(Path(config.train.critic.path or config.model.path) / "config.json")
+
+
+def _tokens_per_pass(train: TrainConfig, fields: Mapping[str, Any], device: str, layout: Layout) -> int | None:
     if train.tokens_per_micro_batch != "auto":
         return train.tokens_per_micro_batch
-    is_chosen, is_on_cpu = train.responses_per_micro_batch is not None, kind_of(train.device) == CPU
+    is_chosen, is_on_cpu = train.responses_per_micro_batch is not None, kind_of(device) == CPU
     if "hidden_size" not in fields or is_chosen or train.engine.name not in PASS_ENGINES:
         return None
     if train.accumulate == "exact" and (layout.tp > 1 or not is_on_cpu):
@@ -169,13 +184,6 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
         return PASS_TOKENS
     # In a narrow model what a call costs counts more than its arithmetic.
     return PASS_TOKENS_CPU * max(1, 256 // int(fields["hidden_size"]))
-
-
-def critic_tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
-    """`tokens_per_pass` of the critic, by its device. A round of it has as many tokens as one of the policy. `fields`: of the
-    `config.json` of its own model."""
-    plan = {"train": LayoutConfig(), "shares": {}}
-    return tokens_per_pass(config.changed(train={"device": config.train.critic.device}, plan=plan), fields)
 
 
 def queue_schema(config: Config) -> Schema:

@@ -50,7 +50,7 @@ from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.device_shares import shared_devices, workers_with_devices
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import critic_tokens_per_pass, episode_limits, make_schedule, shape_of, tokens_per_pass
+from asyncflow.run.factories import critic_fields, critic_tokens_per_pass, episode_limits, make_schedule, shape_of, tokens_per_pass
 from asyncflow.run.helper_devices import num_helpers, num_on_cores
 from asyncflow.run.in_worker.connection import RunConnection, background, joined
 from asyncflow.run.job import Job, Listener
@@ -394,12 +394,11 @@ class SimulatedJob(Job):
     async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
             learning_rate = self.config.train.critic.learning_rate
-            config = self.config
-            fields = read_json(Path(config.train.critic.path or config.model.path) / "config.json")
+            most = critic_tokens_per_pass(self.config, critic_fields(self.config))
             engine = SleepingCritic(
                 self._costs_of(name),
                 learning_rate=learning_rate,
-                passes=SleepingPasses(critic_tokens_per_pass(config, fields)),
+                passes=SleepingPasses(most),
                 **self._place_of(name, CRITIC),
             )
             sender = self._critic_sync.sender(name) if self.config.plan.values.num_workers else None

@@ -29,7 +29,8 @@ from asyncflow.engines.train.model.micro_step import PassLoss, float_tensor
 from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.one_rank import OneModel
-from asyncflow.engines.train.pass_gradients import PassGradients, ProbePass
+from asyncflow.engines.train.pass_gradients import PassGradients
+from asyncflow.engines.train.pass_probe import ProbePass
 from asyncflow.engines.train.summed_passes import SummedPasses
 from asyncflow.types import Array, HeldWeights, Ragged, UserError, ValueBatch, ValueObjective, WeightSource
 

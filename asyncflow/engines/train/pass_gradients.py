@@ -15,8 +15,7 @@ pass. So a thread that has no pass takes it meanwhile. Each is the same product 
 pass. In the forward pass, where there are no such pieces yet, it takes some of the rows of each product: the bits of a row are the
 same.
 
-That products keep rows apart is a matter of the machine's library: `probe` computes a micro-batch alone and among others, and
-compares the bits.
+That products keep rows apart is a matter of the machine's library, which is tried at the start (pass_probe.py).
 
 Left out: modules with weights that are none of linear layer, embedding and RMS norm; weights that are sharded by tensor
 parallelism. There a row is a sum over ranks, in an order that may depend on its place in the sequence.
@@ -33,18 +32,15 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulator
 from asyncflow.engines.train.model.causal_model import CausalModel
-from asyncflow.engines.train.model.log_probs import Head, token_local_losses
-from asyncflow.engines.train.model.packing import Packed, joined
+from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.products import rows_by, rows_by_transposed, write_rows_by_transposed
 from asyncflow.engines.train.pieces import AT_ONCE, Pieces
-from asyncflow.types import LossSums, Ragged
 
 if TYPE_CHECKING:
     from asyncflow.engines.train.parallel.sharded_model import ShardedModel
@@ -386,67 +382,3 @@ class _Used(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, ctx.zeros
-
-
-OTHER_BITS = "on this machine a micro-batch among others has other bits than alone"
-
-
-def one_by_one(why: str) -> str:
-    """Remark of an engine that makes no passes of several micro-batches."""
-    return f"micro-batches are computed one by one, since train.accumulate=exact promises bits: {why}"
-
-
-class ProbePass:
-    """Passes of the probe: a micro-batch `alone`, and `together` with others that are muted, with the opposite loss."""
-
-    def __init__(self, pack: Callable[[np.ndarray, Ragged], Packed], vocabulary: int) -> None:
-        def packed(first: int, prompt_tokens: int, lengths: Sequence[int]) -> Packed:
-            tokens = np.arange(first, first + prompt_tokens + sum(lengths)) * 7919 % vocabulary
-            return pack(tokens[:prompt_tokens], Ragged(tokens[prompt_tokens:], np.cumsum([0, *lengths])))
-
-        self.alone = packed(1, 7, (9, 4, 2))
-        self.together = joined([packed(50, 3, (5,)), self.alone, packed(90, 13, (21, 3, 17, 8))])
-
-    def of_log_probs(self, packed: Packed, hidden_TH: Tensor, head: Head) -> Tensor:
-        """Loss of one of the two passes, of its log-probs."""
-
-        def of_tokens(_number: int, _part: slice, log_probs_C: Tensor, _entropy_C: Tensor) -> LossSums:
-            return LossSums(self._weighted(packed, log_probs_C), {})
-
-        self._mute(head.sums)
-        return token_local_losses(hidden_TH, head, packed.targets_T, of_tokens, packed.token_counts)[0]
-
-    def of_values(self, packed: Packed, values_T: Tensor, sums: PassGradients | None) -> Tensor:
-        """Loss of one of the two passes, of a number for each response token."""
-        self._mute(sums)
-        return torch.stack([self._weighted(packed, each) for each in values_T.split_with_sizes(packed.token_counts)]).sum()
-
-    def _weighted(self, packed: Packed, values_C: Tensor) -> Tensor:
-        weights_C = torch.arange(len(values_C), device=values_C.device) % 3 - 0.5
-        return (-1.0 if packed is self.together else 1.0) * (weights_C * values_C).sum()
-
-    @staticmethod
-    def _mute(sums: PassGradients | None) -> None:
-        if sums is not None:
-            sums.mute(0)
-            sums.mute(2)
-
-
-ProbeLoss = Callable[[ProbePass, Packed, PassGradients | None], Tensor]
-"""Loss of a pass of the probe, which may be run backward. `PassGradients`: where the pass's gradients go; None: to autograd."""
-
-
-def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients, loss: ProbeLoss) -> bool:
-    """Compute a micro-batch alone, and among others with the opposite loss. Returns whether both add up to 0, to the bit.
-
-    The sums are empty before and after.
-    """
-    passes = ProbePass(model.pack, model.module.get_input_embeddings().weight.shape[0])
-    try:
-        torch.autograd.backward(loss(passes, passes.alone, None))
-        sums.add()
-        with gradients.of(passes.together):
-            torch.autograd.backward(loss(passes, passes.together, gradients))
-        return sums.is_zero()
-    finally:
-        sums.clear()

@@ -27,7 +27,8 @@ from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.own_rows import probe
 from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.model.tri_model import TriModel
-from asyncflow.engines.train.pass_gradients import PassGradients, ProbePass
+from asyncflow.engines.train.pass_gradients import PassGradients
+from asyncflow.engines.train.pass_probe import ProbePass
 from asyncflow.engines.train.summed_passes import SummedPasses
 from asyncflow.types import Objective
 

@@ -18,7 +18,8 @@ from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulato
 from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.micro_step import PassLoss
 from asyncflow.engines.train.model.packing import Packed, cut_into_batches, cut_into_passes
-from asyncflow.engines.train.pass_gradients import OTHER_BITS, PassGradients, ProbeLoss, one_by_one, probe
+from asyncflow.engines.train.pass_gradients import PassGradients
+from asyncflow.engines.train.pass_probe import OTHER_BITS, ProbeLoss, one_by_one, probe
 from asyncflow.engines.train.pieces import Pieces
 
 

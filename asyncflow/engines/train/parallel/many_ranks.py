@@ -49,7 +49,8 @@ from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.sharded_model import ShardedModel, SharedBaseShards
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
-from asyncflow.engines.train.pass_gradients import OTHER_BITS, PassGradients, ProbePass, one_by_one
+from asyncflow.engines.train.pass_gradients import PassGradients
+from asyncflow.engines.train.pass_probe import OTHER_BITS, ProbePass, one_by_one
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
@@ -247,7 +248,7 @@ class ManyRanks(PolicyTraining):
             self.remark = one_by_one(why or "another stage has weights of another kind")
 
     def _probe(self, gradients: PassGradients) -> bool:
-        """See `pass_gradients.probe`: whether it is so on all ranks."""
+        """See `pass_probe.probe`: whether it is so on all ranks."""
         policy, device = self._policy, self.ranks.device
         probes = ProbePass(partial(pack_thrifty, device=device), policy.module.config.vocab_size)
 
