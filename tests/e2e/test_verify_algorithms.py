@@ -118,17 +118,21 @@ NORMALISING_PPO: dict[str, Any] = {
 def test_with_a_statistic_of_the_step_bits_are_equal_and_periodic_overlaps_nothing(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], schedule: str
 ) -> None:
-    """Within this process, where nobody can be killed: delayed with itself is no proof for that reason alone."""
+    """Within this process, where nobody can be killed: delayed with itself is no proof for that reason alone.
+
+    Delayed, responses are made two at a time: the training of a step waits for the last value of a critic that goes group by group,
+    and the responses of the next step, beside it, are still to take longer than that.
+    """
+    is_delayed = schedule == "delayed"
     command = importlib.import_module("asyncflow.cli.verify")
     run = command._run
     monkeypatch.setitem(command.SETTINGS, "cluster", "inline")
     monkeypatch.setattr(command, "_run", lambda given, kill_in_step: run(given, None))
-    config = config_of(small, tmp_path, {**changes, "schedule": schedule})
+    config = config_of(small, tmp_path, merged(changes, {"schedule": schedule, "rollout": {"num_slots": 2 if is_delayed else 16}}))
     result = CliRunner().invoke(app, ["verify", str(config), "--steps", "3"])
     assert result.exit_code == 2, (result.output, result.exception)
     folder = tmp_path / "runs" / "test-verify"
     given = json.loads((folder / "certificate.json").read_text())
-    is_delayed = schedule == "delayed"
     names = ("delayed-1", "delayed-2") if is_delayed else ("synchronous", "periodic")
     assert given["verdict"] == "void" and given["difference"] is None and given["reordered_steps"] > 0
     assert given["reasons"] == [*([] if is_delayed else [NO_OVERLAP]), f"{names[1]} lost no row with a killed worker"]
