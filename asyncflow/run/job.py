@@ -162,8 +162,6 @@ class Job(Listener):
                     await self.restart_after(death)
         finally:
             await self.stop()
-        if is_done and not self._evaluate_only and self.config.model.push_to_hub is not None:
-            await push_model(self.config, self.rows.since(0), self.evaluations, self.listener.log)
         return is_done
 
     def interrupt(self, by: int | None = None) -> None:
@@ -172,9 +170,12 @@ class Job(Listener):
         self._interrupted.set()
 
     async def stop(self) -> None:
-        """Stop the loops and the workers, and write what is left: the model, the trace, the report."""
+        """Stop the loops and the workers, and write what is left: the model, the trace, the report. A run that is done sends its
+        model to the Hugging Face Hub where `model.push_to_hub` says so."""
+        is_done = False
         try:
             if self.attempt is not None:
+                is_done = self._is_trained() and self.attempt.running.failure is None and self.ended_by is None
                 try:
                     await self.attempt.report_cause()
                 finally:
@@ -186,6 +187,8 @@ class Job(Listener):
             self._folder.remove_weights()
             if self._folder.memory is not None:
                 shutil.rmtree(self._folder.memory, ignore_errors=True)
+        if is_done and self.config.model.push_to_hub is not None:
+            await push_model(self.config, self.rows.since(0), self.evaluations, self.listener.log)
 
     def _may_restart_after(self, death: WorkerDied) -> bool:
         """Whether another attempt follows a worker's death. Not where the worker would fail again: by an error of its own, before
@@ -290,13 +293,13 @@ class Job(Listener):
                     f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
                 )
         after = max(self.driver.source.next_place, self._next_place)  # steps that are made again keep their prompts
-        self.driver.source.push(prompts, after)
-        self.driver.saves.pushed()
         put = [PutPrompt(after, dict(row)) for row in new]
         if self.journal is not None:
-            self.journal.add_prompts(put)
+            self.journal.add_prompts(put)  # before they can be trained: what an attempt has of them is what the journal begins with
         else:
             self._pushed += put
+        self.driver.source.push(prompts, after)
+        self.driver.saves.pushed()
         self.driver.signal.notify()  # the feed may wait for them
 
     def held(self) -> dict[str, int]:
@@ -386,14 +389,17 @@ class Job(Listener):
         source = source_of(config, [prompt.row for prompt in kept.prompts], "the prompts that were put")
         return kept, tokenize(config, self._tokenizer, source, self.prepared.tools)
 
+    def _is_trained(self) -> bool:
+        """Whether all steps of the configuration are."""
+        return not self._evaluate_only and self.config.run.steps - 1 in self.rows
+
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps
         held_out = self.driver.evaluating.held_out if self.driver is not None else None
         evaluated = held_out is None or not held_out.is_due(steps) or any(row["step"] == steps for row in self.evaluations)
         saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
         has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
-        is_trained = not steps or steps - 1 in self.rows
-        return is_trained and evaluated and saved and has_begun
+        return (not steps or self._is_trained()) and evaluated and saved and has_begun
 
     # -- from its driver ----------------------------------------------------------------------------------------------------
 

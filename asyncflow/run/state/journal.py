@@ -3,7 +3,8 @@
     put_prompts_data, put_experience_data --> journal (append) --> answer
     a server that is started again --> the checkpoint, and whatever of the journal is not in it
 
-It outlives the process: an append has reached the kernel when it returns. It does not outlive the machine.
+It outlives the process: an append has reached the kernel when it returns, or, where it raises (a full disk), has left nothing.
+It does not outlive the machine.
 
     FOLDER/prompts.jsonl    a line of JSON for each prompt, in the order in which they were put
     FOLDER/rows.afp         frames of rows, as outside generators completed them, with a hash of their prompt
@@ -15,9 +16,9 @@ import contextlib
 import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import BytesIO
+from io import BytesIO, FileIO
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -57,8 +58,8 @@ class Journal:
     def __init__(self, folder: Path, group_bits: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._prompts_path, self._rows_path, self._group_bits = folder / "prompts.jsonl", folder / "rows.afp", group_bits
-        self._prompts: IO[bytes] | None = None
-        self._rows: IO[bytes] | None = None
+        self._prompts: FileIO | None = None
+        self._rows: FileIO | None = None
         self._limit = MAX_BYTES
 
     def clear(self) -> None:
@@ -68,20 +69,20 @@ class Journal:
             path.unlink(missing_ok=True)
 
     def add_prompts(self, prompts: Sequence[PutPrompt]) -> None:
-        """Keep prompts that were put."""
+        """Keep prompts that are put. Raises `OSError`, and keeps none."""
         if self._prompts is None:
             self._cut(self._prompts_path, self._prompts_path.read_bytes().rfind(b"\n") + 1 if self._prompts_path.exists() else 0)
             self._prompts = self._prompts_path.open("ab", buffering=0)
-        self._prompts.write(b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
+        _append(self._prompts, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
 
     def add_rows(self, rows: Batch, hashes: Array) -> None:
-        """Keep completed rows of a group; `hashes` int64 [n], of their prompts."""
+        """Keep completed rows of a group; `hashes` int64 [n], of their prompts. Raises `OSError`, and keeps none."""
         if self._rows is None:
             self._cut(self._rows_path, self._whole_bytes())
             self._rows = self._rows_path.open("ab", buffering=0)
         frame = BytesIO()
         write_frame(frame, [], Batch(rows.indices, np.empty(0, np.int64), {**rows.columns, PROMPT_HASH: hashes}))
-        self._rows.write(frame.getbuffer())
+        _append(self._rows, frame.getvalue())
 
     def shorten(self, first_group: int) -> None:
         """Forget rows of groups before this one, which are committed and in a checkpoint, once the file is large."""
@@ -159,3 +160,14 @@ def _joined(batches: Sequence[Batch], outputs: Container[str]) -> Batch:
     rows = joined([replace(batch, columns={name: batch.columns[name] for name in names}) for batch in batches])
     indices, positions = np.unique(rows.indices, return_index=True)
     return Batch(indices, np.empty(0, np.int64), {name: taken(values, positions) for name, values in rows.columns.items()})
+
+
+def _append(file: FileIO, content: bytes) -> None:
+    """Append all of it or, where that raises, nothing: behind a part of it nothing could be read."""
+    end, left = os.fstat(file.fileno()).st_size, memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]  # on a full disk perhaps a part, and no error before the next try
+    except OSError:
+        os.ftruncate(file.fileno(), end)
+        raise

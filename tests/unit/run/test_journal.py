@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from asyncflow.run.state.journal import Journal, PutPrompt
 from asyncflow.types import Batch, Ragged
@@ -66,6 +68,27 @@ def test_what_was_not_written_whole_is_cut_off_and_more_may_follow(tmp_path: Pat
     found = Journal(tmp_path, 1).read(0, 0, None, OUTPUTS)
     assert found.prompts == [A, B]
     assert found.rows is not None and found.rows.indices.tolist() == [0, 1, 2, 3]
+
+
+def test_on_a_full_disk_all_of_it_is_kept_or_none_and_more_may_follow(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 1)
+    journal.add_prompts([A])
+    journal.add_rows(rows(0, 1), hashes(rows(0, 1)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = 5 + max((tmp_path / name).stat().st_size for name in ("prompts.jsonl", "rows.afp"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # a part of what follows can be written
+    try:
+        with pytest.raises(OSError):
+            journal.add_prompts([B] * room)
+        with pytest.raises(OSError):
+            journal.add_rows(rows(2, 3), hashes(rows(2, 3)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.add_prompts([B])
+    journal.add_rows(rows(4, 5), hashes(rows(4, 5)))
+    found = Journal(tmp_path, 1).read(0, 0, None, OUTPUTS)
+    assert found.prompts == [A, B]
+    assert found.rows is not None and found.rows.indices.tolist() == [0, 1, 4, 5]
 
 
 def test_committed_rows_are_taken_out_of_a_large_file_and_a_new_run_begins_without(tmp_path: Path) -> None:
