@@ -12,9 +12,8 @@ from asyncflow.rewards.base import Sample
 
 
 class ReasoningGym:
-    """`score_answer` of the row's task, for what stands in `<answer>` of the response, or for all of it."""
-
-    is_stateless = True
+    """`score_answer` of the row's task, for what stands in `<answer>` of the response, or for all of it. Some tasks evaluate it as
+    Python, so it is scored in a fork."""
 
     def __init__(self, *, needs_tag: bool = False) -> None:
         """`needs_tag`: a response without `<answer>` gets 0. Raises `UserError` if the package is not installed."""
@@ -24,7 +23,7 @@ class ReasoningGym:
 
     def __call__(self, sample: Sample) -> float:
         """The package's score, 0 to 1; 0 for an answer that the task fails to read. Raises `ValueError` for a row that is not of
-        reasoning-gym."""
+        reasoning-gym, and what a task raises that is out of memory or of stack."""
         if not isinstance(origin := sample.example.get("reasoning_gym"), dict):
             raise ValueError("the row is not of data.path=reasoning_gym:...: its column reasoning_gym is missing")
         answer = self._package.utils.extract_answer(sample.response)
@@ -36,6 +35,8 @@ class ReasoningGym:
         entry = task[origin["index"]]
         try:
             return float(task.score_answer(answer=answer, entry=entry))
+        except (MemoryError, RecursionError):
+            raise
         except Exception:  # some tasks raise whatever their parser does
             return 0.0
 

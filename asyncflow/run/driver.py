@@ -35,6 +35,7 @@ from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.device_shares import num_devices
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
+    leaves_out_equal_rewards,
     make_schedule,
     make_storage,
     new_owner,
@@ -193,7 +194,7 @@ class Driver:
         kept: Callable[[Resumed | None], tuple[Kept, Sequence[Prompt]]],
     ) -> tuple[SeededOrder[Prompt], Admissions]:
         """The order of the data, and what enters the queue at each step."""
-        source = SeededOrder(prepared.prompts, self.config.run.seed, resumed.state.position if resumed is not None else 0)
+        source = SeededOrder(prepared.prompts, self.config.data_seed, resumed.state.position if resumed is not None else 0)
         if resumed is not None:
             for saved in resumed.state.pushed:
                 source.push([as_prompt(saved)], saved.after)
@@ -287,12 +288,13 @@ class Driver:
 
     def _taking(self, task: str) -> Taking:
         leases = self.transfer_queue.controllers[task].table.leases
+        leaves_out = task == self.ledger.ledger.tasks.policy and leaves_out_equal_rewards(self.config)
 
         def num_tokens(handed: Handed) -> int:
             token = handed.lease.token
             if handed.batch is None:
                 return leases.of(token).num_tokens if token in leases else 0  # or it has expired
-            if self.shape.skips_zero_advantages and len(set(handed.batch.column("reward").tolist())) == 1:
+            if leaves_out and len(set(handed.batch.column("reward").tolist())) == 1:
                 return 0  # it is not computed, most likely
             return len(handed.batch.column("prompt_ids")) + len(handed.batch.column("response_ids"))
 

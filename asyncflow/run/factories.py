@@ -129,6 +129,14 @@ def skips_zero_advantages(config: Config) -> bool:
     return config.train.engine.name != OUTSIDE if asked == "auto" else asked
 
 
+def leaves_out_equal_rewards(config: Config) -> bool:
+    """Whether a group whose rewards are all equal is left out of the policy's training, most likely: where its advantages are of
+    its rewards alone, they are 0."""
+    algorithm = make_algorithm(config)
+    are_of_rewards = algorithm.critic is None and not algorithm.needs_reference_ahead
+    return skips_zero_advantages(config) and algorithm.is_zero_without_advantages and are_of_rewards
+
+
 def update_plan(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> UpdatePlan:
     """The updates of a step, for the ledger. `fields`: of the model's `config.json`.
 

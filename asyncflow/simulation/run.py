@@ -184,6 +184,7 @@ def _variant(config: Config, costs: Costs | None, seed: int, run_dir: Path, chec
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
     if num_on_cores(config) and (costs is None or costs.contention is None):
         tree["train"] |= {"helpers": 0}  # on cores they cost the others something, or would be free
+    tree["model"] |= {"push_to_hub": None}
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
     tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # of workers

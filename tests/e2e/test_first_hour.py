@@ -116,6 +116,8 @@ def test_a_scorer_s_own_metrics_and_a_file_of_responses(small: Callable[..., dic
     (tmp_path / "responses.jsonl").write_text('{"prompt": "How many?"}\n')
     refused = run_command("reward", config, "--responses", str(tmp_path / "responses.jsonl"))
     assert refused.returncode == 2 and "line 1 has no text 'response'" in refused.stderr
+    refused = run_command("reward", config, "data.path=null")
+    assert refused.returncode == 2 and "data.path is not set" in refused.stderr
 
 
 def test_a_fork_begins_with_another_run_s_checkpoint(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

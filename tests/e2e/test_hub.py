@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncflow.trainer import Trainer
 from tests.conftest import MODEL
 from tests.e2e.commands import run_command, write_config
 from tests.hub import TOKEN, Hub, served
@@ -56,6 +57,22 @@ def test_an_adapter_goes_to_the_hub_with_its_base_by_name_and_commit(small: Call
     assert "An adapter of [" in text and "| adapter | rank 4, alpha 8, of all linear layers |" in text
     model = Path(tree["run"]["dir"]) / tree["run"]["name"] / "model"
     assert Path(json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]).is_dir()
+
+
+def test_a_run_driven_from_python_pushes_its_model_when_it_is_done(
+    small: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(hub := Hub({})):
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(name, value)
+        tree = small(model={"push_to_hub": OURS}, cluster="inline")
+        with Trainer.from_config(tree) as trainer:
+            trainer.step()
+        assert not hub.pushed  # another step is to come
+        with Trainer.from_config(tree, resume=True) as trainer:
+            while trainer.step() is not None:
+                pass
+    assert {"model.safetensors", "README.md"} <= hub.pushed[OURS].keys()
 
 
 def test_pushing_without_a_token_is_refused_before_anything_starts(

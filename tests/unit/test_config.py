@@ -17,6 +17,7 @@ from asyncflow.run.factories import (
     PASS_TOKENS,
     PASS_TOKENS_CPU,
     critic_options,
+    leaves_out_equal_rewards,
     make_algorithm,
     queue_schema,
     shape_of,
@@ -621,6 +622,20 @@ def test_rows_without_advantages_are_left_out_unless_a_process_from_outside_trai
     ):
         assert shape_of(parse({**NEEDED, "train": train})).skips_zero_advantages is expected
     assert not shape_of(parse({**NEEDED, "train": {"skip_zero_advantages": False}})).skips_zero_advantages
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"train": {"skip_zero_advantages": False}}, False),
+        ({"algorithm": {"name": "grpo", "kl_coefficient": 0.1}}, False),
+        ({"algorithm": {"name": "rloo", "kl_coefficient": 0.1, "kl_place": "reward"}, "train": {"reference": "task"}}, False),
+        ({"algorithm": "ppo"}, False),
+    ],
+)
+def test_equal_rewards_are_left_out_where_advantages_are_of_rewards_alone(changes: dict[str, Any], expected: bool) -> None:
+    assert leaves_out_equal_rewards(parse({**NEEDED, **changes})) is expected
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])

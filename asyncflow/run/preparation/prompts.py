@@ -39,7 +39,8 @@ def read_source(config: Config, split: Split) -> DataRows:
     """The data set to train on, or the held-out one, which there must be. Raises `UserError` for what is wrong with it."""
     data, held_out = config.data, config.eval
     if split == "train":
-        assert data.path is not None
+        if data.path is None:
+            raise UserError("data.path is not set, so there are no rows to read: name a data set")
         path, named, subset, limit = data.path, data.split, data.subset, data.limit
     else:
         assert held_out.path is not None

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncflow.registry import load
+from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.exact_match import ExactMatch
 from asyncflow.rewards.format import Format
 from asyncflow.rewards.length import Length
 from asyncflow.rewards.multiple_choice import MultipleChoice
+from asyncflow.rewards.reasoning_gym import ReasoningGym
 from asyncflow.rewards.regex import Regex
 
 
@@ -141,3 +147,29 @@ def test_options_that_make_no_sense_are_refused(scorer: Any, options: dict[str, 
 @pytest.mark.parametrize("scorer", [ExactMatch(), MultipleChoice()])
 def test_a_response_that_was_cut_off_is_wrong(scorer: Any) -> None:
     assert scorer(sample("C", "C")) == 1.0 and scorer(sample("C", "C", is_finished=False)) == 0.0
+
+
+def test_scorers_that_evaluate_what_a_response_says_do_so_in_a_fork() -> None:
+    """sympy's parser, and the tasks of reasoning-gym of which some call `eval`: no other may do without one."""
+    forked = {name for name, path in REWARDS.items() if not getattr(load("reward", path), "is_stateless", False)}
+    assert forked == {"maths", "reasoning_gym"}
+
+
+@pytest.mark.parametrize(("error", "reward"), [(SyntaxError, 0.0), (MemoryError, None), (RecursionError, None)])
+def test_an_answer_that_a_task_cannot_read_is_wrong_and_one_that_it_has_no_memory_for_fails(
+    error: type[Exception], reward: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Task:
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {}
+
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+            raise error
+
+    utils = SimpleNamespace(extract_answer=lambda response: response)
+    package = SimpleNamespace(utils=utils, create_dataset=lambda name, seed, size: Task())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    row = {"reasoning_gym": {"task": "countdown", "seed": 1, "size": 1, "options": {}, "index": 0}}
+    given = Sample("", "((1", row, is_finished=True)
+    with contextlib.nullcontext() if reward is not None else pytest.raises(error):
+        assert ReasoningGym()(given) == reward
