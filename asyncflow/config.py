@@ -95,7 +95,7 @@ class RunConfig(Section):
     seed: Seed = 0
     """Decides the order of the data and the sampling noise, unless `data.seed` and `rollout.seed` do."""
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
-    """Optimiser steps."""
+    """Batches that are generated and trained, each with `train.epochs` x `train.mini_batches` updates (by default one)."""
     overwrite: bool = False
     """Remove an earlier run of the same name first."""
     stall_timeout_seconds: PositiveFloat = 300.0
@@ -662,7 +662,8 @@ class PlanConfig(Section):
 
     train: LayoutConfig = LayoutConfig()
     hardware: str | None = None
-    """Hardware that `asyncflow plan` reckons with: a name that it knows, or a YAML file. A run does not read it."""
+    """Hardware that `asyncflow plan` reckons with: a name that it knows, or a YAML file. Of a run `--dry-run` alone
+    reads it, and refuses what does not fit."""
     devices: PositiveInt | None = None
     """Number of devices that `asyncflow plan` plans for. None: as many as the configuration takes. A run does not read it."""
     lengths: LengthsConfig | None = None

@@ -81,7 +81,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rounding. Left out, as the next, where the step has no such row, as under `delayed` after the first step; "
     "`policy/rollout_kl` and `policy/rollout_logprob_difference` are there in every step, over all rows.",
     "mismatch/kl": "Estimated KL divergence (k3), in nats, of the rollout engine from the train engine, mean over the same tokens.",
-    "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row's group).",
+    "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row).",
     "staleness/max": "Largest such difference.",
     "perf/tpspd": "Logical tokens trained in the step (every response with its prompt, once) / (perf/step_seconds x all devices, "
     "rollout included). Rows that are left out for having no gradient (`train.skip_zero_advantages`) do not count.",

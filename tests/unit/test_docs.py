@@ -354,7 +354,7 @@ def entry_points() -> set[str]:
 
 def test_groups_of_entry_points_that_are_named_are_those_of_choices() -> None:
     named = set(re.findall(r"`asyncflow\.(\w+)`", (ROOT / "docs" / "extending.md").read_text()))
-    assert len(named) == 10 and named <= entry_points()
+    assert len(named) == 12 and named <= entry_points()
 
 
 def test_a_class_has_the_arrays_that_its_page_says() -> None:

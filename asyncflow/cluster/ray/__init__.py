@@ -1,7 +1,7 @@
 """Ray, and whatever only it needs: nothing else imports this folder.
 
 cluster.py       `RayCluster`, which a run chooses
-plan.py          options, and which nodes a worker may run on
+requirements.py  options, and which nodes a worker may run on
 connection.py    connection to Ray; guard.py: the owner of a cluster that is started for one run
 places.py        placement groups, with a bundle and a host for each worker
 node_folders.py  files of workers on other nodes

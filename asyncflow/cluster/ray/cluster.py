@@ -9,7 +9,7 @@ waits for: room in the cluster, `start_seconds` at most; then for the workers' w
 is unblocked by: Ray; a worker's output or end; the loss of a host, with its node perhaps
 
 Below: connection.py (how the driver is connected to Ray), places.py (which worker has which bundle of
-which placement group, and its host), process.py (a worker's process, as its host tells of it), plan.py (options).
+which placement group, and its host), process.py (a worker's process, as its host tells of it), requirements.py (options).
 
 Ray places and supervises: samples travel by the transfer queue, weights by weight sync, and a worker itself knows nothing of Ray.
 One that dies is started again as `local` does it, by its host, or by another one if that is gone too: Ray itself retries nothing.

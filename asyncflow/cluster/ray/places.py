@@ -3,7 +3,7 @@
     reserve (a pool's workers) --> a bundle that another has left | one of a new placement group --> RayHost: host.py
     leave --> the bundle is free for another of the pool; the group is given back with its last worker
 
-consumes: the workers of a pool, and what they need, by plan.py
+consumes: the workers of a pool, and what they need, by requirements.py
 waits for: room in the cluster, `start_seconds` at most; a host that is told to leave
 is unblocked by: Ray; others of the pool, which leave meanwhile
 """

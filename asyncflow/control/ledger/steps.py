@@ -1,6 +1,6 @@
 """Steps of a run: their members, and what is committed. A pure state machine: no I/O, no clock, no event loop.
 
-    Ledger ---> TaskPlan, UpdatePlan: what is the same for all steps (plan.py)
+    Ledger ---> TaskPlan, UpdatePlan: what is the same for all steps (step_tasks.py)
            ---> StepState: one for each open step and each evaluation (step_state.py)
            ---> UpdateProgress: one for each update of the step (update_progress.py)
 

@@ -38,6 +38,7 @@ MAY_CHANGE: Final = (
     "train.oversampling", "train.max_candidates",
     "weight_sync.name", "weight_sync.options", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers",
     "weight_sync.listen",
+    "episodes.num_workers", "episodes.at_once", "episodes.num_parked",
     "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps", "eval.num_workers",
     "eval.device",
 )  # fmt: skip
