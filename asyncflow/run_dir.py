@@ -21,6 +21,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -108,10 +109,11 @@ class RunDir:
         replace(self.model / _VERSION_FILE, f"{version}\n".encode())
 
     def forget_note_above(self, version: int) -> None:
-        """Forget how many steps the final model has been trained, if more than these."""
-        if (noted := self.model_version) is not None and noted > version:
-            (self.model / _VERSION_FILE).unlink()
-            sync_folder(self.model)
+        """Forget how many steps the final model and critic have been trained, if more than these."""
+        for model in (self.model, self.critic):
+            if (noted := _version_in(model)) is not None and noted > version:
+                (model / _VERSION_FILE).unlink()
+                sync_folder(model)
 
     def model_id(self) -> int | None:
         """Identity of the final model: another one has another identity."""
@@ -269,6 +271,17 @@ def sweep_shared_memory() -> None:
         with contextlib.suppress(FileNotFoundError):  # another process sweeps at the same time
             if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Append all of it to a file or, where that raises (a full disk), nothing: behind a part of it nothing could be read."""
+    end, left = os.fstat(file.fileno()).st_size, memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]  # perhaps a part, and no error before the next try
+    except OSError:
+        os.ftruncate(file.fileno(), end)
+        raise
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -40,6 +40,7 @@ class Evaluating:
         """`prompts`: those held out. `resumed`: the checkpoint that this attempt resumes."""
         self._context, self._config, self._versions, self._record = context, context.config, context.versions, record
         self._written = evaluated_versions(context.config.run_dir)
+        self._on_demand = set[int]()
         self.held_out = self._make_held_out(prompts, resumed)
         self.evaluators: PolicyVersions | None = None
         self._by_evaluators: Evaluations | None = None
@@ -76,7 +77,10 @@ class Evaluating:
             await evaluate(queue, ledger, self.held_out, version)
 
     async def on_demand(self, version: int) -> None:
-        """Have this version evaluated, which is the newest one and is not planned."""
+        """Have this version evaluated, which is the newest one and is not planned. Nothing where it has been asked for before."""
+        if version in self._on_demand:
+            return
+        self._on_demand.add(version)
         if self._by_evaluators is not None:
             await self._versions.has_published(version)
             if (newest := self._versions.newest) is not None:

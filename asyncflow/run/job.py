@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -93,8 +94,7 @@ class Job(Listener):
         self._folder = RunFolder(config, self.listener.log, resume=resume)
         self._num_restarts = 0
         self._num_in_vain = 0  # attempts in a row that have committed no step: each has a longer pause behind it
-        self._pushed: list[PutPrompt] = []  # by this process; before it there were `_num_pushed_before`
-        self._num_pushed_before = 0
+        self._pushed: list[PutPrompt] = []  # by this process
         self._next_place = 0  # of the attempts before: see `SeededOrder`
         self._has_trained = False  # this attempt, a group
         self._interrupted = asyncio.Event()
@@ -123,8 +123,6 @@ class Job(Listener):
             listener.log(line)
         if self.journal is not None and not self._resume:
             self.journal.clear()
-        if not self._num_restarts:
-            self._num_pushed_before = resumed.state.num_pushed if resumed is not None else 0
         attempt = self._make_attempt(resumed, waits)
         self.attempt, self._staying = attempt, None
         if await attempt.start(steps):
@@ -292,13 +290,14 @@ class Job(Listener):
                     f"row {number} of {name} has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} "
                     f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
                 )
-        after = max(self.driver.source.next_place, self._next_place)  # steps that are made again keep their prompts
-        put = [PutPrompt(after, dict(row)) for row in new]
+        source = self.driver.source
+        after, first = max(source.next_place, self._next_place), source.num_pushed  # steps that are made again keep their prompts
+        put = [PutPrompt(number, first, after, dict(row)) for number, row in enumerate(new, first)]
         if self.journal is not None:
             self.journal.add_prompts(put)  # before they can be trained: what an attempt has of them is what the journal begins with
         else:
             self._pushed += put
-        self.driver.source.push(prompts, after)
+        source.push(prompts, after)
         self.driver.saves.pushed()
         self.driver.signal.notify()  # the feed may wait for them
 
@@ -383,11 +382,12 @@ class Job(Listener):
             outputs = queue_schema(config).task("rollout").outputs
             kept = self.journal.read(num_pushed, version * shape_of(config).numbers_per_step, rows, outputs)
         else:
-            kept = Kept(self._pushed[num_pushed - self._num_pushed_before :], rows)
-        if not kept.prompts:
-            return kept, ()
-        source = source_of(config, [prompt.row for prompt in kept.prompts], "the prompts that were put")
-        return kept, tokenize(config, self._tokenizer, source, self.prepared.tools)
+            kept = Kept([put for put in self._pushed if put.number >= num_pushed], rows)
+        prompts: list[Prompt] = []
+        for _, together in itertools.groupby(kept.prompts, lambda put: put.first):  # each time with columns of their own
+            source = source_of(config, [put.row for put in together], "the prompts that were put")
+            prompts += tokenize(config, self._tokenizer, source, self.prepared.tools)
+        return kept, prompts
 
     def _is_trained(self) -> bool:
         """Whether all steps of the configuration are."""

@@ -48,6 +48,7 @@ class StepwiseRun:
         self.steps_done = 0
         self._resuming, self._between = asyncio.Lock(), between
         self._failure: Exception | None = None  # why no other attempt could be begun
+        self._checkpoint = 0  # the newest one that was asked for
 
     async def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""
@@ -131,7 +132,7 @@ class StepwiseRun:
                 raise RunError(f"{death}; the run has ended: begin it again with resume, and it continues from {kept}") from death
             await self.job.start()
             self.driver.ledger.allow(ledger.limit, self.config.run.steps)
-            if ledger.is_checkpoint_asked:
+            if self._checkpoint > self.driver.saves.newest:  # it may have been under way when the trainer died
                 self.driver.ledger.ask_for_checkpoint()
 
     def allow(self, steps: int) -> None:
@@ -147,7 +148,8 @@ class StepwiseRun:
             raise UserError(
                 "all steps of this run are committed, so no checkpoint follows: the one of its end is written by itself"
             )
-        return min(self.driver.ledger.ask_for_checkpoint(), config.run.steps)  # the last step has one in any case
+        self._checkpoint = min(self.driver.ledger.ask_for_checkpoint(), config.run.steps)  # the last step has one in any case
+        return self._checkpoint
 
     async def save(self, folder: Path) -> int:
         """Write the model after the last committed step. See `Trainer.save`."""

@@ -307,7 +307,7 @@ class HostedRun:
         assert job.journal is not None
         if rows.indices[0] >> driver.shape.group_bits < EVALUATION_GROUPS:
             job.journal.add_rows(rows, hashes)
-            job.journal.shorten(max(0, driver.saves.settled) * driver.shape.numbers_per_step)
+            job.journal.shorten(driver.saves.newest * driver.shape.numbers_per_step)
 
 
 def _with_engines(config: Config, places: Mapping[str, EnginePlace]) -> Config:

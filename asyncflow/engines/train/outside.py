@@ -171,6 +171,10 @@ def _loaded(path: Path) -> dict[str, Tensor]:
 
 
 def _write(weights: Mapping[str, Tensor], file: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(dict(weights), file, metadata={"format": "pt"})
+    try:
+        save_file(dict(weights), file, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk, too
+        raise RunError(f"{file} could not be written: {error}") from error

@@ -24,7 +24,7 @@ from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.records.metric_rows import MetricRows
 from asyncflow.run.records.training_checks import TrainingChecks
 from asyncflow.run.services.cores import FreeCores
-from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, UNSCORED_FILE
+from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, TOKENS_FILE, UNSCORED_FILE, append_whole
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub, UnscoredResponse
 from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
@@ -76,10 +76,10 @@ class RunRecord:
         callbacks = self._keep_sample, self._keep_tokens, self._keep_unscored, context.progress
         self.hub = Hub(SpanLog(run_dir / SPANS_FILE), *callbacks)
         self._unscored_path, self._num_unscored = run_dir / UNSCORED_FILE, 0
-        self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
+        self._samples = (run_dir / SAMPLES_FILE).open("ab", buffering=0)
         self._tokens = (run_dir / TOKENS_FILE).open("ab", buffering=0)
         self._evaluating = asyncio.Lock()
-        self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
+        self._evaluations = (run_dir / EVAL_FILE).open("ab", buffering=0)
         self._metrics: dict[int, StepMetrics] = {}
         self._critic_metrics: dict[int, StepMetrics] = {}
         self._committed: dict[int, tuple[StepMetrics, StepTimes]] = {}  # by the policy, and perhaps not by the critic
@@ -182,7 +182,7 @@ class RunRecord:
         """Record an evaluation's figures, once every worker has sent its samples: a resumed run makes neither again."""
         async with self._evaluating:
             await self.hub.settle(self._now())
-            self._evaluations.write(json.dumps(row) + "\n")
+            append_whole(self._evaluations, json.dumps(row).encode() + b"\n")
         self._listener.evaluation(row)
 
     def rows_died(self, dead: Sequence[DeadRow]) -> None:
@@ -266,17 +266,17 @@ class RunRecord:
     def _keep_sample(self, sample: Mapping[str, Any]) -> None:
         if "reward_parts" in sample:
             sample = {**sample, "reward_parts": dict(zip(self._config.reward.names, sample["reward_parts"], strict=False))}
-        self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        append_whole(self._samples, json.dumps(sample, ensure_ascii=False).encode() + b"\n")
 
     def _keep_tokens(self, row: TrainedTokens) -> None:
-        self._tokens.write(msgspec.json.encode(row) + b"\n")
+        append_whole(self._tokens, msgspec.json.encode(row) + b"\n")
 
     def _keep_unscored(self, response: UnscoredResponse) -> None:
         """Keep a response that could not be scored, and say so of the first one of each kind."""
         self._num_unscored += 1
         if self._num_unscored <= MAX_UNSCORED_KEPT:
-            with self._unscored_path.open("ab") as file:
-                file.write(msgspec.json.encode(response) + b"\n")
+            with self._unscored_path.open("ab", buffering=0) as file:
+                append_whole(file, msgspec.json.encode(response) + b"\n")
         self._checks.look_at_failure(response, self._unscored_path, sum(state.num_scored for state in self.hub.states.values()))
 
     def _rows_redelivered(self) -> int:

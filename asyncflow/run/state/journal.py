@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from asyncflow.run_dir import append_whole
 from asyncflow.run_dir import replace as replace_file
 from asyncflow.telemetry.batches import joined
 from asyncflow.transfer_queue.batches import taken
@@ -36,8 +37,11 @@ MAX_BYTES: Final = 256 << 20
 
 
 class PutPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt that was put, as a row of the data. `after`: see `asyncflow.data.order.Pushed`."""
+    """Prompt that was put, as a row of the data. `number`: how many had been put before it, ever; `first`: the number of the first
+    one that was put with it, whose columns theirs are. `after`: see `asyncflow.data.order.Pushed`."""
 
+    number: int
+    first: int
     after: int
     row: dict[str, Any]
 
@@ -73,7 +77,7 @@ class Journal:
         if self._prompts is None:
             self._cut(self._prompts_path, self._prompts_path.read_bytes().rfind(b"\n") + 1 if self._prompts_path.exists() else 0)
             self._prompts = self._prompts_path.open("ab", buffering=0)
-        _append(self._prompts, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
+        append_whole(self._prompts, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
 
     def add_rows(self, rows: Batch, hashes: Array) -> None:
         """Keep completed rows of a group; `hashes` int64 [n], of their prompts. Raises `OSError`, and keeps none."""
@@ -82,7 +86,7 @@ class Journal:
             self._rows = self._rows_path.open("ab", buffering=0)
         frame = BytesIO()
         write_frame(frame, [], Batch(rows.indices, np.empty(0, np.int64), {**rows.columns, PROMPT_HASH: hashes}))
-        _append(self._rows, frame.getvalue())
+        append_whole(self._rows, frame.getvalue())
 
     def shorten(self, first_group: int) -> None:
         """Forget rows of groups before this one, which are committed and in a checkpoint, once the file is large."""
@@ -98,13 +102,15 @@ class Journal:
         self._limit = max(MAX_BYTES, 2 * len(content.getvalue()))
 
     def read(self, num_prompts: int, first_group: int, completed: Batch | None, outputs: Container[str]) -> Kept:
-        """Rows for a run whose checkpoint has the first `num_prompts` prompts and no group before `first_group` to train.
+        """Rows for a run whose checkpoint has the prompts with a number below this one and no group before `first_group` to train.
+
+        Rows of a group that has had several prompts, in attempts that were lost, are those that answer the last one.
 
         `completed`: rows that are in the checkpoint. Where both have some, they are joined by the columns that generation
         gives (`outputs`): what other tasks have added is made again.
         """
         lines = self._prompts_path.read_bytes().split(b"\n")[:-1] if self._prompts_path.exists() else []
-        prompts = [msgspec.json.decode(line, type=PutPrompt) for line in lines[num_prompts:]]
+        prompts = [put for line in lines if (put := msgspec.json.decode(line, type=PutPrompt)).number >= num_prompts]
         frames = [_of_groups(batch, self._group_bits, first_group) for batch in self._frames()]
         frames = [batch for batch in frames if len(batch)]
         hashes = {
@@ -114,8 +120,14 @@ class Journal:
         }
         if not frames:
             return Kept(prompts, completed)
-        all_rows = [*frames, *([completed] if completed is not None else [])]
-        return Kept(prompts, _joined(all_rows, outputs), hashes)
+        answering = [self._answering(batch, hashes) for batch in frames]
+        return Kept(prompts, _joined([*([completed] if completed is not None else []), *answering], outputs), hashes)
+
+    def _answering(self, rows: Batch, hashes: Mapping[int, int]) -> Batch:
+        """Rows that answer the prompts that their groups have now."""
+        groups = (rows.indices >> self._group_bits).tolist()
+        current = np.array([hashes[group] for group in groups], np.int64)
+        return _chosen(rows, np.flatnonzero(rows.dense(PROMPT_HASH) == current))
 
     def close(self) -> None:
         """Close the files."""
@@ -150,24 +162,16 @@ class Journal:
 
 
 def _of_groups(batch: Batch, group_bits: int, first: int) -> Batch:
-    chosen = np.flatnonzero(batch.indices >> group_bits >= first)
+    return _chosen(batch, np.flatnonzero(batch.indices >> group_bits >= first))
+
+
+def _chosen(batch: Batch, chosen: Array) -> Batch:
     return Batch(batch.indices[chosen], batch.groups, {name: taken(values, chosen) for name, values in batch.columns.items()})
 
 
 def _joined(batches: Sequence[Batch], outputs: Container[str]) -> Batch:
-    """Rows of several batches, each once, with these columns."""
+    """Rows of several batches, each once, as the last batch that has it, with these columns."""
     names = [name for name in batches[0].columns if name in outputs and all(name in batch.columns for batch in batches)]
-    rows = joined([replace(batch, columns={name: batch.columns[name] for name in names}) for batch in batches])
+    rows = joined([replace(batch, columns={name: batch.columns[name] for name in names}) for batch in reversed(batches)])
     indices, positions = np.unique(rows.indices, return_index=True)
     return Batch(indices, np.empty(0, np.int64), {name: taken(values, positions) for name, values in rows.columns.items()})
-
-
-def _append(file: FileIO, content: bytes) -> None:
-    """Append all of it or, where that raises, nothing: behind a part of it nothing could be read."""
-    end, left = os.fstat(file.fileno()).st_size, memoryview(content)
-    try:
-        while left:
-            left = left[file.write(left) :]  # on a full disk perhaps a part, and no error before the next try
-    except OSError:
-        os.ftruncate(file.fileno(), end)
-        raise

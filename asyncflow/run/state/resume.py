@@ -7,6 +7,7 @@ the driver is in driver_state.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -170,14 +171,16 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Keep these lines of a file. One that is not whole is no loss that a run should not go on for: nothing depends on it."""
     if not path.exists():
         return []
     content, kept = [], []
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n") and is_kept(row := msgspec.json.decode(line)):
-                content.append(line)
-                kept.append(row)
+            with contextlib.suppress(msgspec.DecodeError):
+                if line.endswith(b"\n") and is_kept(row := msgspec.json.decode(line)):
+                    content.append(line)
+                    kept.append(row)
     replace(path, b"".join(content))
     return kept
 

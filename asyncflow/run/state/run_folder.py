@@ -11,7 +11,6 @@ is unblocked by: the disk
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -36,7 +35,7 @@ from asyncflow.run.state.resume import check_fits, cut_back, metrics_of, to_be_k
 from asyncflow.run.state.saving import checkpoints_of, places_of
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
 from asyncflow.telemetry.certificate import Certificate, read_certificate
-from asyncflow.transport import ConnectionLost, Peer
+from asyncflow.transport.stream import is_served
 from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync.base import Manifest
 
@@ -78,7 +77,7 @@ class RunFolder:
         config = self._config
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
         try:
-            await self._check_not_live()
+            self._check_not_live()
             sweep_shared_memory()  # also where nothing is to be done: an attempt may have been killed as it ended
             resumed = await self._last_checkpoint()
             if resumed is None:
@@ -162,12 +161,10 @@ class RunFolder:
 
     # -- how it begins ------------------------------------------------------------------------------------------------------
 
-    async def _check_not_live(self) -> None:
+    def _check_not_live(self) -> None:
         run_dir = self._config.run_dir
-        if control_socket(run_dir).exists():
-            with contextlib.suppress(ConnectionLost):  # the socket of a run that was killed
-                await (await Peer.connect(control_socket(run_dir), "check", timeout_seconds=1.0)).close()
-                raise UserError(f"a run is live in {run_dir}: wait for its end, interrupt it, or give this one another run.name")
+        if is_served(control_socket(run_dir)):  # by a process that may be stopped, or busy, and not by one that was killed
+            raise UserError(f"a run is live in {run_dir}: wait for its end, interrupt it, or give this one another run.name")
 
     async def _last_checkpoint(self) -> Resumed | None:
         """Newest whole checkpoint; None if the run is to begin. Raises `RunError` if all of them are damaged."""

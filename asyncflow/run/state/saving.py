@@ -106,7 +106,7 @@ class CheckpointCoordinator:
         self._begun_at, self._took_seconds = self._clock(), 0.0  # of the newest checkpoint on the disk
         self._came = Signal()
         # The last version of which there is a checkpoint on the disk, or will be none.
-        self.settled = max(self._checkpoints.versions(), default=0)
+        self.settled = self.newest = max(self._checkpoints.versions(), default=0)  # and the last one of which there is
         self.on_settled: Callable[[], None] = lambda: None
         self.committed()
 
@@ -210,6 +210,8 @@ class CheckpointCoordinator:
                 why = _why(error) if isinstance(error, OSError) else str(error)
         if why:
             await self._abandon(version, place, why)
+        elif place == "disk":
+            self.newest = version
         self._settle(version, place, held_seconds)
 
     @remote

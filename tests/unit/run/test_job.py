@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import parse
+from asyncflow.data.order import SeededOrder
 from asyncflow.run.job import Job
+from tests.conftest import MODEL
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,41 @@ async def test_a_pause_is_longer_behind_an_attempt_that_has_committed_no_step(
         await job.restart_after(WorkerDied("worker trainer/0 has died", "trainer/0", has_failed=False))
     pauses = [line.rpartition(" in ")[2] for line in said]
     assert pauses == ["0.001 s", "0.002 s", "0.001 s", "0.002 s", "0.001 s", "0.001 s"]
+
+
+def fed_job(folder: Path, journal: Path | None) -> tuple[Job, SeededOrder[Any]]:
+    """A job that is under way, as far as prompts that are put are concerned, and the order that they come to."""
+    tree: dict[str, Any] = {"model": {"path": str(MODEL), "max_context_tokens": 512}, "data": {"path": None}}
+    job = Job(parse(tree | {"run": {"name": "test", "dir": str(folder)}}), journal=journal)
+    source = SeededOrder[Any]([], 0)
+    told = {"saves": SimpleNamespace(pushed=lambda: None), "signal": SimpleNamespace(notify=lambda: None)}
+    job.attempt = SimpleNamespace(driver=SimpleNamespace(source=source, **told))  # type: ignore[assignment]
+    job.prepared = SimpleNamespace(model=MODEL, tools=(), prompts=[], max_context=512)  # type: ignore[assignment]
+    return job, source
+
+
+def test_a_prompt_that_the_journal_could_not_keep_is_not_trained(tmp_path: Path) -> None:
+    job, source = fed_job(tmp_path, tmp_path / "journal")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+    try:
+        with pytest.raises(OSError):
+            job.push([{"prompt": "a", "answer": "1"}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert source.num_pushed == 0
+    job.push([{"prompt": "b", "answer": "1"}])
+    kept, prompts = job._rows_to_resume(None)
+    assert [put.row["prompt"] for put in kept.prompts] == ["b"] and len(prompts) == source.num_pushed == 1
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_prompts_that_were_put_with_other_columns_are_put_again_as_they_were(tmp_path: Path, *, has_journal: bool) -> None:
+    job, source = fed_job(tmp_path, tmp_path / "journal" if has_journal else None)
+    source.num_pushed = 2  # of a checkpoint that the run began with
+    job.push([{"question": "What is 7 and 5?", "answer": "12"}, {"question": "And 2?", "answer": "2", "prompt": "no"}])
+    job.push([{"prompt": "Say 3.", "question": "no", "answer": "3"}])
+    taken = source.take(3)
+    kept, prompts = job._rows_to_resume(SimpleNamespace(state=SimpleNamespace(num_pushed=2, version=0), rows=None))  # type: ignore[arg-type]
+    assert [prompt.ids.tolist() for prompt in prompts] == [prompt.ids.tolist() for prompt in taken]
+    assert [put.number for put in kept.prompts] == [2, 3, 4]

@@ -13,7 +13,7 @@ from asyncflow.types import Batch, Ragged
 
 OUTPUTS = ("response_ids", "reward")
 
-A, B = PutPrompt(0, {"question": "a"}), PutPrompt(1, {"question": "b"})
+A, B = PutPrompt(0, 0, 0, {"question": "a"}), PutPrompt(1, 1, 1, {"question": "b"})
 
 
 def rows(*indices: int, token: int = 7, **extra: np.ndarray) -> Batch:
@@ -29,12 +29,12 @@ def hashes(batch: Batch, value: int = 5) -> np.ndarray:
 def test_prompts_and_rows_come_back_but_for_those_that_a_checkpoint_has(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 1)
     for n in range(4):
-        journal.add_prompts([PutPrompt(2 * n, {"question": f"q{n}"})])
+        journal.add_prompts([PutPrompt(n, n, 2 * n, {"question": f"q{n}"})])
     for group in range(3):
         batch = rows(2 * group, 2 * group + 1)
         journal.add_rows(batch, hashes(batch, 10 + group))
     found = Journal(tmp_path, 1).read(3, 1, None, OUTPUTS)
-    assert found.prompts == [PutPrompt(6, {"question": "q3"})]
+    assert found.prompts == [PutPrompt(3, 3, 6, {"question": "q3"})]
     assert found.rows is not None and found.rows.indices.tolist() == [2, 3, 4, 5] and found.hashes == {1: 11, 2: 12}
     assert set(found.rows.columns) == set(OUTPUTS) and found.rows.ragged("response_ids")[2].tolist() == [11]
     empty = Journal(tmp_path / "other", 1).read(0, 0, None, OUTPUTS)
@@ -50,6 +50,24 @@ def test_rows_of_a_checkpoint_are_joined_each_once_by_what_generation_gives(tmp_
     assert found.rows is not None and found.rows.indices.tolist() == [2, 3, 4] and set(found.rows.columns) == set(OUTPUTS)
     alone = Journal(tmp_path / "other", 1).read(0, 0, completed, OUTPUTS)
     assert alone.rows is completed
+
+
+def test_of_a_group_that_got_another_prompt_the_rows_that_answer_it_are_kept_and_the_newest_of_each(tmp_path: Path) -> None:
+    """An attempt that was lost had the data's prompt there; a client put one in its place before the next one came so far."""
+    journal = Journal(tmp_path, 1)
+    for batch, of_prompt in ((rows(0, 1, token=10), 5), (rows(0, token=20), 6), (rows(0, token=30), 6), (rows(2, 3), 5)):
+        journal.add_rows(batch, hashes(batch, of_prompt))
+    found = journal.read(0, 0, None, OUTPUTS)
+    assert found.rows is not None and found.rows.indices.tolist() == [0, 2, 3] and found.hashes == {0: 6, 1: 5}
+    assert found.rows.ragged("response_ids")[0].tolist() == [30]
+
+
+def test_prompts_go_by_their_number_and_not_by_their_place_in_the_file(tmp_path: Path) -> None:
+    """A run that began as a fork, say, has prompts that were put before there was a journal."""
+    journal = Journal(tmp_path, 1)
+    later = [PutPrompt(number, 4, 9, {"question": f"q{number}"}) for number in (4, 5, 6)]
+    journal.add_prompts(later)
+    assert journal.read(4, 0, None, OUTPUTS).prompts == later and journal.read(6, 0, None, OUTPUTS).prompts == later[2:]
 
 
 def test_what_was_not_written_whole_is_cut_off_and_more_may_follow(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -188,15 +189,25 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
 @pytest.mark.parametrize(("noted", "expected"), [(1, 1), (2, 2), (3, None)])
 def test_a_run_that_goes_back_from_its_end_has_not_ended(tmp_path: Path, noted: int, expected: int | None) -> None:
     """Its end wrote no checkpoint: it goes back, and may be killed between the checkpoint of its last step and its model."""
-    (tmp_path / "model").mkdir()
     folder = RunDir(tmp_path)
+    for model in (folder.model, folder.critic):
+        model.mkdir()
     folder.note_model(noted)
+    shutil.copytree(folder.model, folder.critic, dirs_exist_ok=True)
     write_driver(tmp_path / "step", state(), [rows_of(32)])
     resumed = read_driver(tmp_path / "step")
     assert resumed.state.version == 2
     for _ in range(2):
         cut_back(tmp_path, resumed, 100.0)
-        assert folder.model_version == expected and folder.model.is_dir()
+        assert folder.model_version == folder.critic_version == expected and folder.model.is_dir()
+
+
+def test_a_line_that_was_torn_on_a_full_disk_keeps_no_run_from_going_on(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_bytes(b'{"step":0}\n{"st{"step":1}\n{"step":1}\n')
+    write_driver(tmp_path / "step", state(), [rows_of(32)])
+    assert cut_back(tmp_path, read_driver(tmp_path / "step"), 100.0) == [{"step": 0}, {"step": 1}]
+    assert (tmp_path / "eval.jsonl").read_bytes() == b'{"step":0}\n{"step":1}\n'
 
 
 def test_what_was_added_to_a_checkpoint_takes_its_place(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ class DyingJob:
     """Job whose first attempt ends with a trainer's death. `error`: why no other one can be begun."""
 
     def __init__(self, error: Exception | None) -> None:
-        ledger = SimpleNamespace(limit=0, is_checkpoint_asked=False, allow=lambda *_: None, ledger=SimpleNamespace(committed=0))
-        self.attempt: Any = SimpleNamespace(driver=SimpleNamespace(ledger=ledger))
+        self.asked = list[int]()  # checkpoints, by how many attempts there had been
+        ledger = SimpleNamespace(limit=0, ask_for_checkpoint=self.ask, allow=lambda *_: None, ledger=SimpleNamespace(committed=0))
+        self.attempt: Any = SimpleNamespace(driver=SimpleNamespace(ledger=ledger, saves=SimpleNamespace(newest=0)))
         self.error, self.num_restarts, self.may_restart = error, 0, asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> bool:
@@ -40,6 +41,10 @@ class DyingJob:
         self.attempt = SimpleNamespace(driver=driver)
 
     async def start(self) -> None: ...
+
+    def ask(self) -> int:
+        self.asked.append(self.num_restarts)
+        return 3
 
 
 def run_of(folder: Path, job: DyingJob, seen: list[str]) -> StepwiseRun:
@@ -89,3 +94,16 @@ async def test_all_calls_raise_why_a_run_could_not_be_resumed(tmp_path: Path) ->
     job.may_restart.set()
     found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), patience(5))
     assert [type(each) for each in found] == [OSError] * 3 and seen == ["entered"] and job.num_restarts == 1
+
+
+@pytest.mark.parametrize(("newest", "asked"), [(2, [0, 1]), (3, [0])])
+async def test_a_checkpoint_that_was_asked_for_is_asked_for_again_unless_it_is_there(
+    tmp_path: Path, newest: int, asked: list[int]
+) -> None:
+    """Its step may have been committed before the trainer died, and its files not written."""
+    job = DyingJob(None)
+    job.may_restart.set()
+    run = run_of(tmp_path, job, [])
+    assert await run.checkpoint() == 3
+    job.attempt.driver.saves.newest = newest
+    assert await run.until(lambda: True) and job.asked == asked
