@@ -16,6 +16,7 @@ Whatever must be whole or not there at all is written beside its name, flushed t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import uuid
@@ -50,6 +51,8 @@ _VERSION_FILE: Final = ".asyncflow-version"  # in a final model: how many steps 
 _SOCKET_FILE: Final = "control.sock"
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _WEIGHTS_PREFIX: Final = "asyncflow-"
+_HELD: Final[dict[Path, int]] = {}
+"""Descriptors of this process's folders in shared memory, by which it holds them."""
 
 
 def control_socket(run_dir: Path) -> Path:
@@ -256,21 +259,41 @@ def _version_in(model: Path) -> int | None:
 
 
 def make_shared_dir() -> Path | None:
-    """Make a folder in shared memory, named after this process; None where there is no shared memory."""
+    """Make a folder in shared memory, named after this process, which holds it until `remove_shared_dir`; None where there is no
+    shared memory."""
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
         return None
     folder = _SHARED_MEMORY / f"{_WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
     folder.mkdir(mode=0o700)
+    _HELD[folder] = os.open(folder, os.O_RDONLY)
+    fcntl.flock(_HELD[folder], fcntl.LOCK_SH)  # a container with the same shared memory may not see this process
     return folder
 
 
+def remove_shared_dir(folder: Path) -> None:
+    """Remove what `make_shared_dir` has made, or another folder of weights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if (held := _HELD.pop(folder, None)) is not None:
+        os.close(held)
+
+
 def sweep_shared_memory() -> None:
-    """Remove files in shared memory of runs whose processes are gone."""
+    """Remove files in shared memory of runs whose processes are gone. What somebody holds stays."""
     for folder in _SHARED_MEMORY.glob(f"{_WEIGHTS_PREFIX}*-*"):
         pid = folder.name.removeprefix(_WEIGHTS_PREFIX).split("-")[0]
         with contextlib.suppress(FileNotFoundError):  # another process sweeps at the same time
             if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove_unless_held(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(held)
 
 
 def append_whole(file: FileIO, content: bytes) -> None:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -51,7 +50,7 @@ from asyncflow.run.state.resume import evaluated_versions
 from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.watch import Watch
 from asyncflow.run.worker_start import import_ahead
-from asyncflow.run_dir import JOB_FILE, make_shared_dir
+from asyncflow.run_dir import JOB_FILE, make_shared_dir, remove_shared_dir
 from asyncflow.telemetry.accuracy import Responses
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
@@ -184,7 +183,7 @@ class Job(Listener):
             self.attempt = None
             self._folder.remove_weights()
             if self._folder.memory is not None:
-                shutil.rmtree(self._folder.memory, ignore_errors=True)
+                remove_shared_dir(self._folder.memory)
         if is_done and self.config.model.push_to_hub is not None:
             await push_model(self.config, self.rows.since(0), self.evaluations, self.listener.log)
 

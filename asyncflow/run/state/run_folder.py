@@ -33,7 +33,16 @@ from asyncflow.run.state.driver_state import Resumed, data_hash, read_driver, wr
 from asyncflow.run.state.fork import copy_origin, forked_at, unfinished_fork
 from asyncflow.run.state.resume import check_fits, cut_back, metrics_of, to_be_kept, usable
 from asyncflow.run.state.saving import checkpoints_of, places_of
-from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
+from asyncflow.run_dir import (
+    CONFIG_FILE,
+    JOB_FILE,
+    KEY_FILE,
+    RunDir,
+    control_socket,
+    remove_shared_dir,
+    replace,
+    sweep_shared_memory,
+)
 from asyncflow.telemetry.certificate import Certificate, read_certificate
 from asyncflow.transport.stream import is_served
 from asyncflow.types import RunError, UserError
@@ -152,7 +161,7 @@ class RunFolder:
     def remove_weights(self) -> None:
         """Remove this attempt's files from shared memory."""
         if self.weights_dir is not None:
-            shutil.rmtree(self.weights_dir, ignore_errors=True)
+            remove_shared_dir(self.weights_dir)
             self.weights_dir = None
 
     def next(self) -> RunFolder:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from asyncflow.run.factories import make_algorithm, train_engine_options, weight
 from asyncflow.run.fleet import rollout_worker, trainers
 from asyncflow.run.models.model_source import RANDOM, model_folder
 from asyncflow.run.preparation.prompts import read_source
-from asyncflow.run_dir import CONFIG_FILE, KEY_FILE, RunDir
+from asyncflow.run_dir import CONFIG_FILE, KEY_FILE, RunDir, remove_shared_dir
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog, read_spans, write_trace
 from asyncflow.transport import Credentials
@@ -93,7 +92,7 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
             f"({folder.path / 'logs'} has what its ranks said)"
         ) from error
     finally:
-        shutil.rmtree(weights_dir, ignore_errors=True)
+        remove_shared_dir(weights_dir)
     _join_spans(folder.path, [worker.name for worker in (*ranks, tasks)])
     write_trace(folder.path)
     return folder.path

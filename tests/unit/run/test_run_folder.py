@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from asyncflow.run.records.record import RecordState
 from asyncflow.run.state.driver_state import DriverState, write_driver
 from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.state.saving import places_of
-from asyncflow.run_dir import RunDir
+from asyncflow.run_dir import RunDir, make_shared_dir, remove_shared_dir
 from asyncflow.types import CheckpointPlace, UserError
 from asyncflow.weight_sync.base import Manifest
 from tests.conftest import MODEL
@@ -98,8 +100,25 @@ async def test_what_a_dead_run_left_in_shared_memory_goes_also_where_nothing_is_
 
     dead = subprocess.Popen(["true"])
     dead.wait()
-    left = Path("/dev/shm") / f"asyncflow-{dead.pid}-0123abcd"
+    left, held = (Path("/dev/shm") / f"asyncflow-{dead.pid}-{name}" for name in ("0123abcd", "4567abcd"))
     left.mkdir()
+    held.mkdir()
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # of a process that this one cannot see, in another container
     with pytest.raises(UserError, match="nothing is to be done"):
         await RunFolder(parse(small()), lambda line: None, resume=True).begin(nothing)
-    assert not left.exists()
+    assert not left.exists() and held.exists()
+    os.close(descriptor)
+    held.rmdir()
+
+
+def test_a_folder_in_shared_memory_is_held_until_it_is_removed() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    folder = make_shared_dir()
+    assert folder is not None
+    with pytest.raises(BlockingIOError):
+        other = os.open(folder, os.O_RDONLY)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    remove_shared_dir(folder)
+    assert not folder.exists() and len(os.listdir("/proc/self/fd")) == descriptors
