@@ -42,6 +42,7 @@ HEALTH: Final = "/health"
 LOOKS: Final = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
 REPEATS_BYTES: Final = 32 << 20
+LARGE_REPEATS_BYTES: Final = 1 << 30
 MAX_MESSAGE: Final = 2_000
 """Characters of an error's sentence at most."""
 
@@ -103,7 +104,7 @@ class Gate:
         self._ready, self._at_once = ready, frozenset(paths.at_once)
         self._streamed, self._looks, self._public = paths.streamed, frozenset(paths.looks), frozenset((HEALTH, *paths.public))
         self._budget, self._callers = ByteBudget(limits.buffered_bytes), Callers(limits, time.monotonic)
-        self._repeats = Repeats(REPEATS_BYTES)
+        self._repeats = Repeats(REPEATS_BYTES, LARGE_REPEATS_BYTES)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Request, or the application's life."""
@@ -139,6 +140,7 @@ class Gate:
         self._callers.enter(key.name)
         began, status = time.monotonic(), 0
         try:
+            self._check_length(scope, headers)
             if self._ready is not None and scope["path"] not in self._at_once:
                 await self._ready()
             if not is_change:
@@ -192,7 +194,7 @@ class Gate:
             raise Denied(400, f"the request id has {len(given)} bytes: take 1 to {MAX_ID}")
         request = (key.name, scope["method"], scope["path"], scope["query_string"].decode("latin-1"), given.decode("latin-1"))
         if (before := await self._repeats.begin(request)) is not None:
-            await self._read(headers, receive)  # so that the connection can go on
+            await self._skip(headers, receive)
             await send({**before.start, "headers": [*before.start["headers"], (b"idempotency-replayed", b"true")]})
             await send({"type": "http.response.body", "body": before.body})
             return
@@ -213,19 +215,24 @@ class Gate:
             has_effect = start is not None and start["status"] < 300
             self._repeats.end(request, WholeAnswer(start, b"".join(parts)) if has_effect else None)
 
+    def _is_streamed(self, scope: Any) -> bool:
+        return bool(self._streamed) and scope["path"].startswith(self._streamed)
+
+    def _check_length(self, scope: Any, headers: Mapping[bytes, bytes]) -> None:
+        """Raises `Denied` for a body that is too long, or of a length that is not said."""
+        length, most = _length(headers), self._limits.streamed_bytes if self._is_streamed(scope) else self._limits.body_bytes
+        if length > most:
+            raise Denied(413, f"{length} bytes are more than the {most} that a request may have here")
+
     async def _with_body(self, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
         """Read the request's body, for which there is room, and have the request answered."""
         length = _length(headers)
-        if self._streamed and scope["path"].startswith(self._streamed):
-            if length > self._limits.streamed_bytes:
-                raise Denied(413, f"{length} bytes are more than the {self._limits.streamed_bytes} that this service takes")
+        if self._is_streamed(scope):
             await self._as_it_comes(scope, self._paced(receive, length), send)
             return
         if not length:
             await self._app(scope, receive, send)
             return
-        if length > self._limits.body_bytes:
-            raise Denied(413, f"{length} bytes are more than the {self._limits.body_bytes} that a request may have here")
         self._budget.take(length)
         try:
             body = await self._read(headers, receive)
@@ -273,6 +280,12 @@ class Gate:
             parts.append(message["body"])
             if not message["more_body"]:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _skip(self, headers: Mapping[bytes, bytes], receive: Receive) -> None:
+        """Read a body that nobody needs, so that the connection can go on, and keep nothing of it."""
+        paced = self._paced(receive, _length(headers))
+        while (await paced()).get("more_body", False):
+            pass
 
     def _paced(self, receive: Receive, length: int) -> Receive:
         """The request's body under its deadline."""

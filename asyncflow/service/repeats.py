@@ -16,6 +16,8 @@ from typing import Any, Final
 HEADER: Final = b"idempotency-key"
 MAX_ID: Final = 128
 """Bytes of a request id at most."""
+LARGE: Final = 64 << 10
+"""An answer of more bytes, as experience and prompts are, is kept apart from the many small ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +29,19 @@ class WholeAnswer:
 
 
 class Repeats:
-    """The latest answers by client, route and request id, `max_bytes` of them.
+    """The latest answers by client, route and request id, `max_bytes` of small ones. Of large ones the newest of each client and
+    route, `max_large_bytes` of them: a client that works for a run has a route of its own, and repeats its last request alone. The
+    newest of all is kept whatever its size.
 
     Only answers of requests that had an effect (2xx) are kept: any other request may be repeated anyway.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_large_bytes: int) -> None:
         self._answers: OrderedDict[tuple[str, ...], WholeAnswer] = OrderedDict()
+        self._large: OrderedDict[tuple[str, ...], tuple[str, WholeAnswer]] = OrderedDict()  # ids and answers, by client and route
         self._under_way: dict[tuple[str, ...], asyncio.Future[None]] = {}
         self._max_bytes, self._num_bytes = max_bytes, 0
+        self._max_large_bytes = max_large_bytes
 
     async def begin(self, request: tuple[str, ...]) -> WholeAnswer | None:
         """Answer of this request, if it was made before; else None, and it is under way until `end`."""
@@ -44,18 +50,29 @@ class Repeats:
         if (answer := self._answers.get(request)) is not None:
             self._answers.move_to_end(request)
             return answer
+        if (large := self._large.get(request[:-1])) is not None and large[0] == request[-1]:
+            return large[1]
         self._under_way[request] = asyncio.get_running_loop().create_future()
         return None
 
     def end(self, request: tuple[str, ...], answer: WholeAnswer | None) -> None:
         """Keep the answer of a request, or, with None, note that it has had no effect."""
         self._under_way.pop(request).set_result(None)
-        if answer is None or len(answer.body) > self._max_bytes:
+        if answer is None:
+            return
+        if len(answer.body) > LARGE:
+            self._keep_large(request, answer)
             return
         self._answers[request] = answer
         self._num_bytes += _size(request, answer)
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
+
+    def _keep_large(self, request: tuple[str, ...], answer: WholeAnswer) -> None:
+        self._large.pop(request[:-1], None)
+        self._large[request[:-1]] = request[-1], answer
+        while len(self._large) > 1 and sum(len(kept.body) for _, kept in self._large.values()) > self._max_large_bytes:
+            self._large.popitem(last=False)
 
 
 def _size(request: tuple[str, ...], answer: WholeAnswer) -> int:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +16,11 @@ import pytest
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field
 
+from asyncflow.service import app as app_module
 from asyncflow.service.app import AuditLog, CallerKey, GatePaths, make_app, needs
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
+from asyncflow.service.repeats import LARGE, Repeats, WholeAnswer
 from asyncflow.types import RunError, UserError
 
 
@@ -61,6 +64,11 @@ def _add_routes(world: World, app: FastAPI) -> None:
     async def count() -> int:
         world.calls += 1
         return world.calls
+
+    @app.post("/large/{name}")
+    async def large(name: str, size: int) -> str:
+        world.calls += 1
+        return "x" * size
 
     @app.post("/wait")
     async def wait() -> int:
@@ -163,6 +171,68 @@ async def test_a_repeated_request_has_one_effect(world: World) -> None:
     other = world.keys.add("other", "drive")
     async with world.client(other.secret) as client:
         assert (await client.post("/count", headers={"Idempotency-Key": "a"})).json() == 4
+
+
+async def test_a_large_answer_is_given_again_too_and_pushes_no_small_one_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole step's experience: a trainer whose answer was lost would else have lost the groups."""
+    monkeypatch.setattr(app_module, "REPEATS_BYTES", 10 * LARGE)
+    world = World(tmp_path)
+    async with world.admin as client:
+
+        async def ask(path: str, own_id: str) -> httpx2.Response:
+            return await client.post(path, headers={"Idempotency-Key": own_id})
+
+        small = await ask("/count", "a")
+        for name, size in (("one", 9 * LARGE), ("two", 20 * LARGE)):
+            for own_id in ("b", "c"):
+                first, again = [await ask(f"/large/{name}?size={size}", own_id) for _ in range(2)]
+                assert first.content == again.content and again.headers["idempotency-replayed"] == "true"
+        assert (await ask(f"/large/one?size={9 * LARGE}", "c")).headers["idempotency-replayed"] == "true"
+        assert (await ask("/count", "a")).json() == small.json() == 1
+    assert world.calls == 5
+
+
+async def test_large_answers_are_kept_one_a_route_and_the_oldest_go() -> None:
+    repeats = Repeats(1000, max_large_bytes=5 * LARGE)
+
+    async def is_kept(route: str, own_id: str, num_bytes: int) -> bool:
+        """Whether a request was answered before; if not, it is now, with so many bytes."""
+        request = ("key", "POST", route, "", own_id)
+        if await repeats.begin(request) is not None:
+            return True
+        repeats.end(request, WholeAnswer({"status": 200}, bytes(num_bytes)))
+        return False
+
+    for route, own_id in (("/a", "1"), ("/a", "2"), ("/b", "1")):
+        assert not await is_kept(route, own_id, 2 * LARGE)
+    assert await is_kept("/a", "2", 0) and await is_kept("/b", "1", 0)
+    assert not await is_kept("/c", "1", 2 * LARGE)
+    assert await is_kept("/b", "1", 0) and await is_kept("/c", "1", 0)
+    assert not await is_kept("/a", "2", 9 * LARGE)  # was the oldest; now it is the newest, and is kept though it is too large
+    assert await is_kept("/a", "2", 0) and not await is_kept("/c", "1", 0)
+
+
+async def test_the_body_of_a_repeated_request_is_bounded_and_not_kept(tmp_path: Path) -> None:
+    world, num_bytes = World(tmp_path, streamed_bytes=32 << 20), 32 << 20
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(32):
+            yield bytes(1 << 20)
+
+    async with world.admin as client:
+        headers = {"Idempotency-Key": "s", "Content-Length": str(num_bytes)}
+        assert (await client.post("/stream", content=parts(), headers=headers)).json() == num_bytes
+        tracemalloc.start()
+        try:
+            again = await client.post("/stream", content=parts(), headers=headers)
+            assert tracemalloc.get_traced_memory()[1] < num_bytes / 4
+        finally:
+            tracemalloc.stop()
+        assert again.json() == num_bytes and again.headers["idempotency-replayed"] == "true"
+        headers["Content-Length"] = str(num_bytes + 1)
+        assert (await client.post("/stream", content=parts(), headers=headers)).status_code == 413
 
 
 async def test_a_request_that_is_repeated_while_it_is_under_way_waits_for_the_first(world: World) -> None:
