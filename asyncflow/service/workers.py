@@ -3,7 +3,7 @@
     generator session = a guest of the run's rollout pool: the run's own rollout loop, with a client for its engine
     trainer session   = a name at the desk, for the groups that it has taken
 
-consumes: sessions that are opened; their heartbeats
+consumes: sessions that are opened; their heartbeats, and requests of trainers for as long as they are under way
 waits for: `queue.lease_seconds` without one, `BROKEN_SECONDS` after the connection of one has broken
 is unblocked by: the clock
 """
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from asyncflow.loops.rollout import ServedWeights
 from asyncflow.run.driver import Driver
 from asyncflow.run.in_worker.connection import connected
 from asyncflow.run.in_worker.scoring import scoring
+from asyncflow.run.services.desk import TakenGroups
 from asyncflow.run.workers import roll_out
 from asyncflow.service.generation import NotifyingQueue, OutsideEngine, PublishedFiles
 from asyncflow.service.limits import Busy
@@ -55,10 +56,11 @@ class GeneratorSession:
 
 @dataclass(slots=True)
 class TrainerSession:
-    """A client that trains."""
+    """A client that trains. `under_way`: its requests that are not answered yet."""
 
     name: str
     seen: float
+    under_way: int = 0
 
 
 class OutsideWorkers:
@@ -162,12 +164,28 @@ class OutsideWorkers:
             self._driver.desk.restart()
         return session
 
-    def trainer(self, name: str) -> TrainerSession:
-        """Session of this name, from which something is heard. Raises `RunError` where there is none."""
+    @contextlib.contextmanager
+    def trainer(self, name: str) -> Iterator[None]:
+        """A request of the session of this name, for as long as it is under way: an upload may take longer than a session may be
+        silent. Raises `RunError` where there is none."""
         if (session := self._trainers.get(name)) is None:
             raise RunError(f"there is no trainer {name!r}: {GONE}")
-        session.seen = self._now()
-        return session
+        session.under_way += 1
+        try:
+            yield
+        finally:
+            session.under_way -= 1
+            session.seen = self._now()
+
+    async def take_groups(self, name: str, *, groups: int, tokens: int, timeout_seconds: float) -> TakenGroups:
+        """Groups for the session of this name; see `TrainDesk.take`. Raises `RunError` where there is none, or none any more: what
+        it would have had is for others."""
+        with self.trainer(name):
+            taken = await self._driver.desk.take(name, groups=groups, tokens=tokens, timeout_seconds=timeout_seconds)
+        if name not in self._trainers:
+            self._driver.desk.leave(name)
+            raise RunError(f"there is no trainer {name!r}: {GONE}")
+        return taken
 
     def end_training(self, name: str) -> None:
         """End a trainer's session: groups that it has not acknowledged are for others. Nothing if it has gone."""
@@ -195,7 +213,7 @@ class OutsideWorkers:
             late = self._now() - self._silent_seconds
             for session in [session for session in self._generators.values() if session.seen < late]:
                 self._end_if_silent(session, session.seen)
-            for name in [name for name, session in self._trainers.items() if session.seen < late]:
+            for name in [name for name, session in self._trainers.items() if not session.under_way and session.seen < late]:
                 self.end_training(name)
 
     def _end_if_silent(self, session: GeneratorSession, since: float) -> None:

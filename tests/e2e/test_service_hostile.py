@@ -10,11 +10,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 
 from asyncflow.config import parse
 from asyncflow.service.app import AuditLog, GatePaths, make_app
@@ -22,9 +23,10 @@ from asyncflow.service.hosted import HostedRun
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
 from asyncflow.service.routes import STREAMED, routes
+from asyncflow.service.routes.trainers import add_trainers
 from asyncflow.service.server import HttpServer, Listen
 from tests.depth import in_gate
-from tests.patience import patience
+from tests.patience import patience, until
 
 QUICK = {"head_seconds": 0.5, "slowest_bytes_per_second": 10_000, "refusals_per_second": 1e6}
 
@@ -314,4 +316,34 @@ async def test_an_upload_that_nobody_wants_is_refused_before_it_is_read(tmp_path
     head = b"PUT /v1/weights/trainer-1/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n" + key + b"\r\n"
     answer = await said(port, head, b"x" * 1000, pause=0.05)
     assert b" 409 " in answer  # the run has not begun
+    await server.stop()
+
+
+@pytest.mark.parametrize("ends", ["hangs up", "says no more"])
+async def test_an_upload_that_is_cut_off_leaves_no_file(tmp_path: Path, ends: str) -> None:
+    file = tmp_path / "weights" / "upload.safetensors"
+    file.parent.mkdir()
+    hosted = SimpleNamespace(
+        workers=SimpleNamespace(trainer=lambda name: contextlib.nullcontext()),
+        most_weight_bytes=1 << 20,
+        is_published=lambda step: False,
+        uploading=asyncio.Lock(),
+        upload_file=lambda step: file,
+    )
+    keys, limits, router = KeyRing.open(tmp_path / "keys.json", time.time), Limits(**QUICK), APIRouter(prefix="/v1")
+    add_trainers(router, cast(HostedRun, hosted))
+    app = make_app(title="t", description="", keys=keys, limits=limits, audit=AuditLog(None), paths=GatePaths(streamed=STREAMED))
+    app.include_router(router)
+    server = HttpServer(app, Listen.parse("127.0.0.1:0"), limits)
+    reader, writer = await connected(int((await server.start()).rpartition(":")[2]))
+    key = b"Authorization: Bearer " + keys.all[0].secret.encode() + b"\r\n"
+    writer.write(b"PUT /v1/weights/trainer-1/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 10000\r\n" + key + b"\r\n" + b"x" * 1000)
+    await until(file.exists)
+    if ends == "hangs up":
+        writer.transport.abort()
+    else:
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), patience(20))
+    await until(lambda: not hosted.uploading.locked())
+    assert not file.exists()
+    writer.close()
     await server.stop()

@@ -91,9 +91,8 @@ def add_trainers(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/trainers/{trainer}/experience", tags=["trainers"], response_model=ExperienceAnswer)
     async def get_experience_data(trainer: Name, body: WantExperience) -> Any:
         """Take groups of the present step: some, or a token budget. Waits for some; asking is a heartbeat."""
-        session = hosted.workers.trainer(trainer)
-        taken = await hosted.run.driver.desk.take(
-            session.name, groups=body.groups, tokens=body.tokens, timeout_seconds=body.timeout_seconds
+        taken = await hosted.workers.take_groups(
+            trainer, groups=body.groups, tokens=body.tokens, timeout_seconds=body.timeout_seconds
         )
         if body.form != "json":
             encode = as_msgpack if body.form == "msgpack" else as_safetensors
@@ -104,17 +103,17 @@ def add_trainers(router: APIRouter, hosted: HostedRun) -> None:
     @router.post("/trainers/{trainer}/acknowledge", tags=["trainers"])
     async def acknowledge(trainer: Name, body: Acknowledge) -> NumRows:
         """Note that these groups are in the trainer's gradient: no other trainer is to have them."""
-        session = hosted.workers.trainer(trainer)
-        hosted.run.driver.desk.acknowledge(session.name, body.groups)
+        with hosted.workers.trainer(trainer):
+            hosted.run.driver.desk.acknowledge(trainer, body.groups)
         return NumRows(rows=len(body.groups))
 
     @router.post("/trainers/{trainer}/weights", tags=["trainers"])
     async def publish(trainer: Name, body: PublishFolder) -> PolicyVersion:
         """Publish the weights of a file or folder on the server's machine as the version that `step` has made."""
-        hosted.workers.trainer(trainer)
-        path = str(hosted.readable(Path(body.path))) if body.path else ""
-        published = Published(path, body.grad_norm, body.learning_rate)
-        return PolicyVersion(version=await hosted.publish(body.step, published, body.timeout_seconds))
+        with hosted.workers.trainer(trainer):
+            path = str(hosted.readable(Path(body.path))) if body.path else ""
+            published = Published(path, body.grad_norm, body.learning_rate)
+            return PolicyVersion(version=await hosted.publish(body.step, published, body.timeout_seconds))
 
     @router.put("/weights/{trainer}/{step}", tags=["trainers"])
     async def upload_weights(
@@ -126,28 +125,26 @@ def add_trainers(router: APIRouter, hosted: HostedRun) -> None:
         timeout_seconds: Annotated[float, Query(gt=0, le=3600)] = 120.0,
     ) -> PolicyVersion:
         """Publish the weights in the body, a safetensors file, as the version that `step` has made."""
-        hosted.workers.trainer(trainer)
-        length = int(request.headers.get("content-length", 0))
-        if length > hosted.most_weight_bytes:
-            raise Denied(413, f"{length} bytes are more than the model's weights can have ({hosted.most_weight_bytes})")
-        if hosted.is_published(step):
-            return PolicyVersion(version=step + 1)
-        if hosted.uploading.locked():
-            raise Busy("weights are being uploaded", 1.0)
-        async with hosted.uploading:
-            path = hosted.upload_file(step)
-            try:
-                with path.open("wb") as file:
-                    async for part in request.stream():
-                        file.write(part)
-            except ClientDisconnect as error:
-                path.unlink()
-                raise Denied(400, "the upload was cut off") from error
-            try:
-                published = Published(str(path), grad_norm, learning_rate)
-                return PolicyVersion(version=await hosted.publish(step, published, timeout_seconds))
-            finally:
-                path.unlink(missing_ok=True)
+        with hosted.workers.trainer(trainer):
+            length = int(request.headers.get("content-length", 0))
+            if length > hosted.most_weight_bytes:
+                raise Denied(413, f"{length} bytes are more than the model's weights can have ({hosted.most_weight_bytes})")
+            if hosted.is_published(step):
+                return PolicyVersion(version=step + 1)
+            if hosted.uploading.locked():
+                raise Busy("weights are being uploaded", 1.0)
+            async with hosted.uploading:
+                path = hosted.upload_file(step)
+                try:
+                    with path.open("wb") as file:
+                        async for part in request.stream():
+                            file.write(part)
+                    published = Published(str(path), grad_norm, learning_rate)
+                    return PolicyVersion(version=await hosted.publish(step, published, timeout_seconds))
+                except ClientDisconnect as error:
+                    raise Denied(400, "the upload was cut off") from error
+                finally:
+                    path.unlink(missing_ok=True)
 
     @router.delete("/trainers/{trainer}", tags=["trainers"])
     async def end_training(trainer: Name) -> Confirmation:

@@ -7,10 +7,13 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from asyncflow.cluster.clock import VirtualLoop
+from asyncflow.engines.train.experience import Experience
 from asyncflow.run.driver import Driver
+from asyncflow.run.services.desk import TrainDesk
 from asyncflow.service.generation import OutsideEngine, PublishedFiles
 from asyncflow.service.workers import BROKEN_SECONDS, GeneratorSession, OutsideWorkers
 from asyncflow.types import RunError
@@ -34,7 +37,8 @@ def with_session(test: Callable[[OutsideWorkers, GeneratorSession], Awaitable[No
     async def main() -> None:
         config = SimpleNamespace(queue=SimpleNamespace(lease_seconds=LEASE_SECONDS), environment=None)
         versions = SimpleNamespace(admit=lambda: "rollout/outside-0", dismiss=lambda guest: None)
-        driver: Any = SimpleNamespace(config=config, versions=versions, shape=SimpleNamespace(group_bits=2))
+        shape, desk = SimpleNamespace(group_bits=2), TrainDesk(lambda: None)
+        driver: Any = SimpleNamespace(config=config, versions=versions, shape=shape, desk=desk)
         workers = Resting(cast(Driver, driver), ROOT / "recipes" / "models" / "tiny-arithmetic", 64, lambda rows, hashes: None)
         await test(workers, await workers.join(num_slots=4))
         await workers.close()
@@ -102,5 +106,42 @@ def test_a_heartbeat_is_held_for_its_time_and_not_longer_than_its_session() -> N
         await workers.leave(session.id)
         await holding
         assert now() == before + 1.0
+
+    with_session(test)
+
+
+def test_a_trainer_that_leaves_while_it_asks_for_groups_is_handed_none() -> None:
+    """Nobody would give them back: the step would wait for them for ever."""
+    one = np.ones(1, np.int64)
+    group = Experience(one, one, one, one, one.astype(np.uint8), *[one.astype(np.float32)] * 3, one)
+
+    async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
+        desk = workers._driver.desk
+        await desk.begin(0)
+        name = workers.begin_training(is_fresh=True).name
+        asking = asyncio.create_task(workers.take_groups(name, groups=0, tokens=0, timeout_seconds=20.0))
+        await asyncio.sleep(1.0)
+        workers.end_training(name)
+        await desk.offer([group])
+        with pytest.raises(RunError, match=f"there is no trainer '{name}'"):
+            await asking
+        other = workers.begin_training(is_fresh=False).name
+        assert len((await workers.take_groups(other, groups=0, tokens=0, timeout_seconds=20.0)).groups) == 1
+
+    with_session(test)
+
+
+def test_a_trainer_is_not_silent_while_a_request_of_it_is_under_way() -> None:
+    """As an upload of many weights is, and the step's commit after it."""
+
+    async def test(workers: OutsideWorkers, session: GeneratorSession) -> None:
+        name = workers.begin_training(is_fresh=True).name
+        for _ in range(2):
+            with workers.trainer(name):
+                await asyncio.sleep(LEASE_SECONDS * 3)
+            await asyncio.sleep(LEASE_SECONDS * 0.9)
+        await asyncio.sleep(LEASE_SECONDS * 0.5)
+        with pytest.raises(RunError, match="silent for too long"), workers.trainer(name):
+            pass
 
     with_session(test)
