@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import math
 import ssl
 import tempfile
 import threading
@@ -329,14 +330,12 @@ class AsyncClient:
 
         Raises `UserError` for what it refuses, `RunError` for what cannot be done now.
         """
-        loop = asyncio.get_running_loop()
-        deadline, headers, content = loop.time() + self._patience_seconds, {}, None
+        deadline, headers, content = math.inf, {}, None
         if method != "GET":
             headers["Idempotency-Key"] = uuid.uuid4().hex
         if body is not None:
             headers["Content-Type"], content = "application/json", msgspec.json.encode(body)
         while True:
-            pause = PAUSE_SECONDS
             try:
                 with contextlib.ExitStack() as opened:
                     sent = content if file is None else opened.enter_context(file.open("rb"))
@@ -345,38 +344,50 @@ class AsyncClient:
                     ) as got:
                         answer = ServiceAnswer(got.status, got.headers, await got.read())
             except (aiohttp.ClientError, TimeoutError) as error:
-                if loop.time() + pause > deadline:
-                    raise OutOfReach(f"the service at {self.address} cannot be reached: {_why(error)}") from error
+                gone = OutOfReach(f"the service at {self.address} cannot be reached: {_why(error)}")
+                deadline = await self._wait(deadline, gone, error)
             else:
                 if answer.status != 429:
                     return _checked(answer)
-                pause = float(answer.headers.get("Retry-After", pause))
-                if loop.time() + pause > deadline:
-                    raise RunError(_message(answer))
-            await asyncio.sleep(pause)
+                deadline = await self._wait(deadline, RunError(_message(answer)), seconds=_pause(answer))
+
+    async def _wait(
+        self, deadline: float, failure: RunError, cause: Exception | None = None, *, seconds: float = PAUSE_SECONDS
+    ) -> float:
+        """Wait before a request is repeated. Returns when patience with it is over: it begins with the first failure, however long
+        the request was under way before. Raises `failure` where it is over by then."""
+        now = asyncio.get_running_loop().time()
+        deadline = min(deadline, now + self._patience_seconds)
+        if now + seconds > deadline:
+            raise failure from cause
+        await asyncio.sleep(seconds)
+        return deadline
 
     async def _download(self, path: str, target: Path) -> None:
-        """A file, in pieces; one whose hash the service says is checked. One that was cut off is fetched again.
+        """A file, in pieces; one whose hash the service says is checked. One that was cut off, or for which there was no room, is
+        fetched again.
 
         Raises `RunError` where it is not whole.
         """
-        loop, partial = asyncio.get_running_loop(), target.with_name(f"{target.name}.partial")
-        deadline = loop.time() + self._patience_seconds
+        deadline, partial = math.inf, target.with_name(f"{target.name}.partial")
         while True:
-            digest, is_last = xxhash.xxh3_128(), loop.time() + PAUSE_SECONDS > deadline
+            digest = xxhash.xxh3_128()
             try:
                 async with self._session().get(self._url(path), allow_redirects=False) as got:
-                    if got.status >= 400:
-                        _checked(ServiceAnswer(got.status, got.headers, await got.read()))
-                    with partial.open("wb") as file:
-                        async for part in got.content.iter_chunked(CHUNK_BYTES):
-                            file.write(part)
-                            digest.update(part)
-                break
+                    if got.status < 400:
+                        with partial.open("wb") as file:
+                            async for part in got.content.iter_chunked(CHUNK_BYTES):
+                                file.write(part)
+                                digest.update(part)
+                        break
+                    answer = ServiceAnswer(got.status, got.headers, await got.read())
             except (aiohttp.ClientError, TimeoutError) as error:
-                if is_last:
-                    raise OutOfReach(f"{path} could not be fetched from {self.address}: {_why(error)}") from error
-            await asyncio.sleep(PAUSE_SECONDS)
+                gone = OutOfReach(f"{path} could not be fetched from {self.address}: {_why(error)}")
+                deadline = await self._wait(deadline, gone, error)
+            else:
+                if answer.status != 429:
+                    _checked(answer)
+                deadline = await self._wait(deadline, RunError(_message(answer)), seconds=_pause(answer))
         if got.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
             raise RunError(f"{path} came as something else: its version was replaced meanwhile")
         partial.replace(target)
@@ -642,6 +653,11 @@ def _message(answer: ServiceAnswer) -> str:
     with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError):
         return str(msgspec.json.decode(answer.content)["error"]["message"])
     return answer.content.decode(errors="replace")[:500] or f"status {answer.status}"
+
+
+def _pause(answer: ServiceAnswer) -> float:
+    """Seconds after which a request for which there was no room is welcome."""
+    return float(answer.headers.get("Retry-After", PAUSE_SECONDS))
 
 
 def _checked(answer: ServiceAnswer) -> ServiceAnswer:

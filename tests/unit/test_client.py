@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -59,6 +60,22 @@ async def test_a_request_whose_answer_was_lost_is_repeated_under_its_id() -> Non
         assert await client.checkpoint() == 7 and len(seen) == 3 and len(set(seen)) == 1
 
 
+async def test_patience_begins_with_the_first_failure_and_not_with_the_request() -> None:
+    """A step takes minutes: a server that is started again meanwhile answers the request when it comes again."""
+    seen: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(request.headers["Idempotency-Key"])
+        if len(seen) > 1:
+            return web.json_response({"version": 7})
+        await asyncio.sleep(2 * patience_seconds)
+        return lost(request)
+
+    patience_seconds = 1.0
+    async with client_of(handler, patience_seconds) as client:
+        assert await client.checkpoint() == 7 and len(seen) == 2 and len(set(seen)) == 1
+
+
 async def test_patience_has_an_end() -> None:
     async def gone(request: web.Request) -> web.Response:
         return lost(request)
@@ -101,6 +118,27 @@ async def test_weights_are_uploaded_with_their_length_and_again_if_the_connectio
     async with client_of(handler) as client:
         assert await AsyncTrainerWorker(client, "t").publish(3, {"a": np.arange(3.0)}) == 4
     assert len(bodies) == 2 and bodies[0] == bodies[1] and b'"a"' in bodies[0]
+
+
+async def test_a_file_for_which_there_was_no_room_or_that_was_cut_off_is_fetched_again(tmp_path: Path) -> None:
+    num_asked = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            return error(429, "too many requests", Retry_After="0")
+        return lost(request) if num_asked == 2 else web.Response(body=b"abc")
+
+    async def busy(request: web.Request) -> web.Response:
+        return error(429, "no room", Retry_After="9")
+
+    async with client_of(handler) as client:
+        await client._download("/v1/model/a", tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == b"abc" and num_asked == 3
+    async with client_of(busy, 0.1) as client:
+        with pytest.raises(RunError, match="no room"):
+            await client._download("/v1/model/a", tmp_path / "b")
 
 
 async def test_a_file_that_is_not_whole_leaves_nothing(tmp_path: Path) -> None:
