@@ -88,8 +88,10 @@ class WatchedRun:
 
     async def of(self, look: Callable[[RunReader], Any]) -> Any:
         """Result of `look` at the run as it is now."""
-        async with self._lock:
-            return await asyncio.to_thread(look, self.reader)
+        await self._lock.acquire()
+        looking = asyncio.create_task(asyncio.to_thread(look, self.reader))
+        looking.add_done_callback(lambda _: self._lock.release())  # where a page is closed meanwhile, its thread goes on
+        return await asyncio.shield(looking)
 
     async def changes(self) -> AsyncIterator[Mapping[str, Any]]:
         """Parts of the page, by name: all of them, then those that change; {} now and then where none does."""

@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -33,11 +34,12 @@ from asyncflow.telemetry.advice import Advice
 from asyncflow.telemetry.batches import BatchLog
 from asyncflow.telemetry.certificate import Observed
 from asyncflow.telemetry.hub import UnscoredResponse
+from asyncflow.telemetry.run_reader import RunReader
 from asyncflow.telemetry.sample_search import FAILED
 from asyncflow.telemetry.situation import IN_ORDER, SeenWorker, Situation, write_situation
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.types import Batch, Ragged
-from tests.patience import patience
+from tests.patience import patience, until
 
 _path = Path(__file__).parents[1] / "telemetry" / "synthetic_run.py"
 _spec = importlib.util.spec_from_file_location("synthetic_run", _path)
@@ -243,6 +245,26 @@ async def test_a_large_file_is_read_between_two_looks_and_requests_get_in_betwee
     await asyncio.sleep(0)
     between = await run.of(lambda reader: reader.share_of_spans_read)
     assert 0 < shares[0] < shares[1] <= between < 1 == (await rest)["facts"]["share"]
+
+
+async def test_a_page_that_is_closed_lets_nobody_in_before_its_thread_is_done(page: Page) -> None:
+    """Two threads in one reader would each read a part of what comes, and sum it wrongly."""
+    run, has_entered, may_leave, left = WatchedRun(page.folder / "one"), threading.Event(), threading.Event(), list[str]()
+
+    def look(reader: RunReader) -> None:
+        has_entered.set()
+        may_leave.wait(patience(60))
+        left.append("closed")
+
+    closed = asyncio.create_task(run.of(look))
+    await until(has_entered.is_set)
+    closed.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closed
+    other = asyncio.create_task(run.of(lambda reader: list(left)))
+    await asyncio.wait([other], timeout=0.2)
+    may_leave.set()
+    assert await other == ["closed"]
 
 
 async def test_a_part_of_the_chart_and_the_comparison(page: Page) -> None:
