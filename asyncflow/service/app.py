@@ -42,7 +42,7 @@ HEALTH: Final = "/health"
 LOOKS: Final = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
 REPEATS_BYTES: Final = 32 << 20
-LARGE_REPEATS_BYTES: Final = 1 << 30
+LARGE_REPEATS_BYTES: Final = 256 << 20
 MAX_MESSAGE: Final = 2_000
 """Characters of an error's sentence at most."""
 
