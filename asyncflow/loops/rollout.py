@@ -106,6 +106,7 @@ class Rollout:
         self._attestation: Attestation | None = None  # of the version that is installed
         self._is_installing = True  # until `PolicyVersions` has said which version to begin with
         self._is_stale = self._is_leaving = False
+        self._is_paused = False  # the engine, since an installation in flight
         self._retry_seconds = RETRY_SECONDS[0]
         self._has_served = False  # anything since the last installation
         self._is_asking = False  # for groups, which may be on their way here
@@ -272,8 +273,8 @@ class Rollout:
         return tensors
 
     async def _install(self, target: Target, tensors: Mapping[str, Tensor]) -> None:
-        is_in_flight = bool(self._under_way)
-        if is_in_flight:
+        if self._under_way:
+            self._is_paused = True
             await self._engine.pause()
         with self._spans.busy("install", version=target.version):
             self._weights.has = None
@@ -282,8 +283,9 @@ class Rollout:
         await self._weights.receiver.release()
         if not await self._is_confirmed(target):
             return
-        if is_in_flight:
+        if self._is_paused:  # perhaps by an installation before this one, which was refused
             await self._engine.resume()
+            self._is_paused = False
         self._serve(target)
 
     async def _is_confirmed(self, target: Target) -> bool:

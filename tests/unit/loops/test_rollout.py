@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from asyncflow.transport import client_name
 from asyncflow.types import Array, GroupMeta, Interval
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from tests.builders import loop_turns
+from tests.patience import patience
 
 BITS = 2
 WORKER = "rollout/0"
@@ -667,6 +669,32 @@ async def test_a_worker_takes_nothing_while_its_engine_has_other_weights(monkeyp
         await loop_turns()
         assert world.groups == [1] and installs == [1, 1] and world.versions.attested == {WORKER: True}
         assert world.engine.done.count("install 1") == 2
+        await world.end(1)
+
+
+async def test_an_engine_that_was_paused_for_an_install_that_was_refused_goes_on_after_the_next_one() -> None:
+    """One outside the run ends what it has although it is paused, so that the second install finds nothing under way."""
+    async with a_worker("bounded", max_staleness=2) as world:
+        sums = iter([8])
+
+        async def attest() -> Attestation:
+            return Attestation([(["a"], next(sums, 7))])
+
+        world.engine.attest = attest  # type: ignore[attr-defined]
+        await world.admit(meta(0, 1, 0, 1))
+        await world.versions.publish(Manifest("i", 1, "", "", 0, {}, sums={"a": 7}))
+        await loop_turns()
+        assert world.versions.stale and world.engine.done == ["prepare 1", "pause", "install 1"]
+        await world.end(0)
+        deadline = time.monotonic() + patience(20)
+        while world.versions.stale:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        await loop_turns()
+        assert world.engine.done[3:] == ["prepare 1", "install 1", "resume"]
+        await world.admit(meta(1, 2, 0, 2))
+        await world.publish(2)
+        assert world.engine.done[6:] == ["prepare 2", "pause", "install 2", "resume"]
         await world.end(1)
 
 
