@@ -2,17 +2,21 @@
 
     checkpoints/MODEL/weights/NAME/           checkpoint.json, model-TIME/ (Hugging Face format, or an adapter in PEFT's), state/
     checkpoints/MODEL/sampler_weights/NAME/   checkpoint.json, model-TIME/; external_weights/ likewise
-    downloads/                                archives of checkpoints that a client has asked for
+    downloads/                                archives of checkpoints that a client has asked for, as long as their links are good
     snapshots/MODEL/NUMBER/                   weights that a sampler was made from without a name: the newest ones stay
 
-A checkpoint is written to a folder beside it, and renamed when it is whole. Checkpoints outlive the server, nothing else does.
+A checkpoint is written to a folder beside it, and renamed when it is whole. One that it replaces is removed after that. Checkpoints
+outlive the server, nothing else does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import tarfile
+import tempfile
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,6 +35,7 @@ RECORD_FILE: Final = "checkpoint.json"
 MODEL_DIR, STATE_DIR = "model", "state"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _PARTIAL, _OVER = ".partial", ".over"
+"""Ends of the names of folders that are no checkpoints: not whole yet, or no longer; and being replaced by another one."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,14 +90,17 @@ class CheckpointStore:
     """Checkpoints in one folder. Its calls read and write files: make them in a thread where they may take long."""
 
     def __init__(self, folder: Path, kept_snapshots: int) -> None:
-        """`kept_snapshots`: of each model. Snapshots and unfinished checkpoints of an earlier server are removed."""
+        """`kept_snapshots`: of each model. Snapshots and unfinished checkpoints of an earlier server are removed. A checkpoint that
+        it was about to replace, and has not, is there again."""
         self._folder, self._snapshots, self._kept = folder / "checkpoints", folder / "snapshots", kept_snapshots
         self._downloads = folder / "downloads"
         for temporary in (self._snapshots, self._downloads):
             shutil.rmtree(temporary, ignore_errors=True)
-        for entry in self._folder.glob("*/*/*"):
-            if entry.name.endswith((_PARTIAL, _OVER)):
+        for entry in list(self._folder.glob("*/*/*")):
+            if entry.name.endswith(_PARTIAL):
                 shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.endswith(_OVER):
+                self._end_of_replacement(entry)
 
     def begin(self, model_id: str, kind: CheckpointKind, name: str, *, overwrite: bool) -> Path:
         """Folder to write a checkpoint to. Raises `UserError` for a bad name, or one that is taken."""
@@ -113,9 +121,14 @@ class CheckpointStore:
         made = Checkpoint(model_id, kind, name, folder, record)
         (partial / MODEL_DIR).rename(partial / made.model.name)
         (partial / RECORD_FILE).write_bytes(msgspec.json.encode(record))
+        over = folder.with_name(name + _OVER)
         if folder.exists():
-            self._remove(folder)
-        partial.rename(folder)
+            folder.rename(over)
+        try:
+            partial.rename(folder)
+        finally:
+            if over.exists():
+                self._end_of_replacement(over)
         return made
 
     def find(self, path: str) -> Checkpoint:
@@ -136,14 +149,21 @@ class CheckpointStore:
         self._remove(checkpoint.folder)
 
     def archive(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint's model into one file, `.tar.gz`, whose entries are the files of the model's folder."""
+        """Write a checkpoint's model into one file, `.tar.gz`, whose entries are the files of the model's folder.
+
+        Each call has a file of its own, which the caller removes.
+        """
         self._downloads.mkdir(parents=True, exist_ok=True)
-        made = self._downloads / f"{checkpoint.model_id}.{checkpoint.kind}.{checkpoint.name}.tar.gz"
-        partial = made.with_name(made.name + _PARTIAL)
-        with tarfile.open(partial, "w:gz", compresslevel=1) as archive:
-            for file in sorted(checkpoint.model.iterdir()):
-                archive.add(file, file.name)
-        partial.rename(made)
+        prefix = f"{checkpoint.model_id}.{checkpoint.kind}.{checkpoint.name}."
+        handle, name = tempfile.mkstemp(".tar.gz", prefix, self._downloads)
+        made = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as whole, tarfile.open(fileobj=whole, mode="w:gz", compresslevel=1) as archive:
+                for file in sorted(checkpoint.model.iterdir()):
+                    archive.add(file, file.name)
+        except BaseException:
+            made.unlink()
+            raise
         return made
 
     def keep_for(self, checkpoint: Checkpoint, seconds: int | None) -> None:
@@ -172,6 +192,12 @@ class CheckpointStore:
         """Remove all snapshots of a model."""
         shutil.rmtree(self._snapshots / model_id, ignore_errors=True)
 
+    def forget_unfinished(self, model_id: str) -> None:
+        """Remove what was written of checkpoints of a model that are not whole, while none is being saved."""
+        for partial in list((self._folder / model_id).glob(f"*/*{_PARTIAL}")):
+            with contextlib.suppress(FileNotFoundError):  # somebody else's, who removes it
+                self._remove(partial)
+
     def _read(self, model_id: str, kind: str, name: str) -> Checkpoint | None:
         """Checkpoint if it is there and has not expired; one that has expired is removed."""
         is_path = _NAME.fullmatch(model_id) and kind in KINDS and _NAME.fullmatch(name)
@@ -190,11 +216,19 @@ class CheckpointStore:
     def _place(self, model_id: str, kind: CheckpointKind, name: str) -> Path:
         return self._folder / _checked(model_id) / kind / _checked(name)
 
+    def _end_of_replacement(self, over: Path) -> None:
+        """Remove a checkpoint that was replaced, or put it back where the other one did not come."""
+        folder = over.with_name(over.name.removesuffix(_OVER))
+        if folder.exists():
+            self._remove(over)
+        else:
+            over.rename(folder)
+
     def _remove(self, folder: Path) -> None:
-        over = folder.with_name(folder.name + _OVER)
-        shutil.rmtree(over, ignore_errors=True)
-        folder.rename(over)
-        shutil.rmtree(over, ignore_errors=True)
+        gone = folder.with_name(folder.name + _OVER + _PARTIAL)  # no checkpoint's, and removed at the next start
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _checked(name: str) -> str:

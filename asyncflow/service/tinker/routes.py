@@ -250,6 +250,7 @@ def _add_download_routes(router: APIRouter, sessions: Sessions, tickets: Tickets
         file = await asyncio.to_thread(sessions.store.archive, checkpoint)
         expires = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
         location = _link(request, tickets, file)
+        asyncio.get_running_loop().call_later(LINK_SECONDS, partial(file.unlink, missing_ok=True))
         return Response(status_code=302, headers={"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")})
 
     @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")

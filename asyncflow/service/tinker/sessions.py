@@ -11,6 +11,7 @@ is unblocked by: `close`, which ends all sessions
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 import uuid
@@ -31,6 +32,7 @@ from asyncflow.service.tinker.samplers import SampleRequest, SamplerFiles, Sampl
 from asyncflow.service.tinker.trained_model import TrainedModel, answered
 from asyncflow.types import UserError
 
+log = logging.getLogger(__name__)
 SWEEP_SECONDS: Final = 5.0
 LARGEST_SEED: Final = 1 << 63
 DEFAULT_RANK: Final = 32
@@ -99,16 +101,19 @@ class Sessions:
         del self._sessions[session_id]
         for task in session.tasks:
             task.cancel()
-        await asyncio.gather(*session.tasks, return_exceptions=True)
-        for model in session.models.values():
-            await model.close()
-        self.results.forget(session_id)
+        try:
+            await asyncio.gather(*session.tasks, return_exceptions=True)
+            for error in await asyncio.gather(*(model.close() for model in session.models.values()), return_exceptions=True):
+                if error is not None:  # its client has gone, and the other sessions end all the same
+                    log.error("a model of the session %s could not be closed", session_id, exc_info=error)
+        finally:
+            self.results.forget(session_id)
 
     async def close(self) -> None:
         """End all sessions, and let the engines go."""
         self._sweeping.cancel()
-        for session_id in list(self._sessions):
-            await self.end_session(session_id)
+        while self._sessions:
+            await self.end_session(next(iter(self._sessions)))
         await self._samplers.close()
 
     def create_model(self, request: messages.CreateModel) -> str:
@@ -316,5 +321,7 @@ class Sessions:
         while True:
             await asyncio.sleep(min(SWEEP_SECONDS, self._bounds.session_seconds))
             oldest = asyncio.get_running_loop().time() - self._bounds.session_seconds
-            for session_id in [session.session_id for session in self._sessions.values() if session.seen < oldest]:
-                await self.end_session(session_id)
+            for session in self.all():
+                # Looked at when it is its turn: while another one ends, a client may end its own, or send something.
+                if session.seen < oldest and session.session_id in self._sessions:
+                    await self.end_session(session.session_id)

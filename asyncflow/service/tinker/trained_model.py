@@ -72,9 +72,13 @@ class TrainedModel:
             await self._engine.close()
             self._engine = None
         engine = await self._made(folder)
-        if state is not None:
-            await engine.load_state(state)
-        await engine.begin_step()
+        try:
+            if state is not None:
+                await engine.load_state(state)
+            await engine.begin_step()
+        except BaseException:  # also where the session ends meanwhile: nobody else knows of it
+            await engine.close()
+            raise
         self._engine, self._broken = engine, ""
         if checkpoint is not None:
             self.is_lora, self.rank = checkpoint.record.is_lora, checkpoint.record.rank
@@ -105,11 +109,12 @@ class TrainedModel:
             self._results.settle(f"{self.model_id}:{number}", await answered(work()))
 
     async def close(self) -> None:
-        """Let the engine go, and remove the snapshots."""
+        """Let the engine go, and remove the snapshots, and what a save that was cut off has left."""
         if self._engine is not None:
             await self._engine.close()
             self._engine = None
         await asyncio.to_thread(self._store.forget_snapshots, self.model_id)
+        await asyncio.to_thread(self._store.forget_unfinished, self.model_id)
 
     async def do_pass(self, request: PassRequest) -> Answer:
         """`forward`, or `forward_backward`, which adds to the step's gradient."""
@@ -172,19 +177,23 @@ class TrainedModel:
         """Save weights, and for the kind `weights` the optimiser's state. Raises `UserError`."""
         name, engine = request.path or f"step-{number}", self.engine
         partial = await asyncio.to_thread(lambda: self._store.begin(self.model_id, kind, name, overwrite=request.overwrite))
-        await self._save_model(partial / MODEL_DIR)
-        if kind == "weights":
-            await (await engine.save_state(partial / STATE_DIR))
-        now = time.time()
-        record = Record(
-            base_model=self.base.name,
-            rank=self.rank,
-            is_lora=self.is_lora,
-            created=now,
-            expires=None if request.ttl_seconds is None else now + request.ttl_seconds,
-            user_metadata=request.user_metadata,
-        )
-        return await asyncio.to_thread(self._store.commit, self.model_id, kind, name, record)
+        try:
+            await self._save_model(partial / MODEL_DIR)
+            if kind == "weights":
+                await (await engine.save_state(partial / STATE_DIR))
+            now = time.time()
+            record = Record(
+                base_model=self.base.name,
+                rank=self.rank,
+                is_lora=self.is_lora,
+                created=now,
+                expires=None if request.ttl_seconds is None else now + request.ttl_seconds,
+                user_metadata=request.user_metadata,
+            )
+            return await asyncio.to_thread(self._store.commit, self.model_id, kind, name, record)
+        except Exception:  # of a full disk, say, which is then wanted back
+            await asyncio.to_thread(self._store.forget_unfinished, self.model_id)
+            raise
 
     async def save_snapshot(self) -> Path:
         """Save weights for a sampler without a name. Returns the model's folder; the newest snapshots stay."""

@@ -1,10 +1,12 @@
 """Checkpoints by their paths: whole or not there, kept as long as was said."""
 
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
+from asyncflow.service.tinker import checkpoint_store
 from asyncflow.service.tinker.checkpoint_store import CheckpointStore, Record
 from asyncflow.types import UserError
 
@@ -45,6 +47,81 @@ def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
     saved(store, "first", "b", overwrite=True)
     assert store.find(path).model != before and not before.exists()
     assert (store.find(path).model / "file").read_text() == "b"
+
+
+class CutOff(BaseException):
+    """The server is killed."""
+
+
+@pytest.mark.parametrize("error", [CutOff, OSError])
+def test_a_checkpoint_is_there_until_the_one_that_replaces_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    path, rename = saved(store, "first"), Path.rename
+
+    def cut_off(folder: Path, target: Path) -> Path:
+        if folder.name == "first.partial":
+            raise error
+        return rename(folder, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", cut_off)
+        with pytest.raises(error):
+            saved(store, "first", "b", overwrite=True)
+    assert (store.find(path).model / "file").read_text() == "a"
+    again = CheckpointStore(tmp_path, 2)
+    assert (again.find(path).model / "file").read_text() == "a"
+    assert [entry.name for entry in tmp_path.glob("checkpoints/*/*/*")] == ["first"]
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_server_that_was_killed_between_two_names_has_one_of_both_checkpoints(tmp_path: Path, replacement: bool) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    path = saved(store, "first")
+    (old := store.find(path).folder).rename(old.with_name("first.over"))
+    if replacement:
+        saved(store, "second", "b")
+        old.with_name("second").rename(old)
+    again = CheckpointStore(tmp_path, 2)
+    assert (again.find(path).model / "file").read_text() == ("b" if replacement else "a")
+    assert [entry.name for entry in tmp_path.glob("checkpoints/*/*/*")] == ["first"]
+
+
+def test_a_checkpoint_that_was_deleted_in_part_is_not_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    path = saved(store, "first")
+
+    def cut_off(folder: Path, *, ignore_errors: bool) -> None:
+        if folder.exists():
+            raise CutOff
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_store.shutil, "rmtree", cut_off)
+        with pytest.raises(CutOff):
+            store.delete(store.find(path))
+    assert CheckpointStore(tmp_path, 2).all() == [] and not list(tmp_path.glob("checkpoints/*/*/*"))
+
+
+def test_archives_of_a_checkpoint_that_are_made_at_once_are_both_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    checkpoint, add, made = store.find(saved(store, "first", "a" * 100_000)), tarfile.TarFile.add, list[Path]()
+
+    def other_first(self: tarfile.TarFile, *arguments: str) -> None:
+        monkeypatch.setattr(tarfile.TarFile, "add", add)
+        made.append(store.archive(checkpoint))
+        add(self, *arguments)
+
+    monkeypatch.setattr(tarfile.TarFile, "add", other_first)
+    made.append(store.archive(checkpoint))
+    for file in made:
+        with tarfile.open(file) as archive:
+            content = archive.extractfile("file")
+            assert archive.getnames() == ["file"] and content is not None and content.read() == b"a" * 100_000
+    monkeypatch.setattr(tarfile.TarFile, "add", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        store.archive(checkpoint)
+    assert sorted((tmp_path / "downloads").iterdir()) == sorted(made), "what was not finished is left"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\x00", ".hidden", "x" * 129, "a.partial"])

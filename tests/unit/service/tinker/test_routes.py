@@ -424,6 +424,47 @@ async def test_a_checkpoints_files_are_fetched_by_links_that_end(tmp_path: Path)
         assert "age_encryption_recipients" in (await world.post("/save_weights_external", encrypted, 422))["error"]["message"]
 
 
+async def test_an_archive_goes_when_its_link_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path) as world:
+        model = await world.model(await world.session())
+        await world.done("/save_weights", {"model_id": model, "path": "a", "seq_id": 1})
+        at = f"/training_runs/{model}/checkpoints/weights/a/archive"
+        links = [(await world.client.get(at)).headers["Location"]]
+        monkeypatch.setattr(routes, "LINK_SECONDS", 0.01)
+        links.append((await world.client.get(at)).headers["Location"])
+        files = [tmp_path / "state" / "downloads" / link.rpartition("/")[2] for link in links]
+        await until(lambda: not files[1].exists())
+        assert files[0].exists() and (await world.client.get(links[0])).status_code == 200, "its own link is good"
+
+
+async def test_what_was_written_of_a_checkpoint_goes_when_its_save_fails_or_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        model, begun = await world.model(session), asyncio.Event()
+        save = world.engines[0].save
+
+        async def full(path: Path) -> None:
+            await save(path)
+            raise OSError("no space left on device")
+
+        async def for_ever(path: Path) -> None:
+            await save(path)
+            begun.set()
+            await asyncio.Event().wait()
+
+        world.engines[0].save = full  # type: ignore[method-assign]
+        failed = await world.done("/save_weights", {"model_id": model, "path": "a", "seq_id": 1})
+        assert failed["error"] == "no space left on device"
+        assert not list((tmp_path / "state" / "checkpoints").glob("*/*/*"))
+        world.engines[0].save = for_ever  # type: ignore[method-assign]
+        await world.post("/save_weights", {"model_id": model, "path": "a", "seq_id": 2})
+        await asyncio.wait_for(begun.wait(), patience(10))
+        await world.post(f"/sessions/{session}/finish", {})
+        assert not list((tmp_path / "state" / "checkpoints").glob("*/*/*"))
+
+
 async def test_samples_that_nobody_wants_any_more_are_not_drawn(tmp_path: Path) -> None:
     async with opened(tmp_path) as world:
         session = await world.session()
@@ -455,6 +496,87 @@ async def test_a_session_that_ends_takes_its_models_with_it(tmp_path: Path, monk
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         await world.model(await world.session())
+
+
+def make_stale(world: World, session: str) -> None:
+    world.sessions._sessions[session].seen -= 1000
+
+
+async def test_a_client_that_ends_its_session_while_another_one_is_swept_does_not_end_the_sweeping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_file, "SWEEP_SECONDS", 0.02)
+    async with opened(tmp_path, session_seconds=100.0) as world:
+        first, second, third = [await world.session() for _ in range(3)]
+        await world.model(first)
+        closing, may_go = asyncio.Event(), asyncio.Event()
+
+        async def close() -> None:
+            closing.set()
+            await may_go.wait()
+
+        world.engines[0].close = close  # type: ignore[method-assign]
+        for session in (first, second, third):
+            make_stale(world, session)
+        await asyncio.wait_for(closing.wait(), patience(10))
+        await world.post(f"/sessions/{second}/finish", {})
+        await world.post("/session_heartbeat", {"session_id": third})
+        fourth = await world.session()
+        make_stale(world, fourth)
+        may_go.set()
+        await until(lambda: fourth not in world.sessions._sessions)
+        assert [session.session_id for session in world.sessions.all()] == [third], "it has sent something"
+
+
+async def test_a_model_that_cannot_be_closed_keeps_nothing_of_its_session_and_no_other_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sessions_file, "SWEEP_SECONDS", 0.02)
+    async with opened(tmp_path, session_seconds=100.0) as world:
+        first, second = await world.session(), await world.session()
+        for number in range(2):
+            await world.model(first, number)
+
+        async def close() -> None:
+            raise RuntimeError("the device is gone")
+
+        world.engines[0].close = close  # type: ignore[method-assign]
+        for session in (first, second):
+            make_stale(world, session)
+        await until(lambda: not world.sessions.all() and world.engines[1].calls[-1] == "close")
+        assert not [one for one in (f"{first}:train:{number}:0" for number in range(2)) if one in world.sessions.results]
+        assert "the device is gone" in caplog.text and first in caplog.text
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_an_engine_whose_state_is_not_loaded_is_closed(tmp_path: Path, *, is_cancelled: bool) -> None:
+    async with opened(tmp_path) as world:
+        session = await world.session()
+        model = await world.model(session)
+        saved = await world.done("/save_weights", {"model_id": model, "path": "a", "seq_id": 1})
+        loading, make = asyncio.Event(), world.sessions._context.make_engine
+
+        async def load_state(folder: Path) -> None:
+            loading.set()
+            if is_cancelled:
+                await asyncio.Event().wait()
+            raise OSError("the disk is gone")
+
+        def made(folder: Path | None, adapter: LoraConfig | None) -> Training:
+            engine = make(folder, adapter)
+            engine.load_state = load_state  # type: ignore[method-assign]
+            return engine  # type: ignore[return-value]
+
+        world.sessions._context = replace(world.sessions._context, make_engine=made)
+        other = await world.session()
+        load = {"session_id": other, "model_seq_id": 0, "path": saved["path"], "optimizer": True}
+        future = await world.post("/load_weights", load)
+        await asyncio.wait_for(loading.wait(), patience(10))
+        if is_cancelled:
+            await world.post(f"/sessions/{other}/finish", {})
+        else:
+            assert (await world.result(future))["error"] == "the disk is gone"
+        assert world.engines[1].calls == ["close"]
 
 
 async def test_an_engine_that_is_made_too_late_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
