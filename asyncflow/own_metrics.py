@@ -33,7 +33,8 @@ def log_metric(name: str, value: Any) -> None:
     """Add a finite number to what the mean `own/<name>` is of. Elsewhere than in a scorer or in `advantages` it does nothing, so
     both can be tried alone.
 
-    Raises `ValueError` for another name than letters, digits and `_ . / -`, for what is no finite number, and for too many names.
+    Raises `ValueError` for another name than letters, digits and `_ . / -`, for what is no finite number, and for more than
+    `MAX_NAMES` names of one sample, or of one group.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"a metric's name is made of letters, digits and _ . / -, at most 100 of them, which {name!r:.120} is not")
@@ -41,6 +42,8 @@ def log_metric(name: str, value: Any) -> None:
     if not math.isfinite(number):
         raise ValueError(f"the metric {name!r} is to be a finite number, not {value!r:.60}")
     if (sums := _collected.get()) is not None:
+        if name not in sums and len(sums) >= MAX_NAMES:
+            raise ValueError(f"there are {MAX_NAMES} metrics of your own already, so {name!r} is one too many")
         add(sums, {name: (1, number)})
 
 
@@ -56,10 +59,10 @@ def collecting() -> Iterator[MetricSums]:
 
 
 def add(sums: MetricSums, more: Mapping[str, tuple[int, float]]) -> None:
-    """Add sums to sums. Raises `ValueError` for more than `MAX_NAMES` names."""
+    """Add sums to sums. Names above `MAX_NAMES` are left out: many samples, each with few names, may come to more."""
     for name, (count, total) in more.items():
         if name not in sums and len(sums) >= MAX_NAMES:
-            raise ValueError(f"there are {MAX_NAMES} metrics of your own already, so {name!r} is one too many")
+            continue
         before = sums.get(name, (0, 0.0))
         sums[name] = before[0] + count, before[1] + total
 

@@ -228,6 +228,7 @@ class StepMetrics:
         self._learning_rate: float | None = None
         self._normaliser = 0.0
         self._rows = dict.fromkeys((f"rows/{how}" for how in HOW_ROWS_END), 0)
+        self._scorers: MetricSums = {}
 
     def add_group(self, group: GroupFigures) -> None:
         """Add a scored group of the step, without its rows that are dead. A `ValueError` when its arrays' lengths differ."""
@@ -265,6 +266,10 @@ class StepMetrics:
         for name, rewards in parts.items():
             self._reward_parts.setdefault(name, []).append(rewards[~np.isnan(rewards)].astype(np.float64))
 
+    def add_scorers(self, own_metrics: MetricSums) -> None:
+        """Add the scorers' own metrics. Those that the algorithm names likewise are one with them."""
+        add(self._scorers, own_metrics)
+
     def count_rows(self, **counts: int) -> None:
         """Rows that never reached `add_group`, rows without loss tokens, and redeliveries, by the second half of their metric's
         name; a `KeyError` for one that there is not."""
@@ -278,7 +283,7 @@ class StepMetrics:
         [times.started, times.committed] as far as it has arrived; rates need `tokens` on the `generate` spans, counted with
         `Recorder.add`.
         """
-        own: MetricSums = {}
+        own = dict(self._scorers)
         for group in self._groups:
             add(own, group.own_metrics)
         found = {

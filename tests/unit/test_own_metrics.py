@@ -28,7 +28,12 @@ def test_a_bad_name_or_number_is_refused(name: str, number: float) -> None:
 
 def test_there_are_not_more_names_than_a_step_s_row_can_bear() -> None:
     sums = {f"m{number}": (1, 1.0) for number in range(MAX_NAMES)}
-    add(sums, {"m0": (1, 2.0)})
-    assert sums["m0"] == (2, 3.0)
-    with pytest.raises(ValueError, match="one too many"):
-        add(sums, {"new": (1, 1.0)})
+    add(sums, {"new": (1, 1.0), "m0": (1, 2.0)})
+    assert sums["m0"] == (2, 3.0) and len(sums) == MAX_NAMES and "new" not in sums
+    with collecting() as collected:
+        for name in sums:
+            log_metric(name, 1.0)
+        log_metric("m0", 1.0)
+        with pytest.raises(ValueError, match="one too many"):
+            log_metric("new", 1.0)
+    assert collected.keys() == sums.keys()

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from asyncflow.control.signal import Signal
-from asyncflow.own_metrics import means
 from asyncflow.run.context import Listener, RunContext
 from asyncflow.run.device_shares import shared_cores
 from asyncflow.run.records.training_checks import TrainingChecks
@@ -83,11 +82,11 @@ class MetricRows:
         spans = attributed(window, begins=step == self._first)
         began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
         devices = self._num_devices(times.started, times.committed)
+        own = self._hub.own_metrics
+        metrics.add_scorers(own.pop(step, {}))
         row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
         if of_critic is not None:
             row |= of_critic.critic_row()
-        own = self._hub.own_metrics
-        row |= means(own.pop(step, {}))
         for before in [each for each in own if each < step]:  # of rows that came too late for it
             del own[before]
         row |= run_metrics(*await self._context.queue.status())

@@ -4,8 +4,8 @@
                                                                         '-----fail--> the run's end
 
 Said each time: rows without a token to train on, updates that are skipped. Said once: prompts that are not shared, engines that do
-not compute the same. Too much are rows of a step without a reward, beyond `reward.max_failed_fraction` of it, and updates that are
-skipped in a row, from `train.max_skipped_updates` on.
+not compute the same, too many metrics of the user's own. Too much are rows of a step without a reward, beyond
+`reward.max_failed_fraction` of it, and updates that are skipped in a row, from `train.max_skipped_updates` on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Final
 
 from asyncflow.control.ledger import Consumed, StepTotals, Update
 from asyncflow.loops.score_batching import NO_REWARD
+from asyncflow.own_metrics import MAX_NAMES, PREFIX
 from asyncflow.run.context import RunContext
 from asyncflow.telemetry.hub import UnscoredResponse
 from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL, GroupFigures
@@ -51,7 +52,7 @@ class TrainingChecks:
         self._num_unscored: Counter[int] = Counter()  # by step
         self._failed: Counter[str] = Counter()  # attempts to score, by kind
         self._max_failed = context.config.reward.max_failed_fraction
-        self._has_logged_mismatch = False
+        self._has_logged_mismatch = self._has_logged_own = False
         self._has_trained = False  # in this attempt
 
     def consumed(self, task: str, step: int, update: int, rows: Sequence[int]) -> None:
@@ -115,7 +116,11 @@ class TrainingChecks:
                 self._skipped(task, f"{which}step {totals.step}", totals, update, rows)
 
     def look_at_metrics(self, row: Mapping[str, float]) -> None:
-        """Look at a step's metrics. Says once that the two engines do not compute the same, where they are to."""
+        """Look at a step's metrics. Says once that the two engines do not compute the same, where they are to, and once that there
+        are as many metrics of the user's own as a row can have."""
+        if not self._has_logged_own and sum(name.startswith(PREFIX) for name in row) >= MAX_NAMES:
+            self._has_logged_own = True
+            self._log(f"a step has {MAX_NAMES} metrics of your own at most, and so many it has: other names are left out")
         if self._config.rollout.is_truncated:
             return  # the rollout engine's distribution is a part of the policy's
         has_fresh = "mismatch/kl" in row

@@ -11,6 +11,7 @@ import pytest
 
 from asyncflow.config import parse
 from asyncflow.control.ledger import TaskPlan
+from asyncflow.own_metrics import MAX_NAMES
 from asyncflow.run.factories import shape_of
 from asyncflow.run.records.training_checks import TrainingChecks
 from asyncflow.types import RunError
@@ -71,6 +72,15 @@ def test_where_no_row_is_fresh_the_divergence_over_all_rows_is_looked_at(made: M
     assert said == []
     checks.look_at_metrics({"policy/rollout_kl": 0.25})
     assert "policy/rollout_kl is 0.25 nats, above 0.1, more than" in said[0]
+
+
+def test_that_metrics_of_the_user_s_own_are_left_out_is_told_once(made: Made, said: list[str]) -> None:
+    checks = made()
+    checks.look_at_metrics({f"own/m{number}": 1.0 for number in range(MAX_NAMES - 1)} | {"reward/mean": 1.0})
+    assert said == []
+    for _ in range(2):
+        checks.look_at_metrics({f"own/m{number}": 1.0 for number in range(MAX_NAMES)})
+    assert len(said) == 1 and "other names are left out" in said[0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.own_metrics import MAX_NAMES
 from asyncflow.telemetry import hub as hub_module
 from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.telemetry.tokens import TrainedTokens
@@ -79,6 +80,15 @@ async def test_nobody_waits_for_a_worker_that_has_gone_and_what_it_said_is_kept(
     assert hub.states.keys() == {"rollout/0"}
     await again.flush()
     assert [state.reward_failures for state in [hub.states["rollout/1"], *hub.past]] == [{"timeout": 1}, {"timeout": 2}]
+
+
+async def test_more_names_of_metrics_than_a_step_may_have_are_left_out(tmp_path: Path) -> None:
+    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), lambda sample: None, lambda row: None, lambda response: None, lambda: None)
+    reporter = Reporter(hub, "rollout/0", asyncio.get_running_loop().time, "cpu", 0.01)
+    for first in (0, MAX_NAMES - 1):  # of two reports, whose names are too many together
+        reporter.own_metrics = {3: {f"acc/{first + i}": (1, 1.0) for i in range(MAX_NAMES)}}
+        await reporter.flush()
+    assert hub.own_metrics == {3: {f"acc/{i}": (1 + (i == MAX_NAMES - 1), 1.0 + (i == MAX_NAMES - 1)) for i in range(MAX_NAMES)}}
 
 
 async def test_on_another_machine_times_are_told_by_the_driver_s_clock() -> None:
