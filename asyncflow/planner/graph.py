@@ -133,7 +133,8 @@ def critic(config: Config, costs: Costs, drawn: Drawn) -> Task:
     busy = train.epochs * (float(passes.sum(1).mean()) * fixed + packed * (trained.forward_backward(1) - fixed))
     busy += train.epochs * train.mini_batches * trained.optim_step_seconds
     if not config.plan.values.num_workers:
-        busy += costs.values(1) * packed
+        fixed = costs.values(0)
+        busy += len(of_group[0]) * pieces * fixed + (costs.values(1) - fixed) * packed
     return Task("critic", busy, 0.0, 0.0, 0.0)
 
 
@@ -244,7 +245,9 @@ def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Ta
             of_group = np.maximum(of_group, costs.reward_model_token_seconds * read)
     else:
         seconds = costs.values if name == "values" else costs.log_probs
-        of_group = seconds(1) * (drawn.tokens.sum(2) + costs.lengths.prompt)
+        fixed, group = seconds(0), config.rollout.group_size
+        pieces = -(-group // (config.train.responses_per_micro_batch or group))  # one pass each
+        of_group = pieces * fixed + (seconds(1) - fixed) * (drawn.tokens.sum(2) + costs.lengths.prompt)
     whole, least = float(of_group.sum(1).mean()) / workers, float(of_group.min(1).mean())
     return Task(name, whole, whole, least, least, rest=_rest(of_group) / workers)
 

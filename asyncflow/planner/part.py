@@ -111,7 +111,7 @@ def costs_of_part(costs: Costs, config: Config, part: int) -> Costs:
         reference_token_seconds=costs.reference_token_seconds * slow["reference"],
         critic_seconds=trained.forward_backward_seconds * part,
         critic_token_seconds=trained.train_token_seconds * part,
-        value_token_seconds=costs.values(1) * slow["values"],
+        value_token_seconds=(costs.values(1) - costs.values(0)) * slow["values"],
         reward_seconds=costs.reward_seconds * slow["processes"],
         scorer_seconds={name: seconds * slow["processes"] for name, seconds in costs.scorer_seconds.items()},
         reward_model_token_seconds=costs.reward_model_token_seconds * slow["reward"],

@@ -214,7 +214,7 @@ class Space:
         if "values" in self._names:
             valuing = of_part.plan.values.num_workers
             if valuing:
-                found["values"] = costs.values(1) * (halves.tokens(part) + prompts) / valuing
+                found["values"] = (costs.values(1) - costs.values(0)) * (halves.tokens(part) + prompts) / valuing
             trained = of_part.changed(train=halves.training[number].config.train)
             found["critic"] = critic(trained, costs, drawn).busy
         if config.reward.model is not None:

@@ -51,6 +51,26 @@ def test_no_simulated_step_is_under_its_bound_and_most_are_near_it(overrides: li
     assert mean < 2.5 * least
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.reference=task", "algorithm.kl_coefficient=0.1"],
+        ["algorithm={name: ppo, kl_coefficient: 0.0}"],
+        ["algorithm={name: ppo, kl_coefficient: 0.0}", "plan.values.num_workers=1"],
+    ],
+)
+def test_what_a_pass_takes_however_few_its_tokens_is_counted_once_for_each_pass(overrides: list[str]) -> None:
+    """Of the reference and of values, which have no costs of their own: these passes bind."""
+    of = config("schedule=periodic", "train.responses_per_micro_batch=2", *overrides)
+    costs = msgspec.structs.replace(COSTS, reference_seconds=0.5, reference_token_seconds=1e-5)
+    done = simulate(of, costs=costs)
+    assert not done.violations
+    mean = sum(done.rows[step]["perf/step_seconds"] for step in range(1, STEPS)) / (STEPS - 1)
+    least = bound(graph(of, costs, Drawn(Drawn.of(of, costs, STEPS).tokens[1:]))).seconds
+    passes = 12 * of.rollout.group_size / 2
+    assert 0.5 * passes < least <= mean * 1.001
+
+
 def test_the_path_of_a_step_is_shared_by_as_many_steps_as_may_be_stale() -> None:
     tasks = (Task("rollout", busy=1.0, span=6.0, first=1.0, last=6.0), Task("train", busy=1.0, span=1.0, first=1.0, last=1.0))
     fresh, stale = (bound(Graph(tasks, 2.0, staleness, is_streamed=True)) for staleness in (0, 1))

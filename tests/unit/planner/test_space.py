@@ -162,6 +162,10 @@ def test_what_is_not_divided_is_as_much_slower_in_a_part() -> None:
     assert (*sizes, of_part.queue.num_units) == (1, 3, 1, 2, 2)
     assert (slow.value_token_seconds, slow.critic_token_seconds, slow.reference_token_seconds) == (2.0, 4.0, 4.0)
     assert (slow.reward_seconds, slow.unit_seconds, slow.optim_step_seconds) == (1.0, 1.0, costs.optim_step_seconds)
+    alike = msgspec.structs.replace(
+        costs, value_token_seconds=None, reference_seconds=8.0
+    )  # a pass of values is as the reference's
+    assert costs_of_part(alike, config, 4).value_token_seconds == 2.0  # what a pass takes without tokens is of no token
 
 
 def shared(*overrides: str, gib: float = 400.0) -> tuple[Config, Model, dict[str, Any]]:
