@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from asyncflow.config import Config, parse
+from asyncflow.devices import kind_of
 from asyncflow.engines.costs import Costs
 from asyncflow.loops.samples import SELECT_TASK
 from asyncflow.run.factories import make_schedule, tasks_before_training
@@ -42,11 +43,12 @@ def sizes_of(config: Config, part: int) -> dict[str, tuple[int, int]]:
 
 
 def part_of(config: Config, dp: int, workers: int, tasks: Sequence[str] | None = None) -> int:
-    """Number of equal parts of the machine, of which one is simulated: a power of two that divides all pools. `tasks`:
-    of the configuration, before training, where they are known."""
+    """Number of equal parts of the machine, of which one is simulated: a power of two that divides all pools, and an update's
+    groups. `tasks`: of the configuration, before training, where they are known."""
     if SELECT_TASK in (tasks or tasks_before_training(config)):
         return 1  # candidates are chosen among all
-    parts, rows = math.gcd(dp, workers, config.train.prompts_per_step), config.train.prompts_per_step * config.rollout.group_size
+    train, rows = config.train, config.train.prompts_per_step * config.rollout.group_size
+    parts = math.gcd(dp, workers, train.prompts_per_step // train.mini_batches)
     if config.plan.shares:  # each part has as many workers on a device as the whole
         sharing = {*config.plan.shares, *config.plan.shares.values()} - {"train", "helpers", "rollout"}
         parts = math.gcd(parts, *(workers_of(config, task) for task in sharing))
@@ -90,9 +92,9 @@ def config_of_part(config: Config, part: int) -> Config:
         tree["plan"]["shares"].pop("helpers", None)
     tree["rollout"] |= {"engine": {"name": "slots"}, "num_workers": of_part.rollout.num_workers, "device": devices[1]}
     tree["train"] |= {"prompts_per_step": of_part.train.prompts_per_step, "device": devices[0], "engine": {"name": "torch"}}
-    tree["train"]["critic"]["device"] = "cpu"
+    tree["train"]["critic"]["device"] = kind_of(devices[0])  # the trainer's, which they may share
     if tree["reward"]["model"] is not None:
-        tree["reward"]["model"]["device"] = "cpu"
+        tree["reward"]["model"]["device"] = kind_of(devices[0])
     tree["weight_sync"] |= {"min_healthy_workers": 1}
     for section in ("eval", "checkpoint", "cluster"):
         del tree[section]

@@ -15,10 +15,11 @@ from asyncflow.planner import search as module
 from asyncflow.planner.bounds import Bound, bound
 from asyncflow.planner.cost import UNIT, Model
 from asyncflow.planner.graph import Drawn, graph
-from asyncflow.planner.part import costs_of_part, divided
+from asyncflow.planner.part import config_of_part, costs_of_part, divided, part_of
 from asyncflow.planner.plan import settings
 from asyncflow.planner.search import Plan
 from asyncflow.planner.space import TIE, Halves, Space
+from asyncflow.run.device_shares import check_shares
 from asyncflow.simulation.run import simulate
 from asyncflow.types import UserError
 from tests.conftest import ROOT
@@ -227,10 +228,32 @@ def test_a_part_of_a_machine_with_shared_devices_takes_about_as_long_as_all_of_i
     assert seconds[0] == pytest.approx(seconds[1], rel=0.15)
 
 
+@pytest.mark.parametrize(("mini_batches", "part"), [(1, 2), (3, 2), (4, 1)])
+def test_a_part_has_whole_mini_batches(mini_batches: int, part: int) -> None:
+    given = ["train.prompts_per_step=12", "rollout.group_size=64", f"train.mini_batches={mini_batches}"]
+    config, _, _ = small(*given, "plan.train.dp=2", "rollout.num_workers=2")
+    assert part_of(config, 2, 2) == part
+    assert config_of_part(config, part).train.prompts_per_step == 12 // part
+
+
 LOCAL = (
     "cluster=local", "train.device=cuda", "rollout.device=cuda:1-2", "rollout.engine=slots", "train.accumulate=exact",
     "train.prompts_per_step=16",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("algorithm={name: ppo, kl_coefficient: 0.0}", "train.critic.device=cuda", "plan.shares={helpers: rollout, critic: train}"),
+        ("reward.place=task", "reward.model={path: /m, device: cuda}", "plan.shares={helpers: rollout, reward: train}"),
+    ],
+)
+def test_what_shares_the_trainer_s_device_is_simulated_beside_helpers(given: tuple[str, ...]) -> None:
+    config, _, _ = small(*LOCAL, "plan.train={dp: 1, tp: 1, pp: 1}", *given)
+    simulated = config_of_part(config, 1)
+    check_shares(simulated)
+    assert simulated.plan.shares == config.plan.shares
 
 
 def test_helpers_are_on_devices_of_rollout_where_they_gain_and_memory_allows_both(searched: Searched) -> None:
