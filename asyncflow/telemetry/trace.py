@@ -8,7 +8,6 @@ workers' spans --> SpanLog --> spans.jsonl --> trace.json      (ui.perfetto.dev,
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,8 @@ SPANS_FILE: Final = "spans.jsonl"
 TRACE_FILE: Final = "trace.json"
 
 _MAX_RECENT: Final = 200_000
+_NOT_READ: Final = ("decode_step", "prefill", "score")
+"""Tasks beside a lane, of many short spans, that no step's metrics are made of, but for their drafts."""
 _LANE_THREAD: Final = 1
 
 
@@ -30,27 +31,30 @@ class SpanLog:
     """Appends spans to a JSON Lines file, buffered: call `flush` once per step. A resumed run appends to the same file,
     which has been cut back (`run/state/resume.py`).
 
-    Finished spans are also kept in memory until `window` has moved past them, the newest 200,000 at most.
+    Finished spans are also kept in memory until `window` has moved past them, 200,000 at most. A long step of many workers has more
+    pieces than that: then those of one state become one span, what no metric reads is forgotten, and after that the oldest.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=1 << 16)
         self._encoder = msgspec.json.Encoder()
-        self._recent: deque[Span] = deque(maxlen=_MAX_RECENT)
+        self._recent: list[Span] = []
 
     def append(self, span: Span) -> None:
         """Write a span."""
         self._file.write(self._encoder.encode(span) + b"\n")
         self._recent.append(span)
+        if len(self._recent) > _MAX_RECENT:
+            read = (each for each in self._recent if each.is_lane or each.drafts or each.task not in _NOT_READ)
+            self._recent = join_pieces(read)[-_MAX_RECENT * 3 // 4 :]  # with room, so that this is seldom
 
     def window(self, start: float, end: float, step: int) -> list[Span]:
         """The spans that overlap [start, end], and earlier ones beside a lane, of groups that are trained in `step` or later.
 
         Others that ended by `start` are forgotten: windows must not move back.
         """
-        kept = (span for span in self._recent if span.end > start or (not span.is_lane and span.step >= step))
-        self._recent = deque(kept, maxlen=_MAX_RECENT)
+        self._recent = [span for span in self._recent if span.end > start or (not span.is_lane and span.step >= step)]
         return [span for span in self._recent if span.start < end]
 
     def flush(self) -> None:

@@ -16,7 +16,17 @@ import msgspec
 
 from asyncflow.config import Config, load, parse_dumped
 from asyncflow.run.state.driver_state import DriverState, Resumed
-from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, METRICS_FILE, SAMPLES_FILE, TOKENS_FILE, RunDir, control_socket, replace
+from asyncflow.run_dir import (
+    CONFIG_FILE,
+    EVAL_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    TOKENS_FILE,
+    UNSCORED_FILE,
+    RunDir,
+    control_socket,
+    replace,
+)
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
 from asyncflow.telemetry.report import REPORT_FILE
@@ -117,6 +127,7 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     _keep_lines(run_dir / TOKENS_FILE, lambda row: row["step"] < version)
     for path in run_dir.glob(FINGERPRINTS_FILE.replace(".", "*.")):
         _keep_lines(path, lambda line: line["step"] < version)
+    _cut_half_line(run_dir / UNSCORED_FILE)  # its lines are of no step: all of them stay
     _cut_spans(run_dir / SPANS_FILE, version, now)
     RunDir(run_dir).forget_partial_models()
     for name in (CERTIFICATE_FILE, REPORT_FILE, TRACE_FILE):
@@ -183,6 +194,12 @@ def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[d
                     kept.append(row)
     replace(path, b"".join(content))
     return kept
+
+
+def _cut_half_line(path: Path) -> None:
+    """Cut off a half-written last line, which what is appended would go on."""
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        replace(path, content[: content.rfind(b"\n") + 1])
 
 
 def _cut_spans(path: Path, version: int, now: float) -> None:

@@ -151,6 +151,9 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
     samples = [("train", 1, 9), ("train", 2, 32), ("train", 2, 36), ("eval", 0, 1), ("eval", 1, 2), ("eval", 2, 3), ("eval", 4, 4)]
     write_lines(tmp_path / "samples.jsonl", [{"purpose": p, "step": s, "row": row} for p, s, row in samples])
     write_lines(tmp_path / "tokens.jsonl", [{"row": row, "step": step} for row, step in ((9, 1), (32, 2))])
+    write_lines(tmp_path / "unscored.jsonl", [{"kind": "timeout"}, {"kind": "raised"}])
+    whole = (tmp_path / "unscored.jsonl").read_bytes()
+    (tmp_path / "unscored.jsonl").write_bytes(whole + b'{"kind": "ra')
     spans = [
         Span(worker="trainer/0", task="optim_step", start=3.0, end=4.0, step=1),
         Span(worker="rollout/0", task="generate", start=3.5, end=6.0, version=1),
@@ -175,6 +178,7 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
         assert steps("tokens.jsonl") == [1]  # row 32 is yet to be trained
         assert [steps(name) for name in ("metrics.jsonl", "fingerprints.jsonl", "fingerprints-1.jsonl")] == [[0, 1]] * 3
         assert steps("eval.jsonl") == [0, 2]
+        assert (tmp_path / "unscored.jsonl").read_bytes() == whole
         kept = [json.loads(line)["row"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
         assert kept == [9, 32, 1, 3]  # row 32 was completed and goes on; nobody finished evaluation 1
         assert [(span.task, span.start - now, span.end - now) for span in read_spans(tmp_path / "spans.jsonl")] == [

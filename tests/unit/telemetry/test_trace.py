@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.telemetry import trace
+from asyncflow.telemetry.idle import busy_and_idle, idle_ratios, tokens_within
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SpanLog, join_pieces, read_spans, trace_events, worker_order, write_trace
 from asyncflow.types import UserError
@@ -51,6 +53,29 @@ def test_a_window_holds_overlapping_spans_and_forgets_older_ones_but_groups_of_l
     assert log.window(13.5, 20.0, 2) == SPANS[2:]
     assert log.window(13.5, 20.0, 3) == [SPANS[4]]
     log.close()
+
+
+def test_a_window_is_whole_however_many_pieces_a_long_step_has_and_memory_has_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "_MAX_RECENT", 20)
+    log = SpanLog(tmp_path / "spans.jsonl")
+    trained = Span(worker="trainer/0", task="train_group", start=0.0, end=0.5, is_lane=False, step=0, group=3)
+    drafted = Span(worker="rollout/0", task="decode_step", start=0.5, end=1.0, is_lane=False, drafts=4, accepted=2)
+    for span in (trained, drafted):
+        log.append(span)
+    for i in range(200):
+        log.append(Span(worker="rollout/0", task="generate", start=i, end=i + 1, tokens=10))
+        log.append(Span(worker="rollout/0", task="decode_step", start=i, end=i + 1, is_lane=False))
+        log.append(Span(worker="trainer/0", task="wait", start=i, end=i + 1, cause="rows"))
+    found = log.window(0.0, 200.0, 0)
+    assert len(found) <= 20 and {trained, drafted} <= set(found)
+    assert tokens_within(found, "generate", 0.0, 200.0) == 2000
+    assert idle_ratios(found, 0.0, 200.0) == {"rollout/0": 0.0, "trainer/0": 1.0}
+    assert busy_and_idle(found, "trainer/0").wall == busy_and_idle(found, "rollout/0").wall == 200.0
+    for i in range(100):  # which do not meet
+        log.append(Span(worker="rollout/0", task="install", start=300 + 2 * i, end=301 + 2 * i))
+    assert len(log.window(200.0, 600.0, 1)) <= 20
+    log.close()
+    assert len(read_spans(tmp_path / "spans.jsonl")) == 702
 
 
 def test_pieces_of_one_long_state_become_one_span():
