@@ -35,7 +35,7 @@ function letPlotlyBegin() {
 }
 
 for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { touched = performance.now(); }, { passive: true });
-let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, groupSteps = "";
+let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, groupSteps = null;
 
 function ask(path, params = {}, signal = undefined) {
   const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined));
@@ -185,16 +185,18 @@ let shownSamples = 0, isStepChosen = false;
 
 async function search(isMore = false) {
   const query = Object.fromEntries(new FormData(byId("search")));
+  const asked = run;
   if (!isMore) shownSamples = 0;
   try {
     const { total, samples } = await answer("samples", { run, ...query, skip: shownSamples });
+    if (asked !== run) return;
     const cards = samples.map(sampleCard);
     if (isMore) byId("samples").append(...cards); else byId("samples").replaceChildren(...cards);
     shownSamples += samples.length;
     byId("num-samples").textContent = `${total} found`;
     byId("more-samples").hidden = shownSamples >= total;
   } catch (error) {
-    byId("num-samples").textContent = error.message;
+    if (asked === run) byId("num-samples").textContent = error.message;
   }
 }
 
@@ -246,7 +248,7 @@ function showGroupSteps(steps) {
   byId("groups").hidden = !steps.length;
   byId("batch-step").replaceChildren(...steps.map((step) => new Option(step, step)));
   if (!steps.length) return;
-  if (isRead && steps.includes(Number(chosen))) { byId("batch-step").value = chosen; return; }
+  if (isRead && chosen && steps.includes(Number(chosen))) { byId("batch-step").value = chosen; return; }
   byId("batch-step").value = steps.at(-1);
   isGroupDue = true;
   showDueGroup();
@@ -263,13 +265,15 @@ let isGroupDue = false, isGroupSeen = false;
 new IntersectionObserver((entries) => { isGroupSeen = entries.at(-1).isIntersecting; showDueGroup(); }, { rootMargin: "200px" }).observe(byId("groups"));
 
 async function showStep() {
-  const groups = await answer("groups", { run, step: byId("batch-step").value });
+  const asked = run, groups = await answer("groups", { run, step: byId("batch-step").value });
+  if (asked !== run) return;
   byId("batch-group").replaceChildren(...groups.map(({ group, mean, size }) => new Option(`${group}: ${size} responses, mean reward ${shortNumber(mean)}`, group)));
   if (groups.length) await showGroup();
 }
 
 async function showGroup() {
-  const found = await answer("group", { run, step: byId("batch-step").value, group: byId("batch-group").value });
+  const asked = run, found = await answer("group", { run, step: byId("batch-step").value, group: byId("batch-group").value });
+  if (asked !== run) return;
   const cards = found.rows.map(({ row, reward, advantage, truncated, tokens, sample, is_told: isTold }) => {
     const told = [`row ${row}`, `reward ${shortNumber(reward)}`, typeof advantage === "number" ? `advantage ${shortNumber(advantage)}` : "no advantage that is known",
       tokens ? `${tokens.length} tokens` : `${(sample.response ?? "").length} characters`, truncated ? "cut off" : ""].filter(Boolean);
@@ -298,11 +302,11 @@ async function compare(names) {
 
 function openRun(name) {
   run = name;
-  gantt = null; part = null; width = null; numSamples = 0; groupSteps = ""; drawnSteps = ""; isStepChosen = false;
+  gantt = null; part = null; width = null; numSamples = 0; groupSteps = null; drawnSteps = ""; isStepChosen = false;
   byId("gantt-place").replaceWith(ganttPlace.cloneNode(true));
-  byId("charts").replaceChildren();
-  byId("samples").replaceChildren();
+  for (const place of ["charts", "samples", "batch-step", "batch-group", "group"]) byId(place).replaceChildren();
   byId("num-samples").textContent = "";
+  byId("more-samples").hidden = byId("groups").hidden = true;
   byId("follow").checked = true;
   address.set("run", name);
   history.replaceState(null, "", `#${address}`);

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,6 +19,7 @@ from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situa
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.waits import ROUND, OpenWait
 from tests.e2e.commands import wait_for
+from tests.patience import patience
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -289,3 +291,48 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
     command.terminate()
     wait_for(lambda: command.poll() is not None)
     assert command.poll() == 0  # there is no other way to end it
+
+
+def test_another_run_shows_nothing_of_the_one_before(tmp_path, background):
+    """Neither what was there, nor an answer about the run before that comes late."""
+    synthetic_run.write_run(tmp_path / "runs" / "one")
+    synthetic_run.write_run(tmp_path / "runs" / "two", num_steps=4)
+    said = {"step": 9, "purpose": "train", "prompt": "2 + 2?", "group": 72, "finish_reason": "stop", "response": "4", "reward": 1.0}
+    (tmp_path / "runs" / "one" / "samples.jsonl").write_bytes(lines([said | {"row": 288 + i} for i in range(60)]))
+    for name in ("samples", "tokens"):
+        (tmp_path / "runs" / "two" / f"{name}.jsonl").write_bytes(b"")
+
+    def is_empty(page: sync_api.Page) -> bool:
+        drawn = page.locator("#samples article, #group > *, #batch-group option").count()
+        return not drawn and page.locator("#groups, #more-samples").evaluate_all("each => each.every((one) => one.hidden)")
+
+    held: list[sync_api.Route] = []
+    with opened(background, tmp_path / "runs") as (page, complaints):
+
+        def choose(run: str, steps: int) -> None:
+            page.select_option("#runs", run)
+            page.wait_for_function("steps => document.querySelector('#header .value')?.textContent === steps", arg=str(steps))
+
+        for paths in ("none", "groups|samples", "group"):
+            choose("two", 4)
+            held.clear()
+            page.route(re.compile(rf"/api/({paths})\?.*run=one"), lambda route: held.append(route))
+            choose("one", 10)
+            page.locator("#batch-step option[value='9']").wait_for(state="attached")
+            page.evaluate("document.getElementById('groups').scrollIntoView()")
+            if paths == "none":
+                page.locator("#group article").first.wait_for()
+                page.locator("#more-samples").wait_for()
+            num_asked = {"none": 0, "group": 1}.get(paths, 2)
+            deadline = time.monotonic() + patience(10.0)
+            while len(held) < num_asked and time.monotonic() < deadline:
+                page.wait_for_timeout(20)
+            assert len(held) == num_asked
+            choose("two", 4)
+            for route in held:
+                with page.expect_event("requestfinished", lambda request, url=route.request.url: request.url == url):
+                    route.continue_()
+            page.unroute_all()
+            page.evaluate("fetch('page.css').then((answer) => answer.text())")  # which is asked for after them
+            assert is_empty(page)
+        assert complaints == []
