@@ -249,11 +249,12 @@ def _equal_groups(config: Config, rows: Mapping[int, StepRow]) -> float:
 
 
 def _by_tokens(spans: Sequence[Span]) -> Fit:
-    """Rollout's seconds of a token, where nothing finer is known: all of it is a slot's part of a decode step."""
+    """Rollout's seconds of a token, where nothing finer is known: all of it, prefill too, is a slot's part of a decode step."""
     lanes = [span for span in spans if span.is_lane and span.task == "generate"]
     tokens, seconds = sum(span.tokens for span in lanes), sum(span.end - span.start for span in lanes)
     known = Residual("decode_step", len(lanes), 0.0, 0.0, 0.0, 0.0, False)
-    return Fit({"decode_step_seconds": 0.0, "decode_slot_seconds": seconds / max(tokens, 1)}, 0.0, known)
+    others = {"decode_step_seconds": 0.0, "prefill_seconds": 0.0, "prefill_token_seconds": 0.0}
+    return Fit({**others, "decode_slot_seconds": seconds / max(tokens, 1)}, 0.0, known)
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------

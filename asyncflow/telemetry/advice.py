@@ -80,6 +80,8 @@ def _about_time(activities: Mapping[str, Activity], step_seconds: float, config:
         if best != count[slower] and splits[best] < 0.95 * step_seconds:
             words += f" {best} of the {total} workers for it instead of {count[slower]}, if devices can change sides, would make a "
             words += f"step of at best {splits[best]:.3g} s instead of {step_seconds:.3g} s."
+        elif slower == "rollout" and not _may_have(count["rollout"] + 1, config):
+            words += " Another worker for it would have no prompt of a step: train.prompts_per_step is as many."
         elif idle[faster].get(SLOWEST, 0.0) < _MUCH_IDLE:
             change = f"rollout.num_workers={count['rollout'] + 1}" if slower == "rollout" else ""
             words += f" Another worker for it brings at best {work[slower] / (count[slower] + 1):.3g} s of its work a step."
@@ -109,12 +111,13 @@ def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: M
     mean = _means(rows)
     groups, without = _option(config, "train", "prompts_per_step"), mean("reward/zero_std_groups")
     if groups and without is not None and without > _MANY * groups:
-        is_skipped = bool(_option(config, "train", "skip_zero_advantages"))
+        change = "" if _option(config, "train", "skip_zero_advantages") else "train.skip_zero_advantages=auto"
+        spared = f"up to {without / groups:.0%} of the training, if the loss has no KL term and no entropy bonus"
         notes.add(
             f"{without:.0f} of {groups} groups a step have no signal: all their rewards are equal. "
-            + ("" if is_skipped else f"train.skip_zero_advantages=true spares up to {without / groups:.0%} of the training; ")
+            + (f"{change} spares {spared}; " if change else "")
             + "algorithm=dapo takes other prompts in their place; or choose prompts that are neither too easy nor too hard.",
-            change="" if is_skipped else "train.skip_zero_advantages=true",
+            change=change,
         )
     if (cut := mean("response_length/clipped_ratio")) is not None and cut > _MANY:
         longest, length = _option(config, "rollout", "max_new_tokens"), mean("response_length/mean")
@@ -128,7 +131,7 @@ def _about_rows(rows: Sequence[MetricRow], every: Sequence[MetricRow], config: M
             change=f"rollout.max_new_tokens={2 * longest}" if is_known else "",
         )
     cores_busy, workers = mean("perf/cores_busy"), _option(config, "rollout", "num_workers")
-    if cores_busy is not None and cores_busy < _IDLE_CORES and workers:
+    if cores_busy is not None and cores_busy < _IDLE_CORES and workers and _may_have(workers + 1, config):
         notes.add(
             f"The machine's cores are busy {cores_busy:.0%} of the time: with rollout.num_workers={workers + 1} more of them "
             f"generate at once, and train while nothing is left to generate (train.helpers).",
@@ -169,6 +172,12 @@ def _means(rows: Sequence[MetricRow]) -> Callable[[str], float | None]:
         return statistics.fmean(known) if known else None
 
     return mean
+
+
+def _may_have(workers: int, config: Mapping[str, Any]) -> bool:
+    """Whether a run may have so many rollout workers: each has a prompt of a step, or the run is refused."""
+    prompts = _option(config, "train", "prompts_per_step")
+    return prompts is None or workers <= prompts
 
 
 def _option(config: Mapping[str, Any], section: str, key: str) -> Any:

@@ -85,6 +85,13 @@ def test_costs_of_a_run_are_recovered_and_foretell_it() -> None:
     assert "warning: forward_backward" not in "\n".join(found.lines())
 
 
+def test_without_spans_of_decode_steps_all_of_rollout_is_in_its_tokens_prefill_too() -> None:
+    done, spans = true_run()
+    found = fitted(config(), join_pieces([span for span in spans if span.task != "decode_step"]), done.rows, cores=2)
+    assert "rollout is known by its tokens a second alone" in "\n".join(found.notes)
+    assert found.costs.decode_slot_seconds > 0 and found.costs.decode_step_seconds == found.costs.prefill(1000) == 0
+
+
 def test_what_no_cost_covers_is_added_for_each_row() -> None:
     """Half of the rows: half of the driver's work, whatever share of a step it was."""
     of = config()

@@ -44,10 +44,14 @@ def lane_spans(lanes: dict[str, Lane], num_steps: int = 6) -> list[Span]:
     return sorted(spans, key=lambda span: span.end)
 
 
-def told(run_dir: Path, lanes: dict[str, Lane] | None = None, schedule: str = "periodic", **metrics: float) -> str:
+def told(
+    run_dir: Path, lanes: dict[str, Lane] | None = None, schedule: str = "periodic", prompts: int = 32, **metrics: float
+) -> str:
     """Advice about the made-up run, with some metrics of its own, or with spans of its own."""
     synthetic_run.write_run(run_dir)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"schedule": {"name": schedule}}))
+    (run_dir / "config.yaml").write_text(
+        yaml.safe_dump(CONFIG | {"schedule": {"name": schedule}, "train": {"prompts_per_step": prompts}})
+    )
     if lanes is not None:
         (run_dir / "spans.jsonl").unlink()
         log = SpanLog(run_dir / "spans.jsonl")
@@ -89,6 +93,8 @@ def test_a_half_that_no_other_split_helps_is_told_of_with_another_worker(tmp_pat
     text = told(tmp_path, {"rollout/0": rollout, "trainer/0": trainer}, schedule="delayed")
     assert "The rollout is the slower half by 2.6: it is busy 90% of the time, a trainer 35%." in text
     assert "Another worker for it brings at best 0.9 s of its work a step. rollout.num_workers=2" in text
+    text = told(tmp_path / "few", {"rollout/0": rollout, "trainer/0": trainer}, schedule="delayed", prompts=1)
+    assert "Another worker for it would have no prompt of a step" in text and "rollout.num_workers=2" not in text
 
 
 STRAGGLES: dict[str, Lane] = {  # the second group comes half a step after the first
@@ -151,6 +157,10 @@ def test_entropy_that_has_gone_is_told_of(tmp_path):
     ("metrics", "words"),
     [
         ({"reward/zero_std_groups": 26.0}, "26 of 32 groups a step have no signal"),
+        (
+            {"reward/zero_std_groups": 16.0},
+            "train.skip_zero_advantages=auto spares up to 50% of the training, if the loss has no KL term and no entropy bonus;",
+        ),
         ({"response_length/clipped_ratio": 0.5}, "50% of the responses are cut off at 64 tokens"),
         (
             {"response_length/clipped_ratio": 0.5, "response_length/mean": 40.0},
@@ -176,6 +186,7 @@ def test_cores_that_nobody_uses_are_told_of(tmp_path):
     text = told(tmp_path / "idle", **{"perf/cores_busy": 0.45})
     assert "busy 45% of the time: with rollout.num_workers=2" in text and "(train.helpers). rollout.num_workers=2" in text
     assert "cores are busy" not in told(tmp_path / "busy", **{"perf/cores_busy": 0.95})
+    assert "cores are busy" not in told(tmp_path / "few", prompts=1, **{"perf/cores_busy": 0.45})  # one more is refused
 
 
 def test_the_first_step_alone_is_no_ground_for_advice(tmp_path):
