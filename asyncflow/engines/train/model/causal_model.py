@@ -107,6 +107,7 @@ class CausalModel:
         self._head_name = next(name for name, parameter in self._weights.items() if parameter is head_VH)
         bias_V = self.module.get_output_embeddings().bias
         self._bias_name = next((name for name, parameter in self._weights.items() if parameter is bias_V), None)
+        self._others: Mapping[str, Tensor] = {}  # values that passes compute with instead of the weights of these names
         self._copies = None
         if torch.device(place) == self.device:
             self._copies = shared._copies if shared else CastWeights(self._weights, dtype)
@@ -145,6 +146,16 @@ class CausalModel:
         """Matrices of the adapter by name, on the device and in the dtype of a pass, with gradients that flow to `parameters`."""
         return {name: self._copy(name) for name in self.parameters}
 
+    @contextmanager
+    def with_adapter(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context inside which passes, without gradients, have the adapter of these matrices, float32, by name. Nothing is written
+        to the memory of the model's own: versions are read from it beside any pass."""
+        self._others = weights
+        try:
+            yield
+        finally:
+            self._others = {}
+
     def mixed(self, rows: Sequence[RowsOfAdapter]) -> AbstractContextManager[None]:
         """See `LoraSwitch.mixed`."""
         assert self.lora is not None, "the model has an adapter"
@@ -157,6 +168,8 @@ class CausalModel:
     def _copy(self, name: str) -> Tensor:
         """A weight on the device and in the dtype of a pass."""
         parameter = self._weights[name]
+        if (other := self._others.get(name)) is not None:
+            return other.to(self.device, self.dtype)
         return parameter.to(self.device, self.dtype) if self._copies is None else self._copies.of(name, parameter)
 
     @contextmanager
@@ -243,6 +256,9 @@ class SharedBaseModel(SharedBase):
         """See `CausalModel.log_probs`. The log-probs carry no gradient."""
         with self.within():
             return self._policy.log_probs(packed)
+
+    def _with_adapter(self) -> AbstractContextManager[None]:
+        return self._policy.with_adapter(self.parameters)
 
 
 def recompute_activations(layer: nn.Module, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:

@@ -10,6 +10,7 @@ values it is an old policy. Both share the base's memory.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def _mixed(linear: Any, name: str, x_1PI: Tensor, output_1PO: Tensor, rows: Sequ
     return torch.cat(parts, 1)
 
 
-class SharedBase:
+class SharedBase(ABC):
     """Policy's base with another adapter than the policy's: none, or a copy of its own. It needs no second model."""
 
     def __init__(self, parts: Mapping[str, Tensor], switch: LoraSwitch, *, has_adapter: bool) -> None:
@@ -160,23 +161,12 @@ class SharedBase:
 
     def within(self) -> AbstractContextManager[None]:
         """Context inside which the policy computes as this model. No pass of the policy may be between forward and backward."""
-        return self._exchanged() if self.parameters else self._switch.off()
+        return self._with_adapter() if self.parameters else self._switch.off()
 
-    @contextmanager
-    def _exchanged(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for name, own in self.parameters.items():
-            part = self._parts[name].detach()
-            held = part.clone()
-            part.copy_(own)
-            own.copy_(held)
+    @abstractmethod
+    def _with_adapter(self) -> AbstractContextManager[None]:
+        """Context inside which the policy computes with the adapter of `parameters`. Where versions are read from the memory of
+        its own beside passes, nothing is written there."""
 
     @torch.no_grad()
     def move_from(self, policy: object) -> None:

@@ -11,7 +11,8 @@ every pass, at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,23 @@ class SharedBaseShards(SharedBase):
     def let_go(self) -> None:
         """See `ShardedModel.let_go`."""
         self._policy.let_go()
+
+    @contextmanager
+    def _with_adapter(self) -> Iterator[None]:
+        # FSDP2 gathers from the memory of the policy's own alone. Nobody else reads that: ranks gather a version between passes.
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, own in self.parameters.items():
+            part = self._parts[name].detach()
+            held = part.clone()
+            part.copy_(own)
+            own.copy_(held)
 
 
 class _PassRoot(nn.Module):

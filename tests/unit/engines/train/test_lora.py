@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 from asyncflow.engines.lora import merge_lora, read_lora
 from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.model.causal_model import load_module
-from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.engines.train.model.log_probs import Head
+from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.model.products import adopt
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
@@ -169,11 +170,15 @@ async def test_the_reference_is_the_base_itself(
     assert kept.dtype == getattr(torch, dtype), "the base is kept as passes compute with it"
 
 
-@pytest.mark.parametrize("old", ["step_start", "previous"])
+@pytest.mark.parametrize(
+    ("old", "changes"),
+    [("step_start", {}), ("previous", {}), ("previous", {"dtype": "bfloat16", "activation_checkpointing": True})],
+)
 async def test_an_old_policy_is_an_older_adapter_on_the_same_base(
-    old: str, model_path: ModelPath, make_micro_batch: MakeMicroBatch, adapter: Path
+    old: str, changes: dict[str, Any], model_path: ModelPath, make_micro_batch: MakeMicroBatch, adapter: Path
 ) -> None:
-    engine = torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, path=str(adapter)), old=old, learning_rate=1e-2)
+    lora = replace(SPEC, path=str(adapter))
+    engine = torch_engine(model_path("qwen2-tiny"), lora=lora, old=old, learning_rate=1e-2, **changes)
     seen: list[Tensor] = []
 
     def loss(batch: TokenBatch) -> LossSums:
@@ -192,6 +197,30 @@ async def test_an_old_policy_is_an_older_adapter_on_the_same_base(
     assert not np.array_equal((await engine.log_probs(batch.prompt_ids, batch.response_ids)).values, before.values)
     for old_T in seen:
         np.testing.assert_array_equal(old_T.numpy(), before.values)
+
+
+async def test_exported_weights_stay_as_they_are_while_an_old_policy_computes(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version is read from this memory beside the next step."""
+    engine = torch_engine(model_path("qwen2-tiny"), lora=replace(SPEC, path=str(adapter)), old="previous", learning_rate=1e-2)
+    batch, policy = make_micro_batch(0), one_rank(engine).policy
+    await train_on(engine, batch, Sum(policy_gradient))
+    await engine.optim_step(3)
+    source = await engine.export_weights()
+    assert source.are_lasting
+    exported = {name: tensor async for name, tensor in source.tensors()}
+    expected, seen = {name: tensor.clone() for name, tensor in exported.items()}, []
+    hidden = policy.hidden
+
+    def looking(packed: Packed) -> tuple[Tensor, Head]:
+        made = hidden(packed)
+        seen.append([name for name, tensor in exported.items() if not torch.equal(tensor, expected[name])])
+        return made
+
+    monkeypatch.setattr(policy, "hidden", looking)
+    await train_on(engine, replace(batch, staleness=np.ones(len(batch.indices), np.int64)), Sum(policy_gradient))
+    assert seen == [[], []], "the old policy's pass, then the policy's"
 
 
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])
