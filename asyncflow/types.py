@@ -352,7 +352,12 @@ class TokenBatch:
     advantages_T: Tensor  # float32
     mask_T: Tensor  # float32 0 or 1: the tokens that the policy itself produced
     row_T: Tensor  # int64, in 0..R-1: the row that a token belongs to
-    row_tokens_R: Tensor  # float32: the masked tokens of each row of the whole micro-batch
+    row_tokens_R: Tensor  # float32: the masked tokens of each row, with those of its sequences that other micro-batches have
+
+    @property
+    def sequence_tokens_R(self) -> Tensor:
+        """Masked tokens of each row in this micro-batch, where a row is one sequence, float32. Not of a piece of one."""
+        return self.mask_T.new_zeros(len(self.row_tokens_R)).index_add(0, self.row_T, self.mask_T)
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,26 +236,26 @@ def sequence_weights(mask_T: Tensor, row_T: Tensor, row_tokens_R: Tensor) -> Ten
     return mask_T / row_tokens_R.clamp(min=1.0)[row_T]
 
 
-def sequence_log_ratio(log_ratio_T: Tensor, row_T: Tensor, row_tokens_R: Tensor, *, is_mean: bool) -> Tensor:
+def sequence_log_ratio(log_ratio_T: Tensor, row_T: Tensor, sequence_tokens_R: Tensor, *, is_mean: bool) -> Tensor:
     """The log-ratio of the whole response for each of its tokens, float32 [T]: log of the product over t of ratio_t.
 
     With `is_mean`, log of their geometric mean, (1 / |o_i|) times that: the length-normalised ratio of GSPO
-    (arXiv:2507.18071, eq. 7), |o_i| counting masked tokens. `log_ratio_T` holds whole rows, and is 0 where the mask is, as
-    `log_ratio`'s.
+    (arXiv:2507.18071, eq. 7), |o_i| counting masked tokens. `log_ratio_T` holds whole sequences, one for each row, and is 0 where
+    the mask is, as `log_ratio`'s.
     """
-    sums_R = log_ratio_T.new_zeros(len(row_tokens_R)).index_add(0, row_T, log_ratio_T)
+    sums_R = log_ratio_T.new_zeros(len(sequence_tokens_R)).index_add(0, row_T, log_ratio_T)
     if is_mean:
-        sums_R = sums_R / row_tokens_R.clamp(min=1.0)
+        sums_R = sums_R / sequence_tokens_R.clamp(min=1.0)
     return sums_R[row_T]
 
 
-def sequence_ratio_of_tokens(log_ratio_T: Tensor, row_T: Tensor, row_tokens_R: Tensor) -> Tensor:
+def sequence_ratio_of_tokens(log_ratio_T: Tensor, row_T: Tensor, sequence_tokens_R: Tensor) -> Tensor:
     """log s_i,t = sg(log s_i) + log pi_theta - sg(log pi_theta) of each token, float32 [T] (GSPO-token, arXiv:2507.18071, eq. 14).
 
     s_i is the geometric mean of the response's ratios (eq. 7, `sequence_log_ratio`). Its value is s_i, and where all tokens of a
     response have one advantage, the sum over them has GSPO's gradient as well.
     """
-    log_s_T = sequence_log_ratio(log_ratio_T.detach(), row_T, row_tokens_R, is_mean=True)
+    log_s_T = sequence_log_ratio(log_ratio_T.detach(), row_T, sequence_tokens_R, is_mean=True)
     return log_s_T + (log_ratio_T - log_ratio_T.detach())
 
 

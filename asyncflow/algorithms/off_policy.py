@@ -83,7 +83,7 @@ class ImportanceWeights:
         log_ratio_T = functional.log_ratio(batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T)
         if self.level != "token":
             is_mean = self.level == "geometric"
-            log_ratio_T = functional.sequence_log_ratio(log_ratio_T, batch.row_T, batch.row_tokens_R, is_mean=is_mean)
+            log_ratio_T = functional.sequence_log_ratio(log_ratio_T, batch.row_T, batch.sequence_tokens_R, is_mean=is_mean)
         ratio_T = functional.importance_ratio(log_ratio_T)
         outside_T = functional.is_outside(ratio_T, self.low, self.high)
         if self.correction == "masked":

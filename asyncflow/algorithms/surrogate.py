@@ -65,7 +65,7 @@ class ClippedSequenceRatio(ClippedRatio):
     is_token_local = False
 
     def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> SurrogateResult:
-        log_s_T = functional.sequence_ratio_of_tokens(log_ratio_T, batch.row_T, batch.row_tokens_R)
+        log_s_T = functional.sequence_ratio_of_tokens(log_ratio_T, batch.row_T, batch.sequence_tokens_R)
         return self._clipped(log_s_T.exp(), batch.advantages_T)
 
 

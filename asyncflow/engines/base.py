@@ -221,6 +221,7 @@ class MicroBatch:
     int64 [R]: of each row's oldest token, in versions. ref_logprobs, ragged float32: only where the reference is a separate task.
     values, ragged float32: only for a critic, and `advantages` are then the returns. target_ids, ragged int64: the tokens whose
     log-probs the loss is given, one for each response token; None: the response tokens themselves. rewards float32 [R].
+    row_tokens int64 [R]: loss tokens of each whole row, where other micro-batches have sequences of it, too; None: those here.
     examined_rows: positions of rows of which the result is to have figures token by token; an engine may lack them.
     """
 
@@ -235,6 +236,7 @@ class MicroBatch:
     values: Ragged | None = None
     target_ids: Ragged | None = None
     rewards: Array | None = None
+    row_tokens: Array | None = None
     examined_rows: tuple[int, ...] = ()
 
     @property

@@ -5,7 +5,8 @@
 
 A conversation branches where what came before is told in another way: a chat template drops earlier thoughts, a program sums them
 up, sub-agents work side by side. All sequences of a row have its advantage. The row counts once, and each sampled token once: a
-context is masked. A row whose first branch begins with its first token has no sequence behind the group's prompt.
+context is masked. So a micro-batch with one of its sequences says how many tokens are trained of the whole row. A row whose first
+branch begins with its first token has no sequence behind the group's prompt.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final
+
+import numpy as np
 
 from asyncflow.engines.base import MicroBatch
 from asyncflow.types import Array, Batch, Ragged, RunError
@@ -36,7 +39,7 @@ def first_sequences(batch: Batch, of_tokens: Ragged) -> Ragged:
 
 def branch_micro_batches(batch: Batch, token_advantages: Ragged, row_staleness: Array) -> Iterator[MicroBatch]:
     """A micro-batch for each branch of a leased group, with its own prompt, in the order of rows."""
-    columns = {name: batch.ragged(name) for name in PER_TOKEN}
+    columns, row_tokens = {name: batch.ragged(name) for name in PER_TOKEN}, tokens_of_rows(batch)
     for row, pairs in enumerate(batch.ragged(BRANCHES)):
         length = len(columns["response_ids"][row])
         begun = [(int(first), int(context)) for first, context in pairs.reshape(-1, 2)]
@@ -49,8 +52,14 @@ def branch_micro_batches(batch: Batch, token_advantages: Ragged, row_staleness: 
                 advantages=token_advantages[row][own],
                 staleness=row_staleness[row : row + 1],
                 rewards=batch.dense("reward")[row : row + 1] if "reward" in batch.columns else None,
+                row_tokens=row_tokens[row : row + 1],
                 **found,
             )
+
+
+def tokens_of_rows(batch: Batch) -> Array:
+    """Loss tokens of each row, int64 [R], over all of its sequences."""
+    return np.array([mask.sum() for mask in batch.ragged("loss_mask")], np.int64)
 
 
 def check_alone(batch: Batch, others: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncflow.control.ledger import Consumed
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
-from asyncflow.loops.branches import PER_TOKEN, branch_micro_batches, check_alone, first_sequences, has_branches
+from asyncflow.loops.branches import PER_TOKEN, branch_micro_batches, check_alone, first_sequences, has_branches, tokens_of_rows
 from asyncflow.loops.samples import PARTS_COLUMN, REFERENCE_COLUMN, VALUES_COLUMN
 from asyncflow.own_metrics import MetricSums
 from asyncflow.telemetry.metrics import EpisodeFigures, GroupFigures
@@ -91,7 +91,7 @@ def _with_branches(batch: Batch, advantages: Advantages, row_staleness: Array, r
             [np.full(n, each, np.float32) for n, each in zip(lengths, advantages, strict=True)], "float32"
         )
     columns = {name: first_sequences(batch, batch.ragged(name)) for name in PER_TOKEN}
-    of_tokens = first_sequences(batch, advantages)
+    of_tokens, row_tokens = first_sequences(batch, advantages), tokens_of_rows(batch)
     for piece in pieces(len(batch), rows_each):
         rows = [row for row in piece if len(columns["response_ids"][row])]
         taken: Any = {name: column.take(rows) for name, column in columns.items()}
@@ -102,6 +102,7 @@ def _with_branches(batch: Batch, advantages: Advantages, row_staleness: Array, r
                 advantages=of_tokens.take(rows).values,
                 staleness=row_staleness[rows],
                 rewards=batch.dense("reward")[rows] if "reward" in batch.columns else None,
+                row_tokens=row_tokens[rows],
                 **taken,
             )
     yield from branch_micro_batches(batch, advantages, row_staleness)

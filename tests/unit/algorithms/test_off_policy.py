@@ -4,6 +4,7 @@ import itertools
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,8 @@ def test_a_sequence_is_its_masked_tokens() -> None:
     batch = one_row([math.log(2.0), math.nan, math.log(8.0)], mask=[1.0, 0.0, 1.0])
     assert ImportanceWeights("truncated", "sequence", high=100.0).weigh(batch)[0].tolist() == pytest.approx([16.0] * 3)
     assert ImportanceWeights("truncated", "geometric", high=100.0).weigh(batch)[0].tolist() == pytest.approx([4.0] * 3)
+    whole = replace(batch, row_tokens_R=torch.tensor([9.0]))  # a row with other sequences, too
+    assert ImportanceWeights("truncated", "geometric", high=100.0).weigh(whole)[0].tolist() == pytest.approx([4.0] * 3)
     # the mask's own ratio of 1 is no weight of any token
     assert ImportanceWeights("truncated").weigh(one_row([math.log(0.5), 0.0], mask=[1.0, 0.0]))[1]["importance_weight/max"] == 0.5
     nothing = one_row([math.nan], mask=[0.0])

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+import torch
 
-from asyncflow.engines.base import Response
+from asyncflow.algorithms.gspo import GSPO
+from asyncflow.engines.base import MicroBatch, Response
+from asyncflow.engines.train.model import micro_step
+from asyncflow.engines.train.model.log_probs import Head
+from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.environments.capture.transcript import CapturedSequence
 from asyncflow.loops import samples
 from asyncflow.loops import training_batches as batches
 from asyncflow.loops.samples import ScoredRow
 from asyncflow.loops.transcript import Played, played_sequences
 from asyncflow.rewards.base import Sample, Score
-from asyncflow.types import Batch, Ragged, RunError
+from asyncflow.types import Batch, Old, Ragged, RunError
 from tests.builders import scored
+from tests.unit.engines.train.training import train_options
 
 BITS = 2
+NUM_TOKENS = 128
 PROMPT = np.array([5, 6])
 
 
@@ -83,6 +93,27 @@ def test_each_sampled_token_is_trained_once_with_its_log_prob() -> None:
                 trained[int(token)] = logprob
     assert trained == {t: pytest.approx(-t / 100) for t in (101, 102, 103)}
     assert sum(int(piece.loss_mask.values.sum()) for piece in found) == 3
+
+
+def test_a_row_counts_once_by_sequences_and_ratios_are_those_of_each_of_its_sequences() -> None:
+    row = played(sequence([5, 6, 7], [101, 8, 102]), sequence([5, 9], [103, 104, 105]), sequence([4], [106]))
+    found = list(batches.micro_batches(3, batch_of(row, scored_plain(1)), np.array([2.0, -1.0], np.float32), 2))
+    weights = [-loss_of(piece, "current") for piece in found]  # the ratio is 1
+    assert weights == pytest.approx([2 * 2 / 6 - 1, 2 * 3 / 6, 2 * 1 / 6]) and sum(weights) == pytest.approx(2 - 1)
+    s = [math.exp(mean / 100) / NUM_TOKENS for mean in (101.5, 104, 106)]
+    assert -loss_of(found[1], "rollout") == pytest.approx(2 * 3 / 6 * s[1])
+    assert -loss_of(found[2], "rollout") == pytest.approx(2 * 1 / 6 * s[2])
+    assert -loss_of(found[0], "rollout") == pytest.approx(2 * 2 / 6 * s[0] - math.e / NUM_TOKENS)
+
+
+def loss_of(piece: MicroBatch, old: Old) -> float:
+    """GSPO's, of a policy to which all tokens are equally likely; nothing is clipped that makes it smaller."""
+    models = TriModel(None, train_options(old=old, is_corrected=True), lambda: pytest.fail("there is no other model"))
+    packed = pack_thrifty(piece.prompt_ids, piece.response_ids)
+    hidden_TH = torch.zeros(len(packed.targets_T), 1)
+    known = micro_step.given_frozen(models, packed, piece, None, None)
+    algorithm = GSPO(clip_low=0.99, clip_high=9.0)
+    return micro_step.losses([known], algorithm, hidden_TH, Head(torch.zeros(NUM_TOKENS, 1), 64)).results[0].loss_sum
 
 
 def test_a_row_without_a_sequence_behind_the_prompt_has_branches_alone() -> None:

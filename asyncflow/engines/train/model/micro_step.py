@@ -29,8 +29,8 @@ from asyncflow.types import Array, LossSums, Objective, TokenBatch
 class Given:
     """Inputs of the loss besides the policy's hidden states; float32 where not noted, on the model's device.
 
-    The suffix gives the shape: T response tokens, R rows. `row_tokens_R`: number of loss tokens of each row. `old_T`, `ref_T`,
-    `rollout_T`: log-probs of old policy, reference and rollout engine.
+    The suffix gives the shape: T response tokens, R rows. `row_tokens_R`: number of loss tokens of each whole row. `old_T`,
+    `ref_T`, `rollout_T`: log-probs of old policy, reference and rollout engine.
     """
 
     packed: Packed
@@ -98,7 +98,10 @@ def given_frozen(
     elif models.old_model is None:
         old_T = rollout_T
     is_fresh_T = torch.from_numpy(micro_batch.staleness == 0).to(packed.row_T.device)[packed.row_T]
-    row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
+    if micro_batch.row_tokens is None:
+        row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
+    else:
+        row_tokens_R = float_tensor(micro_batch.row_tokens, packed)
     begins = micro_batch.response_ids.offsets.tolist()
     examined = tuple((int(micro_batch.indices[row]), slice(begins[row], begins[row + 1])) for row in micro_batch.examined_rows)
     return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T, examined)

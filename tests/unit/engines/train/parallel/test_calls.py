@@ -21,7 +21,7 @@ def test_a_turn_arrives_as_it_was_sent() -> None:
     with_reference = replace(batch, ref_logprobs=Ragged(batch.rollout_logprobs.values[::-1], batch.rollout_logprobs.offsets))
     for column in (batch.prompt_ids, batch.response_ids.values):
         column.flags.writeable = False  # as they come out of a received frame
-    sent = [batch, replace(with_reference, examined_rows=(0, 2))]
+    sent = [batch, replace(with_reference, examined_rows=(0, 2), row_tokens=np.array([9, 1, 12]))]
     call = decode(encode(Call("forward_backward", (sent,))))
     assert call.method == "forward_backward"
     for theirs, ours in zip(sent, call.arguments[0], strict=True):
