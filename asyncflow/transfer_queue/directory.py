@@ -130,8 +130,11 @@ class Places:
         return self.known
 
     async def learn(self, after: int = -1) -> Description:
-        """Look at the directory: at once, or when it is newer than version `after`."""
+        """Look at the directory: at once, or when it is newer than version `after`. Connections to places that have moved end: one
+        whose machine was cut off would not say so, and what waits for an answer there is asked again elsewhere."""
         self.known = await self._directory.describe(after)
+        for address in self._peers.keys() - self.known.places.values():
+            await self._peers.pop(address).close()
         return self.known
 
     async def changes(self) -> AsyncIterator[list[int]]:
@@ -205,6 +208,9 @@ class Places:
             peer = self._peers.get(address)
             if peer is None or peer.is_lost:
                 peer = await Peer.connect(address, self._name, credentials=self._credentials, timeout_seconds=5.0)
+                if address not in self._description.places.values():
+                    await peer.close()
+                    raise ConnectionLost(f"{name} has moved")
                 self._peers[address] = peer
             return peer
 

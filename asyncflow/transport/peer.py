@@ -222,7 +222,8 @@ async def _connect_unix(path: Path) -> socket.socket:
     try:
         while True:
             with contextlib.suppress(BlockingIOError):  # its queue of clients is full
-                sock.connect(socket_path(path))
+                with socket_path(path) as address:
+                    sock.connect(address)
                 return sock
             await asyncio.sleep(0.01)
     except BaseException:

@@ -16,7 +16,7 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -27,6 +27,7 @@ _JOIN_BYTES = 64 << 10  # below, one copy costs less than a call for each piece
 _MANY_BYTES = 256 << 10  # that much is not left to the end of the loop's turn
 _CHUNK_BYTES = 1 << 20  # handed over at once
 BACKLOG = 1024  # clients that may wait to be accepted at a unix socket
+_ALIVE_SECONDS, _PROBE_SECONDS, _PROBES = 60, 15, 4  # of silence, between questions, and how many without an answer end it
 _SOCKET_BYTES = 2 << 20  # asked for as the kernel's buffer of a unix socket; it grants what it allows
 
 
@@ -108,6 +109,7 @@ class Stream(asyncio.BufferedProtocol):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             self._transport.set_write_buffer_limits(high=0)
         else:
+            _keep_alive(transport.get_extra_info("socket"))
             self._transport.set_write_buffer_limits(high=_CHUNK_BYTES)
         self._opened(self)
 
@@ -169,12 +171,26 @@ class Stream(asyncio.BufferedProtocol):
         return first
 
 
-def socket_path(path: Path) -> str:
-    """An address for `path` within the 108 bytes that a unix socket's address may have, however long the path is."""
+def _keep_alive(sock: socket.socket) -> None:
+    """Have the kernel end a connection whose other machine is gone without a word: nothing that is sent there comes back."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+
+
+@contextlib.contextmanager
+def socket_path(path: Path) -> Iterator[str]:
+    """An address for `path` within the 108 bytes that a unix socket's address may have, however long the path is. Good as long as
+    the block runs."""
     if len(os.fsencode(path)) < 100:
-        return str(path)
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)  # stays open: the address refers to it
-    return f"/proc/self/fd/{directory}/{path.name}"
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)  # open in the block: the address refers to it
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
 
 
 def parse_address(address: str | Path) -> Path | tuple[str, int]:
@@ -198,7 +214,10 @@ def is_served(path: Path) -> bool:
     """Whether a process serves at this unix socket."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)) as probe:
         # EAGAIN: too many wait there.
-        return path.exists() and probe.connect_ex(socket_path(path)) in (0, errno.EAGAIN)
+        if not path.exists():
+            return False
+        with socket_path(path) as address:
+            return probe.connect_ex(address) in (0, errno.EAGAIN)
 
 
 def listen(path: Path) -> socket.socket:
@@ -212,7 +231,8 @@ def listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     previous = os.umask(0o177)  # of the whole process, so nothing may be awaited until it is restored
     try:
-        listener.bind(socket_path(path))
+        with socket_path(path) as address:
+            listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

@@ -254,6 +254,7 @@ class CollectiveReceiver:
             async with asyncio.timeout(2 * deadline):  # one broadcast that breaks may be before this one
                 seat = await sender.join(manifest.incarnation, manifest.version)
         except TimeoutError as error:
+            await self._dialler.close()  # a connection that has gone silent would stay so
             raise WeightSyncError(f"{trainer} did not begin with version {manifest.version} within {2 * deadline:g} s") from error
         except ConnectionLost as error:
             raise WeightSyncError(f"{trainer} has gone: {error}") from error
@@ -264,9 +265,11 @@ class CollectiveReceiver:
         except (RuntimeError, TimeoutError, ConnectionLost) as error:
             raise WeightSyncError(f"the broadcast of version {manifest.version} by {trainer} broke: {reason(error)}") from error
         finally:
-            with contextlib.suppress(ConnectionLost, TimeoutError):
+            try:
                 async with asyncio.timeout(deadline):
                     await sender.ended(manifest.version, has_it)
+            except (ConnectionLost, TimeoutError):
+                await self._dialler.close()
         return tensors
 
     async def release(self) -> None:

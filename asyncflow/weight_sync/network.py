@@ -180,6 +180,7 @@ class NodeReceiver:
                             self.num_received += len(chunk)
                             pull.moved(len(chunk))
                 except (ConnectionLost, TimeoutError) as error:
+                    await self._dialler.close()  # a connection that has gone silent would stay so
                     if clock() + _RETRY_SECONDS > progress + self._deadline_seconds:
                         raise WeightSyncError(
                             f"the trainer's sender at {manifest.served_at} sent {self._name} nothing of version "

@@ -117,6 +117,33 @@ async def test_a_sender_that_is_dead_or_hangs_is_named_in_time(options: Options,
     await receiver.close()
 
 
+@pytest.mark.parametrize("kind", ["collective", "network"])
+async def test_a_connection_that_has_gone_silent_is_not_used_again(options: Options, kind: str) -> None:
+    sync = make(kind, options(deadline_seconds=patience(2.0), listen="tls:127.0.0.1:0"))
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    before: set[asyncio.Task[Any] | None] = set()
+    silent: set[asyncio.Task[Any] | None] = set()
+
+    async def stand() -> None:
+        before.add(asyncio.current_task())
+        if asyncio.current_task() in silent:
+            await asyncio.Event().wait()
+
+    manifest = await sender.publish(0, HeldWeights(narrow(0)))
+    async with proxy(manifest.served_at, stand) as wire:
+        assert digest(await receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address))) == digest(narrow(0))
+        await receiver.release()
+        silent |= before  # its connections stay open, and nothing comes by them
+        manifest = msgspec.structs.replace(await sender.publish(1, HeldWeights(narrow(1))), served_at=wire.address)
+        with pytest.raises(WeightSyncError, match=f"the trainer's sender at {wire.address}"):
+            await receiver.fetch(manifest)
+        try:
+            assert digest(await receiver.fetch(manifest)) == digest(narrow(1))
+        finally:
+            await receiver.close()
+            await sender.close()
+
+
 async def test_who_is_late_gets_a_broadcast_of_its_own(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "GATHER_SECONDS", 0.3)
     sync = make("collective", options(num_receivers=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transport import ConnectionLost, Peer, Server, remote
 from asyncflow.types import Column
+from tests.patience import patience, until
 
 SCHEMA = Schema((Column("a", "int8"),), (TaskSpec("t", ("a",)),), 1)
 
@@ -136,6 +138,37 @@ async def test_a_call_goes_on_when_who_serves_it_comes_back_here_or_elsewhere(to
     while town.echoes[1].calls < 2:  # the one that was under way has been repeated
         await asyncio.sleep(0.01)
     waiting.cancel()
+    await places.close()
+
+
+async def test_a_call_of_one_that_was_replaced_and_never_hung_up_is_asked_of_the_other(town: Town) -> None:
+    places = await town.places()
+    await town.serve("first", "a")
+    places.watch()
+    echo = places.get(Echo, "unit/0")
+    parked = asyncio.create_task(echo.say("wait"))
+    await until(lambda: town.echoes[0].calls)
+    await town.serve("second", "b")  # the first one's machine is cut off: its connection stays open
+    await until(lambda: town.echoes[1].calls)
+    assert not parked.done()
+    parked.cancel()
+    await places.close()
+
+
+async def test_a_connection_that_is_made_while_its_place_moves_is_not_used(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = await town.places()
+    await town.serve("first", "a")
+    connect = Peer.connect
+
+    async def slowly(*arguments: Any, **options: Any) -> Peer:
+        peer = await connect(*arguments, **options)
+        if not town.servers[1:]:
+            await town.serve("second", "b")
+            await places.learn()
+        return peer
+
+    monkeypatch.setattr(Peer, "connect", slowly)
+    assert await asyncio.wait_for(places.get(Echo, "unit/0").say("x"), patience(5)) == "second x"
     await places.close()
 
 

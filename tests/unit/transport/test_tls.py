@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import stat
 from collections.abc import AsyncIterator
@@ -43,6 +44,16 @@ async def test_both_doors_lead_to_the_same_services(bench: Bench, address: str, 
     far = proxy(Echo, await Peer.connect(address, "far", credentials=credentials), "echo")
     near = await bench.client("near")
     assert await asyncio.gather(far.who(), near.who(), far.who_at_once()) == ["far", "near", "far"]
+
+
+async def test_both_ends_have_the_kernel_ask_for_a_machine_that_says_nothing(
+    bench: Bench, address: str, credentials: Credentials
+) -> None:
+    peer = await Peer.connect(address, "far", credentials=credentials)
+    (connection,) = bench.server._state.connections
+    for stream in (peer._stream, connection._stream):
+        assert stream is not None and stream._transport is not None
+        assert stream._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 async def test_large_arrays_travel_whole_and_many_requests_side_by_side(
