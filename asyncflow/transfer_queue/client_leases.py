@@ -22,6 +22,8 @@ from asyncflow.transport import ConnectionLost
 
 log = logging.getLogger(__name__)
 
+_keys = itertools.count(1)  # of all clients of this process: to a controller in it they are one worker
+
 
 class ClientLeases:
     """Leases of one client, of all tasks. `held`: the rows of each lease that are neither done nor failed yet; a lease is renewed
@@ -34,14 +36,13 @@ class ClientLeases:
         self._withdrawn: set[asyncio.Future[Handed | None]] = set()  # requests that may have an answer on its way all the same
         self._withdrawals: Counter[str] = Counter()
         self._calling: set[asyncio.Future[None]] = set()
-        self._keys = itertools.count(1)
 
     # -- asking -------------------------------------------------------------------------------------------------------------
 
     async def ask(self, task: str, want: Want, columns: list[str]) -> Handed | None:
         """See `Controller.lease`. A request that is withdrawn comes to None. A lease that it comes to all the same is given back,
         and so is one whose asker has gone."""
-        key = next(self._keys)
+        key = next(_keys)
         request = asyncio.ensure_future(self._controller(task).lease(want, columns, key))
         withdrawn = asyncio.get_running_loop().create_future()
         asking = self._asking.setdefault(task, set())

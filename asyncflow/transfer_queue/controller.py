@@ -117,14 +117,14 @@ class Controller:
             return None
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
         self._parked.append(_Parked(_asker(), want, answer, key, _now()))
-        self._serve()
-        lease = await answer
-        if lease is None:
-            return None
         try:
-            return Handed(lease, await self._columns_here(lease, columns))
-        except asyncio.CancelledError:  # its asker has gone
-            self._give_back(lease.token)
+            self._serve()
+            lease = await answer
+            return None if lease is None else Handed(lease, await self._columns_here(lease, columns))
+        except BaseException:  # its asker has gone, or is told of a failure: nobody is to hold what it was given
+            answer.cancel()
+            if not answer.cancelled() and answer.exception() is None and (lease := answer.result()) is not None:
+                self._give_back(lease.token)
             raise
 
     async def _columns_here(self, lease: Lease, columns: list[str]) -> WireBatch | None:
@@ -255,6 +255,7 @@ class Controller:
                     check_lease(self.spec, lease, wants[i][1])
                 except UserError as error:  # told to the asker, whatever has had the sampler choose now
                     self._parked[i].answer.set_exception(error)
+                    self.subscription.end_leases(self.table.give_back(lease.token))
                     continue
                 self._parked[i].answer.set_result(lease)
                 self._events.on_leased(lease, wants[i][1])

@@ -97,16 +97,27 @@ class TransferQueue:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[TransferQueue]:
-        """`open`, and `run` beside the block; closed at its end."""
+        """`open`, and `run` beside the block; closed at its end. If `run` fails, the block is cancelled, and this raises why:
+        nobody would be served any more."""
         await self.open()
+        block, is_in_block = asyncio.current_task(), True
         following = asyncio.create_task(self.run())
+
+        def end_block(_: asyncio.Task[None]) -> None:
+            if is_in_block and block is not None:
+                block.cancel()
+
+        following.add_done_callback(end_block)
         try:
             yield self
         finally:
+            is_in_block = False
             following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
-            await self.close()
+            try:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
+            finally:
+                await self.close()
 
     def stop(self) -> None:
         """Answer every request to this process's controllers, now and later, with None: the consumers are to end."""
@@ -140,8 +151,13 @@ class TransferQueue:
         before = path.read_bytes() if path.exists() else None
         units = [(number, self.places.get(StorageUnit, f"unit/{number}")) for number in self.places.units]
         new = uuid.uuid4().hex[:8]  # the files of an earlier one of this name stay whole until the new manifest is there
-        files = await asyncio.gather(*(unit.snapshot(f"{name}.{new}.unit-{number}") for number, unit in units))
-        manifest = SnapshotManifest(name, list(files))
+        begun = {f"{name}.{new}.unit-{number}": unit for number, unit in units}
+        written = await asyncio.gather(*(unit.snapshot(file) for file, unit in begun.items()), return_exceptions=True)
+        files = [file for file in written if not isinstance(file, BaseException)]
+        if failed := [error for error in written if isinstance(error, BaseException)]:  # the others' files are of no use
+            await asyncio.gather(*(unit.forget_snapshot(file) for file, unit in begun.items()), return_exceptions=True)
+            raise failed[0]
+        manifest = SnapshotManifest(name, files)
         replace(path, msgspec.json.encode(manifest))
         if before is not None:
             for old in msgspec.json.decode(before, type=SnapshotManifest).files:

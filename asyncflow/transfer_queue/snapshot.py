@@ -53,20 +53,24 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
     header = msgspec.msgpack.encode(_SnapshotHeader(list(schema.columns), schema.group_bits, durable_state, num_frames))
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("wb") as file:
-        file.write(MAGIC + len(header).to_bytes(8, "little") + xxhash.xxh3_64_digest(header) + header)
-        for metas, mask in groups:
-            names = _names(schema, mask, "group")
-            numbers = np.array([meta.group for meta in metas], np.int64)
-            of_each = np.array([a_row_of[meta.group] for meta in metas], np.int64)
-            columns = (await storage.read(of_each, names)).columns if names else {}
-            await asyncio.to_thread(write_frame, file, metas, Batch(np.empty(0, np.int64), numbers, columns))
-        for indices, names in columns_of_rows:
-            await asyncio.to_thread(write_frame, file, [], await storage.read(indices, names))
-        file.flush()
-        await asyncio.to_thread(os.fsync, file.fileno())
-        size = file.tell()
-    partial.rename(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(MAGIC + len(header).to_bytes(8, "little") + xxhash.xxh3_64_digest(header) + header)
+            for metas, mask in groups:
+                names = _names(schema, mask, "group")
+                numbers = np.array([meta.group for meta in metas], np.int64)
+                of_each = np.array([a_row_of[meta.group] for meta in metas], np.int64)
+                columns = (await storage.read(of_each, names)).columns if names else {}
+                await asyncio.to_thread(write_frame, file, metas, Batch(np.empty(0, np.int64), numbers, columns))
+            for indices, names in columns_of_rows:
+                await asyncio.to_thread(write_frame, file, [], await storage.read(indices, names))
+            file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+            size = file.tell()
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
     return SnapshotFile(path.name, count, size)
 

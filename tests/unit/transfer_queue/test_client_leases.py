@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import cast
 
 import pytest
@@ -13,6 +14,7 @@ from asyncflow.transfer_queue.leases import Lease, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import Column
 from tests.builders import loop_turns, meta
+from tests.patience import patience
 
 SCHEMA = Schema((Column("x", "int64"),), (TaskSpec("train", ("x",), lease_seconds=0.03),), 2)
 
@@ -70,8 +72,20 @@ async def test_a_request_whose_asker_has_gone_is_withdrawn_and_its_lease_given_b
     await loop_turns()
     asked.answer.set_result(Handed(lease(3), None) if is_on_its_way else None)
     await loop_turns()
-    assert asked.heard == ["withdraw 1", *(["back 3"] if is_on_its_way else [])] and leases.held == {}
+    assert re.fullmatch(r"withdraw \d+", asked.heard[0]) and leases.held == {}
+    assert asked.heard[1:] == (["back 3"] if is_on_its_way else [])
     assert leases.num_withdrawals("train") == 0
+
+
+async def test_a_request_whose_asker_has_gone_takes_none_of_another_client_with_it() -> None:
+    controller = Controller("train", SCHEMA)  # to which both clients of its process have the same name
+    asking = [asyncio.create_task(ClientLeases(SCHEMA, lambda task: controller).ask("train", Want(groups=1), [])) for _ in range(2)]
+    await loop_turns(5)
+    asking[0].cancel()
+    await loop_turns(5)
+    assert asking[0].cancelled() and not asking[1].done()
+    controller.close()
+    assert await asyncio.wait_for(asking[1], patience(5)) is None
 
 
 async def test_a_withdrawn_request_comes_to_nothing_though_it_was_lost_on_its_way() -> None:

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.transfer_queue import controller as controller_module
 from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.notices import News, Notice
+from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import DEAD, Schema, TaskSpec
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transport import ConnectionLost, client_name
-from asyncflow.types import Column, GroupMeta
+from asyncflow.types import Batch, Column, GroupMeta, RunError, UserError
 from tests.builders import loop_turns, meta
+from tests.patience import patience
 
 ONE = Want(groups=1)
 
@@ -357,3 +361,79 @@ async def test_what_one_unit_does_not_tell_says_nothing_of_the_rows_of_another(f
     await f.unit.tell(is_full=True)
     assert lost == [(0, rows(0))] and (await leased(f.controller, Want(groups=9))).rows == [rows(1)]
     following.cancel()
+
+
+class Broken:
+    """A unit whose storage does not answer."""
+
+    def refuse(self, task: str, leases: list[int]) -> None: ...
+
+    async def columns(self, rows: np.ndarray, columns: list[str]) -> Batch:
+        raise RunError("no answer")
+
+
+async def test_rows_whose_columns_cannot_be_read_are_held_by_nobody(follows: Any) -> None:
+    f = follows()
+    f.controller.subscription.here[0] = Broken()
+    await f.ready(meta(0))
+    with pytest.raises(RunError, match="no answer"):
+        await f.controller.lease(ONE, ["a"], 1)
+    assert f.controller.holders() == {}
+
+
+async def test_rows_of_a_lease_that_is_refused_are_held_by_nobody(follows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise UserError("more than was wanted")
+
+    monkeypatch.setattr(controller_module, "check_lease", refuse)
+    f = follows()
+    await f.ready(meta(0))
+    with pytest.raises(UserError, match="more than was wanted"):
+        await f.controller.lease(ONE, [], 1)
+    assert f.controller.holders() == {}
+
+
+async def test_a_request_at_which_the_sampler_fails_is_given_nothing_later(follows: Any) -> None:
+    f = follows()
+    sampler = f.controller._sampler
+
+    class Fails:
+        check = sampler.check
+
+        def assign(self, *arguments: object) -> None:
+            raise RuntimeError("a bug")
+
+    f.controller._sampler = Fails()
+    with pytest.raises(RuntimeError, match="a bug"):
+        await f.controller.lease(ONE, [], 1)
+    f.controller._sampler = sampler
+    await f.ready(meta(0))
+    assert f.controller.holders() == {} and f.controller.askers() == []
+
+
+async def test_rows_handed_out_in_the_moment_in_which_their_asker_goes_are_held_by_nobody(follows: Any) -> None:
+    f = follows()
+    asking = await parked(as_worker("w", f.controller))
+    f.unit._news.put_nowait(News(f.unit.epoch, 1, False, [f.notice(rows(0), "a", metas=[meta(0)])]))
+    while not f.controller.holders():
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled() and f.controller.holders() == {}
+
+
+async def test_a_controller_that_fails_ends_what_its_queue_serves() -> None:
+    def fail(rows: list[int]) -> None:
+        raise RuntimeError("a bug")
+
+    queue, has_waited = TransferQueue(schema(), [MemoryStorage()], events={"t": TaskEvents(on_done=fail)}), False
+    with pytest.raises(ExceptionGroup) as caught:
+        async with queue.running():
+            columns = {"a": np.zeros(2, np.int64), "out": np.zeros(2, np.int64)}
+            await queue.client().put([meta(0)], Batch(np.array(rows(0)), np.array([0]), columns))
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), patience(5))
+            except TimeoutError:
+                has_waited = True
+    assert not has_waited and caught.group_contains(RuntimeError, match="a bug")
+    assert await asyncio.wait_for(queue.client().lease("other"), patience(5)) is None  # it has been closed

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.index import PAGE_BITS, Index
+from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import ENTRIES_A_FRAME, SnapshotFile, read_snapshot, write_snapshot
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
 
 SCHEMA = Schema(
@@ -110,6 +112,22 @@ async def test_a_crash_before_the_end_leaves_the_file_that_was_there(tmp_path: P
         patched.setattr(asyncio, "to_thread", crash)
         with pytest.raises(KeyboardInterrupt):
             await write(path, [0, 1])
-    assert path.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["s", "s.partial"]
+    assert path.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["s"]
     await write(path, [0, 1])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
+
+
+async def test_a_snapshot_that_one_unit_cannot_write_leaves_nothing_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = TransferQueue(SCHEMA, [MemoryStorage(), MemoryStorage()], unit_options=UnitOptions(snapshot_dir=tmp_path))
+    await queue.open()
+
+    async def fail(name: str) -> SnapshotFile:
+        raise OSError("no room")
+
+    monkeypatch.setattr(queue.units[0], "snapshot", fail)
+    with pytest.raises(OSError, match="no room"):
+        await queue.snapshot("s")
+    assert list(tmp_path.iterdir()) == []
+    await queue.close()
