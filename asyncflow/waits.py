@@ -401,7 +401,8 @@ ANSWER: Final = _wait(
 UNIT: Final = _wait(
     "storage unit",
     "storage unit {unit} to store {rows} rows",
-    "transfer_queue/unit_store.py:UnitStore._drop UnitStore._store UnitStore._to_its_end UnitStore.admit UnitStore._ended"
+    "transfer_queue/durable_state.py:SavedDurableState.__init__"
+    " transfer_queue/unit_store.py:UnitStore._drop UnitStore._store UnitStore._to_its_end UnitStore.admit UnitStore._ended"
     " transfer_queue/freeing.py:Freeing.__init__ Freeing.free transfer_queue/client.py:_all_that_answer",
     ends="queue.lease_seconds",
 )

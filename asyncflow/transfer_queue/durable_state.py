@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,13 +14,14 @@ from asyncflow.transfer_queue.storage.base import QueueOwner, Storage
 from asyncflow.types import Array, RunError
 
 REMEMBERED = 65536
-GONE_KEPT = 2048  # of these, in the durable state: as many as may go while a lost answer is asked for again
+GONE_KEPT = 2048  # of these, in the durable state: as many as may go while a lost answer is asked for again; and all not freed yet
 DURABLE_STATE_KEY = "facts"
 
 
 class DurableState(msgspec.Struct):
     """Per task the partitions that have ended, and whether it is closed; the rows that have been dropped from groups that are still
-    there; the groups that went last (int64), should a put of theirs be repeated, or a controller not have heard that they went.
+    there; the groups that went last (int64), should a put of theirs be repeated, or a controller not have heard that they went, and
+    those that are still in the storage.
     `attempt`: of the run whose queue it is."""
 
     ended_partitions: dict[str, list[int]] = {}
@@ -45,6 +47,8 @@ class SavedDurableState:
         self.now = DurableState()
         self.gone: dict[int, None] = {}
         self._storage = storage
+        self._unfreed: dict[int, None] = {}  # groups that went, and are in the storage
+        self._keeping = asyncio.Lock()  # of two at once the older state might come last
         self._kept = self.encoded()  # in the storage, if it is durable
 
     async def open(self, owner: QueueOwner | None = None) -> None:
@@ -62,9 +66,10 @@ class SavedDurableState:
 
     async def keep(self) -> None:
         """Keep the state, if it has changed and something outlives this process."""
-        if self._storage.is_durable and (encoded := self.encoded()) != self._kept:
-            await self._storage.keep(DURABLE_STATE_KEY, encoded)
-            self._kept = encoded
+        async with self._keeping:
+            if self._storage.is_durable and (encoded := self.encoded()) != self._kept:
+                await self._storage.keep(DURABLE_STATE_KEY, encoded)
+                self._kept = encoded
 
     def encoded(self) -> bytes:
         """State as it is stored (MessagePack)."""
@@ -88,12 +93,26 @@ class SavedDurableState:
         self.gone.update(going)
         forget_oldest(self.gone)
         if going and self._storage.is_durable:
-            self.now.gone = np.array(list(self.gone)[-GONE_KEPT:], np.int64).tobytes()
+            self._unfreed.update(going)
+            self._note_gone()
 
     def freed(self, groups: Iterable[int]) -> None:
         """Note that nothing of these groups is in the storage any more."""
         for group in groups:
             self.now.dropped.pop(group, None)
+            self._unfreed.pop(group, None)
+
+    def come_back(self, groups: Iterable[int]) -> None:
+        """Note that these groups are there again: a snapshot had them."""
+        for group in groups:
+            self.gone.pop(group, None)
+        if self._storage.is_durable:
+            self._note_gone()
+
+    def _note_gone(self) -> None:
+        last = dict.fromkeys(list(self.gone)[-GONE_KEPT:])
+        older = [group for group in self._unfreed if group not in last]
+        self.now.gone = np.array([*older, *last], np.int64).tobytes()
 
 
 def forget_oldest(remembered: dict[Any, Any]) -> None:

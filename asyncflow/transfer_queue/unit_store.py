@@ -143,8 +143,14 @@ class UnitStore:
             self._writers.update(((token.task, row), token) for row, token in zip(rows.tolist(), of_free, strict=True))
             forget_oldest(self._writers)
         self._count_tokens(batch, rows, free, numbers, free_groups)
-        there = rows if num_drops == self._num_drops else self.index.present(rows)
-        posted = self._post_admission(new, there, row_mask, self.index.rows_of(numbers), group_mask)
+        there, admitted, left_out = rows, new, rows[:0]
+        if num_drops != self._num_drops:  # something was dropped while this was being written
+            there, admitted = self.index.present(rows), [meta for meta in new if meta.group in self.index.metas]
+            of_new = self.schema.rows_of(admitted)
+            left_out = np.setdiff1d(of_new, self.index.present(of_new))
+        posted = self._post_admission(admitted, there, row_mask, self.index.rows_of(numbers), group_mask)
+        if len(left_out):  # of these the controllers were told that they went before they were told that they came
+            posted.append(self._post(Notice(rows=left_out.tobytes(), is_drop=True)))
         try:
             if len(there) < len(rows):  # dropped while they were being written
                 gone = np.setdiff1d(rows, there)
@@ -259,9 +265,11 @@ class UnitStore:
         for _ in read_snapshot(path, self.schema)[1]:  # to its end: it is whole
             pass
         durable_state, frames = read_snapshot(path, self.schema)
+        await self._to_its_end(self.freeing.free())  # later it would free what comes back now
         count, groups, before = 0, list[int](), self.storage.nbytes
         for metas, batch in frames:
             new = self._admit(metas, 0)
+            self.durable_state.come_back(meta.group for meta in new)  # or they would go again when this process is started again
             self.capacity.take(_num_rows(new), 0)
             await self.store(batch, new)
             count += _num_rows(new)

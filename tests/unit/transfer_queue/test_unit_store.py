@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from asyncflow.transfer_queue import durable_state
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Controller, TaskEvents
+from asyncflow.transfer_queue.durable_state import SavedDurableState
+from asyncflow.transfer_queue.notices import Notice
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.base import QueueOwner
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
@@ -17,6 +21,7 @@ from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.transfer_queue.table import RowState
 from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, RunError
+from tests.builders import loop_turns
 from tests.unit.transfer_queue.dictionary import Dictionary
 
 BITS = 2
@@ -289,3 +294,70 @@ async def test_a_storage_that_keeps_another_attempts_state_is_told_so() -> None:
     await unit.drop(np.arange(4, 8))
     with pytest.raises(RunError, match=r"the state of another attempt of this run: Forgetful\.open is to remove"):
         await StorageUnit(Forgetful(store, "run"), SCHEMA).open(QueueOwner("mine", "second"))
+
+
+async def test_a_group_that_a_snapshot_brings_back_outlives_the_process(tmp_path: Path) -> None:
+    store = Failing()
+    unit = StorageUnit(KeyValueStorage(store, "run"), SCHEMA, UnitOptions(snapshot_dir=tmp_path))
+    await unit.open()
+    await put(unit)
+    await unit.snapshot("s")
+    await unit.drop(np.arange(4, 8))
+    assert await unit.restore("s") == 4
+    for one in (unit, await opened(store)):
+        assert await there(one, 4, 5, 6, 7) == [4, 5, 6, 7]
+
+
+async def test_groups_that_are_still_in_the_storage_stay_away_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_state, "GONE_KEPT", 1)
+    store = Failing()
+    unit = await opened(store)
+    for group in (1, 2, 3):
+        await put(unit, group)
+    async with unit.unit_store.freeing.held_off:  # as while a snapshot is written
+        for group in (1, 2, 3):
+            await unit.drop(np.arange(4 * group, 4 * group + 4))
+        assert await there(await opened(store), *range(4, 16)) == []
+    await unit.unit_store.freeing.free()
+    await put(unit, 4)
+    await unit.drop(np.arange(16, 20))
+    assert np.frombuffer(unit.unit_store.durable_state.now.gone, np.int64).tolist() == [4]
+
+
+@pytest.mark.parametrize(("dropped", "left"), [([4, 5, 6, 7], []), ([5], [4, 6, 7])])
+async def test_what_is_dropped_while_its_group_is_first_written_is_gone_for_the_controllers(
+    dropped: list[int], left: list[int]
+) -> None:
+    storage, controller = SlowMemory(), Controller("train", SCHEMA)
+    unit = StorageUnit(storage, SCHEMA)
+    await unit.open()
+    following = asyncio.create_task(controller.subscription.follow(0, unit))
+    putting = asyncio.create_task(put(unit))
+    await loop_turns()
+    dropping = asyncio.create_task(unit.drop(np.array(dropped)))
+    await loop_turns()
+    storage.gate.set()
+    await asyncio.gather(putting, dropping)
+    assert controller.table.rows_of(0).tolist() == left == await there(unit, 4, 5, 6, 7)
+    following.cancel()
+    controller.close()
+
+
+async def test_of_two_states_that_are_kept_at_once_the_newer_one_comes_last() -> None:
+    storage, gate, kept = KeyValueStorage(Failing(), "run"), asyncio.Event(), list[bytes]()
+    gates = [gate]
+
+    async def keep(name: str, value: bytes) -> None:
+        if gates:
+            await gates.pop().wait()
+        kept.append(value)
+
+    storage.keep = keep  # type: ignore[method-assign]
+    state, keeping = SavedDurableState(storage), list[asyncio.Task[None]]()
+    for partition in range(2):
+        state.end(Notice(task="train", ended_partition=partition))
+        keeping.append(asyncio.create_task(state.keep()))
+        await loop_turns()
+    gate.set()
+    await asyncio.gather(*keeping)
+    assert kept[-1] == state.encoded()

@@ -60,12 +60,14 @@ class KeyValue(Protocol):
 
 
 class _Value:
-    """Facts of a stored value, which is one group's. `rows`: row -> its position and its bytes, of those that are there."""
+    """Facts of a stored value, which is one group's. `rows`: row -> its position and its bytes, of those that are there.
+    `is_going`: it is being deleted."""
 
-    __slots__ = ("columns", "group_columns", "has_meta", "is_gone", "key", "nbytes", "num_stored", "rows")
+    __slots__ = ("columns", "group_columns", "has_meta", "is_going", "is_gone", "key", "nbytes", "num_stored", "rows")
 
     def __init__(self, key: str, batch: Batch, has_meta: bool, schema: Schema) -> None:
-        self.key, self.has_meta, self.is_gone = key, has_meta, False
+        self.key, self.has_meta = key, has_meta
+        self.is_going = self.is_gone = False
         self.columns = frozenset(batch.columns)
         self.group_columns = frozenset(name for name in batch.columns if schema.column(name).per == "group")
         of_rows = self.columns - self.group_columns
@@ -140,6 +142,9 @@ class KeyValueStorage:
             lost = [value for value, packed in zip(wanted, fetched, strict=True) if packed is None]
             if not lost:
                 break
+            if any(value.is_going for value in lost):
+                async with self._dropping:  # then it is gone, or is not
+                    continue
             if not all(value.is_gone for value in lost):  # those that are gone have been written anew meanwhile
                 raise RunError(f"{self._store.address} has lost {lost[0].key}: is it out of memory, or shared with another run?")
         batches = {value.key: self._unpacked(value.key, packed)[1] for value, packed in zip(wanted, fetched, strict=True)}
@@ -169,9 +174,15 @@ class KeyValueStorage:
             for group, dropped in of_group.items():
                 gone += [value for value in self._values[group] if not value.is_wanted_without(dropped)]
             strays = list(self._strays)
-            if tombs or gone or old_tombs:
-                await self._store.change(tombs, [*(value.key for value in gone), *old_tombs, *strays])
-                self._strays.difference_update(strays)
+            for value in gone:
+                value.is_going = True
+            try:
+                if tombs or gone or old_tombs:
+                    await self._store.change(tombs, [*(value.key for value in gone), *old_tombs, *strays])
+                    self._strays.difference_update(strays)
+            finally:
+                for value in gone:
+                    value.is_going = False
             for value in gone:
                 value.is_gone = True
             for group in (*going, *of_group):

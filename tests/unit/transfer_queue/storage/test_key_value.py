@@ -18,6 +18,7 @@ from asyncflow.transfer_queue.storage.servers.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.servers.mooncake import MooncakeKeyValue, MooncakeOptions, MooncakeStorage
 from asyncflow.transfer_queue.storage.servers.redis import RedisStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, RunError, UserError
+from tests.builders import loop_turns
 from tests.patience import patience
 from tests.unit.transfer_queue.dictionary import Dictionary
 
@@ -34,12 +35,15 @@ class Watched(Dictionary):
         self.fails = ""
         self.num_gets = 0
         self.gate: asyncio.Event | None = None
+        self.answer: asyncio.Event | None = None  # holds up the answers to changes that have been made
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
         await asyncio.sleep(0)
         if self.fails == "before":
             raise RunError("no answer")
         await super().change(values, gone)
+        if self.answer is not None:
+            await self.answer.wait()
         if self.fails == "after":
             raise RunError("no answer")
 
@@ -100,6 +104,24 @@ async def test_a_read_finds_what_is_written_anew_meanwhile() -> None:
     await storage.drop(np.arange(8, 15), NONE)
     gate.set()
     assert (await reading).dense("reward").tolist() == [15] and store.num_gets == 3
+
+
+async def test_a_read_of_what_is_being_dropped_is_told_that_it_has_gone_and_not_that_it_is_lost() -> None:
+    store = Watched()
+    storage = await opened(store)
+    await storage.write(*put())
+    await storage.write((), rewards(8))
+    store.answer = answer = asyncio.Event()
+    dropping = asyncio.create_task(storage.drop(np.array([8]), NONE))
+    while len(store.values) > 2:  # the prompt, and what has been dropped
+        await asyncio.sleep(0)
+    reading = asyncio.create_task(storage.read(np.array([8]), ["reward"]))
+    await loop_turns()
+    assert not reading.done()
+    answer.set()
+    await dropping
+    with pytest.raises(LookupError, match="row 8 has no column 'reward'"):
+        await reading
 
 
 async def test_drops_and_writes_of_one_group_overlap() -> None:
