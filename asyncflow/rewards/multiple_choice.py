@@ -9,7 +9,7 @@ from asyncflow.rewards.answers import MARKS, AnswerScorer
 
 
 class MultipleChoice(AnswerScorer):
-    """The choice is what is marked as the answer: `C`, `(C)`, `C.`, `C) the third one`, `option C`, `\\text{C}`.
+    """The choice is what is marked as the answer: `C`, `(C)`, `C.`, `C) the third one`, `option C`, `\\text{C}`. `C, D` is none.
 
     A response of nothing but the choice needs no mark.
     """
@@ -31,8 +31,10 @@ class MultipleChoice(AnswerScorer):
         self._choices, letters = choices.upper(), re.escape(choices)
         super().__init__(answer_column, marks, require_end)
         # Possessive: a run of spaces must not be divided in all ways.
-        around = r"[\s*_($\[\"'{]*+(?:\\text(?:bf)?\s*+\{)?+\s*+(?:(?:option|choice|answer)\s++)?+[(\[]?+"
-        self._letter = re.compile(rf"{around}([{letters}])(?=\s*$|\s*[).:,;\]}}*$\"'-])", re.IGNORECASE)
+        around = r"[\s*_($\[\"'{]*+(?:\\(?:text|math)(?:[a-z]{2})?+\s*+\{)?+\s*+(?:(?:option|choice|answer)\s++)?+[(\[]?+"
+        behind = r"[\s)\]}*_$\"'.]*+"
+        another = rf"{behind}(?:[,;/&-]\s*+(?:(?:and|or)\b)?+|(?:and|or)\b){around}[{letters}]{behind}(?:$|[,;/&-]|(?:and|or)\b)"
+        self._letter = re.compile(rf"{around}([{letters}])(?!{another})(?=\s*$|\s*[).:,;\]}}*$\"'-])", re.IGNORECASE)
 
     def _answer(self, response: str) -> str | None:
         answer = super()._answer(response)

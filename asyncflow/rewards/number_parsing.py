@@ -202,17 +202,27 @@ _CURRENCY = re.compile(r"(?:US)?[$€£¥₹]")
 _PERCENT_SIGN = re.compile(r"(?<=\d)\s*%")
 _TIMES = re.compile(r"(?<=\d)\s*(?:[xX]|of)\s*(?=\d)")
 _ONE_UNIT = re.compile(r"(?<=\d)\s*([A-Za-z]+(?:\s+[A-Za-z]+){0,2})(?![A-Za-z(])")
-_PERCENT = re.compile(r"(?:%|\s*(?:percent|per cent|pct|percentage points?)\.?)$", re.IGNORECASE)
+# 25%, 25 percent, 25% of the class.
+_PERCENT = re.compile(
+    r"(?:%|\s*(?:percent|per cent|pct|percentage points?)\b\.?)(?:\s+(?P<of>[A-Z][A-Z.\-']*(?:\s+[A-Z][A-Z.\-']*){0,4}))?$",
+    re.IGNORECASE,
+)
 # Words that follow a number, with quotients, a power and dots among them. An exponent (1e-3) is none.
 _UNIT = re.compile(
     r"(?<=[\d).])\s*(?![eE][-+]?\d)"
     r"(?P<unit>(?:[°¢$€£¥₹][CF]?|[A-Za-z][A-Za-z.\-']*)(?:(?:\s+|\s*/\s*)[A-Za-z][A-Za-z.\-']*){0,4}(?:\^?\(?[23]\)?)?)$"
 )
-# What a number is multiplied by, or joined with, is no unit of it.
+# What a number is multiplied by, or joined with, is no unit of it; nor is what a sentence says of it.
 _NO_UNITS: Final = frozenset(
-    ["pi", "sin", "cos", "tan", "log", "exp", "sqrt", "mod", "and", "or", "to", "not", "theta", "alpha", "beta", "lambda"]
+    [
+        *("pi", "sin", "cos", "tan", "log", "exp", "sqrt", "mod", "and", "or", "to", "not", "theta", "alpha", "beta", "lambda"),
+        *("minus", "plus", "divided", "squared", "cubed", "factorial", "half", "third", "thirds", "than", "if", "is"),
+    ]
 )
+_TIMES_VARIABLE = re.compile(r"\btimes [b-z]\b")  # 3 times, 3 times a week: a unit
+_CURRENCIES: Final = frozenset("$€£¥₹¢")
 _SCALE: Final = {"hundred": 10**2, "thousand": 10**3, "k": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLES: Final = {**_SCALE, "dozen": 12, "M": 10**6}  # an m is a metre
 
 
 # What joins a sentence, and words for numbers, are in no name.
@@ -222,41 +232,46 @@ _NO_NAMES: Final = frozenset(
 
 
 def _without_unit(text: str) -> tuple[str, str, bool, str] | None:
-    """A number's own text; then its unit in one spelling, whether it is a percentage, and the unit as it is written. A scale stays
-    with the number, as a product. None: what stands beside the number is more than a unit."""
-    units: list[str | None] = []
-    written = ""
+    """A number's own text; then its unit in one spelling, whether it is a percentage, and the unit as it is written. Scales stay
+    with the number, as a product. A currency is the unit, whatever else stands beside the number: $5 each, 5 dollars per hour.
+    None: what stands there is more than a unit."""
+    currency = written = ""
     if found := _CURRENCY_FIRST.match(text):
-        units.append(_one_spelling(found[2]))
+        currency = _one_spelling(found[2]) or ""
         text = found[1] + text[found.end() :]
-    shorter = _PERCENT.sub("", text)
-    is_percent, text = shorter != text, shorter.strip()
-    if not is_percent and (found := _UNIT.search(text)):
-        first, _, rest = found["unit"].partition(" ")
-        if first.lower() in _SCALE:
-            text = f"({text[: found.start()].strip()})*{_SCALE[first.lower()]}"
-        else:
-            rest, text = found["unit"], text[: found.start()]
-        if rest:
-            written = rest
-            units.append(_one_spelling(rest))
-    if None in units or len(set(units)) > 1:
+    if found := _PERCENT.search(text):
+        if found["of"] and _one_spelling(found["of"]) is None:
+            return None
+        return text[: found.start()].strip(), currency, True, ""
+    text = text.strip()
+    if (found := _UNIT.search(text)) is None:
+        return text, currency, False, ""
+    words, text = found["unit"].split(), text[: found.start()].strip()
+    while words and (multiple := _MULTIPLES.get(words[0]) or _MULTIPLES.get(words[0].lower().removesuffix("s"))):
+        text, words = f"({text})*{multiple}", words[1:]
+    written = " ".join(words)
+    unit = _one_spelling(written) if words else currency
+    if unit is None:
         return None
-    return text.strip(), (units[0] or "") if units else "", is_percent, written
+    named = _CURRENCIES & {currency, *unit.split()}
+    if len(named) > 1:  # $18 euros
+        return None
+    return text, currency or (unit[0] if unit[0:1] in named else unit), False, written
 
 
 def _one_spelling(unit: str) -> str | None:
     """The name of a unit, however it is written. None: it is no unit, but perhaps a variable."""
     unit = re.sub(r"[\s.()]+", " ", unit.lower()).strip().removeprefix("of ")
     unit = unit.replace("square ", "sq ").replace("cubic ", "cu ")
+    unit = re.sub(r"(?<=.) squared$", "^2", re.sub(r"(?<=.) cubed$", "^3", unit))  # 5 metres squared
     if found := re.fullmatch(r"(.+?)\s?\^?\s?([23])", unit):  # m^2, cm2
         unit = f"{'sq' if found[2] == '2' else 'cu'} {found[1].strip()}"
-    if not unit or _NO_UNITS & set(unit.split()):
+    if not unit or _TIMES_VARIABLE.search(unit) or any(word in _NO_UNITS or word in _WORDS for word in unit.split()):
         return None
     if (whole := _singular(unit)) in _SAME_UNITS:
         return whole
     words = [_singular(word) for word in unit.split()]
-    is_short = all(len(word) < 3 and word not in _UNIT_OF and word not in ("sq", "cu") for word in words)
+    is_short = all(len(word) < 3 and word not in _UNIT_OF for word in words if word not in ("sq", "cu"))
     return None if is_short else " ".join(words)
 
 
@@ -273,6 +288,7 @@ _SUPERSCRIPTS = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _TYPOGRAPHY: Final = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"(?<=[\w)}])(\s?)\*\*\1(?=[\d({+-]|[a-zA-Z]\b)", "^"),  # 2**3: a power, and nothing bold
         (r"[\u2212\u2010-\u2015\uFE63]", "-"),
         (r"[\u2044\u2215]", "/"),
         (r"\u00d7|\\times|\\cdot|\\ast|·", "*"),
@@ -292,6 +308,7 @@ _TYPOGRAPHY: Final = [
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\[()\[\]]", ""),
         (r"\$\$", ""),
+        (r"\$(?=[-+.(\\\d])([^$]*[\d.)}%])\$(?!\d)", r"\1"),  # $72$ apples; but $5 + $13
         (r"\*\*+|__+|`", ""),
         (r"\\(?:approx|sim)(?![a-z])", "≈"),
         (r"\\pi|π", " pi"),

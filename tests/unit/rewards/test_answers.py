@@ -113,6 +113,18 @@ def test_awkward_spellings_of_numbers_without_sympy(answer: str, right: str, is_
     assert scored(Numeric(), f"So it is.\n#### {answer}", right) == float(is_right)
 
 
+@pytest.mark.parametrize(
+    ("response", "right", "reward"),
+    [
+        ("The answer is $72$ apples.", "72", 1.0),
+        ("The answer is $5 each.", "5", 1.0),
+        ("<answer>72 is incorrect</answer>", "72", 0.0),
+    ],
+)
+def test_what_stands_beside_a_number_in_a_sentence(response: str, right: str, reward: float) -> None:
+    assert scored(Numeric(), response, right) == reward
+
+
 BOMBS = ["9" * 10_000, "9" * 190, "2^99999", "10^10^10", "(" * 100 + "1" + ")" * 100, "1e999", "-" * 199 + "1"]
 BOMBS += ["((((9^64)^64)^64)^64)", "(9^32)^64", "(1/9^32)^64", "*".join(["99^64"] * 12), "/".join(["99^64"] * 13)]
 BOMBS += ["+".join(f"1/{prime}^64" for prime in (41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89))]
@@ -146,6 +158,8 @@ RUNS += [
     "#### ^" + " " * 50_000 + "x",
     "#### " + '"' * 400_000,
     r"\boxed{\text{" + " " * 50_000 + "x}}",
+    "#### A" + " ) " * 20_000 + ",",
+    "#### A, " + " " * 50_000 + "x",
 ]
 
 

@@ -57,6 +57,17 @@ def test_exact_match(response: str, answer: Any, options: dict[str, Any], reward
         ("the answer is option C", 1.0),
         ("<answer>C</answer>", 1.0),
         ("B", 0.0),
+        (r"\boxed{\mathrm{C}}", 1.0),
+        (r"\boxed{\mathbf{C}}", 1.0),
+        (r"\boxed{\textrm{(C)}}", 1.0),
+        ("The answer is C, not D", 1.0),
+        ("The answer is C, a cat", 1.0),
+        (r"\boxed{C, D}", 0.0),
+        (r"\boxed{\text{C}, \text{D}}", 0.0),
+        (r"\boxed{(C), (D)}", 0.0),
+        (r"\boxed{C/D}", 0.0),
+        (r"\boxed{C, D, and E}", 0.0),
+        (r"\boxed{(C) or (D)}", 0.0),
         ("The answer is B, not C", 0.0),
         ("C and D", 0.0),
         ("Cats", 0.0),
@@ -72,7 +83,7 @@ def test_multiple_choice(response: str, reward: float) -> None:
     assert MultipleChoice()(sample(response, 2)) == reward and MultipleChoice()(sample(response, "(C)")) == reward
 
 
-@pytest.mark.parametrize("answer", ["F", 7, True, None, "", ["C"]])
+@pytest.mark.parametrize("answer", ["F", "C, D", 7, True, None, "", ["C"]])
 def test_a_reference_that_is_no_choice_is_an_error(answer: Any) -> None:
     with pytest.raises(ValueError, match="none of the choices"):
         MultipleChoice()(sample("C", answer))
