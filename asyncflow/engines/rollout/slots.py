@@ -297,8 +297,9 @@ class Slots:
                 continue
             first, *others = (slot for claim in prompt.claims for slot in claim.slots)
             self._decoder.cache.share(first, others, len(prompt.token_ids))
+            first_logits_V = logits_V.clone()  # a view would keep the whole pass's until the request's last row ends
             for claim in prompt.claims:
-                claim.request.first_logits_V = logits_V
+                claim.request.first_logits_V = first_logits_V
                 if claim.has_all:
                     self._occupy(claim)
                     found += [logits_V] * len(claim.slots)

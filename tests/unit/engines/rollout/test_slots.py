@@ -129,6 +129,25 @@ async def test_first_tokens_follow_the_softmax(saved: tuple[PreTrainedModel, Pat
     assert chi2 < likely.sum() + 4 * np.sqrt(2 * likely.sum())
 
 
+async def test_a_request_keeps_the_logits_behind_its_prompt_and_no_others(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    kept: list[tuple[int, Any]] = []  # rows that were active in the pass, and what each request keeps behind it
+    async with opened(path) as engine:
+        slots, fill = engine._slots, engine._slots._fill
+
+        def watched(work: Any) -> None:
+            num_active = slots._num_active
+            fill(work)
+            kept.extend((num_active, request.first_logits_V) for request in slots._requests)
+
+        slots._fill = watched
+        async with held_in_step(engine, 3, responses(engine, [0])) as first:
+            second = asyncio.create_task(responses(engine, [0], 5, prompt=PROMPT + 1, key=SampleKey(0, 1)))
+        await asyncio.gather(first, second)
+    assert any(num_active for num_active, _ in kept), "no pass had other rows"
+    assert all(logits_V.untyped_storage().nbytes() == logits_V.nbytes for _, logits_V in kept)
+
+
 async def test_a_sample_does_not_depend_on_its_company(saved: tuple[PreTrainedModel, Path]) -> None:
     _, path = saved
     async with opened(path, num_slots=1) as engine:
