@@ -50,6 +50,9 @@ def _run(code: str) -> str:
                 value = eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
                 if value is not None:
                     print(repr(value))
+        except SystemExit as ended:  # what was printed before stays
+            if ended.code is not None and not isinstance(ended.code, int):
+                print(ended.code)
         except Exception as error:
             print("".join(traceback.format_exception_only(error)).strip())
     text = printed.getvalue()

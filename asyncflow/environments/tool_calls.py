@@ -17,7 +17,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-_THOUGHTS: Final = re.compile(r"^.*</think>", re.DOTALL)
+# A call as it begins, and as it ends where its form has an end.
+_CALL_BEGINS: Final = re.compile(
+    r"(?:<tool_call>|^```tool_call[ \t]*\n|\[TOOL_CALLS\]|<\|python_tag\|>)\s*+[\[{]|\A\s*+\{", re.MULTILINE
+)
+_CALL_ENDS: Final = re.compile(r"</tool_call>|^```", re.MULTILINE)
 _HERMES: Final = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCED: Final = re.compile(r"^```tool_call[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -36,9 +40,9 @@ class Malformed(NamedTuple):
 
 
 def calls_in(text: str) -> list[ToolCall | Malformed]:
-    """Calls of a turn, in their order, by whichever form it has; what stands in its thoughts (`<think>`) is none. Empty: the turn
-    calls nothing."""
-    answer = _THOUGHTS.sub("", text)
+    """Calls of a turn, in their order, by whichever form it has; what stands in the thought that it begins with (`<think>`) is
+    none. Empty: the turn calls nothing."""
+    answer = _without_thought(text)
     if bodies := _HERMES.findall(answer) or _FENCED.findall(answer):
         return [call for body in bodies for call in _read(body)]
     _, mark, body = answer.partition("[TOOL_CALLS]")
@@ -49,6 +53,11 @@ def calls_in(text: str) -> list[ToolCall | Malformed]:
     return list(_read(body)) if mark or is_call else []
 
 
+def writable(text: str) -> str:
+    """Text with ? for each half of a character, which JSON can spell (`"\\ud800"`) and no message can hold."""
+    return text.encode(errors="replace").decode()
+
+
 def without_calls(text: str) -> str:
     """Text of a turn without its calls."""
     if "<tool_call>" in text or _FENCED.search(text):
@@ -56,6 +65,17 @@ def without_calls(text: str) -> str:
     if "[TOOL_CALLS]" in text:
         return text.partition("[TOOL_CALLS]")[0].strip()
     return "" if calls_in(text) else text
+
+
+def _without_thought(text: str) -> str:
+    """Text of a turn without the thought that it begins with: nothing, where that never ends. The template may have written its
+    `<think>`, so that a `</think>` ends one, too, unless it stands in the arguments of a call."""
+    head, mark, rest = text.partition("</think>")
+    if text.lstrip().startswith("<think>"):
+        return rest
+    *_, begin = [-1, *(found.end() for found in _CALL_BEGINS.finditer(head))]
+    is_in_call = begin >= 0 and _CALL_ENDS.search(head, begin) is None
+    return rest if mark and not is_in_call else text
 
 
 def explained(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -74,7 +94,7 @@ def _read(body: str) -> Iterator[ToolCall | Malformed]:
     while place < len(body):
         try:
             value, place = decoder.raw_decode(body, place)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # lists thousands deep, an integer of thousands of digits
             yield Malformed(f"the call is not JSON: {error}")
             return
         yield from map(_call, value if isinstance(value, list) else [value])
@@ -91,6 +111,6 @@ def _call(value: Any) -> ToolCall | Malformed:
     if isinstance(arguments, str):  # as OpenAI writes them
         try:
             arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             return Malformed(f"the arguments of {name} are not JSON: {error}")
     return ToolCall(name, arguments) if isinstance(arguments, Mapping) else Malformed(f"the arguments of {name} are no object")

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncflow.environments.base import TOOL_CALLS, TOOL_FAILURES, Action, TurnResult
 from asyncflow.environments.mcp_tools import McpTools
-from asyncflow.environments.tool_calls import Malformed, ToolCall, calls_in, explained
+from asyncflow.environments.tool_calls import Malformed, ToolCall, calls_in, explained, writable
 from asyncflow.environments.tool_schema import specification
 from asyncflow.registry import load, resolve
 from asyncflow.types import UserError
@@ -53,20 +53,21 @@ class ToolBox:
         try:
             result = function(*bound.args, **bound.kwargs)
             result = await result if inspect.isawaitable(result) else result
+            return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), False
         except Exception as error:  # a tool's failure is the model's to see
             return f"Error: {type(error).__name__}: {error}", True
-        return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), False
 
     async def answer_to(self, action: Action, calls: Sequence[ToolCall | Malformed], max_characters: int) -> TurnResult:
         """Answer to a turn with calls: messages with their results, in their order."""
         messages, failures, is_fenced = [], 0, "```tool_call" in action
         for number, call in enumerate(calls):
             text, has_failed = await self.result_of(call)
+            text = writable(text)
             failures += has_failed
             if len(text) > max_characters:
                 text = f"{text[:max_characters]}... ({len(text) - max_characters} more characters)"
             content = f"\n```tool_result\n{text}\n```\n" if is_fenced else text
-            name = call.name if isinstance(call, ToolCall) else "unknown"
+            name = writable(call.name) if isinstance(call, ToolCall) else "unknown"
             messages.append({"role": "tool", "name": name, "tool_call_id": f"call{number:05}", "content": content})
         return TurnResult(messages, None, False, {TOOL_CALLS: len(calls), TOOL_FAILURES: failures})
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from asyncflow.environments.base import Message
-from asyncflow.environments.tool_calls import ToolCall, calls_in, without_calls
+from asyncflow.environments.tool_calls import ToolCall, calls_in, without_calls, writable
 
 FinishReason = Literal["stop", "length"]
 _TEXT_FORMATS: Final = (None, "text")
@@ -115,19 +115,23 @@ def _check_message(message: Mapping[str, Any]) -> None:
 def answer_message(text: str, number: int, *, has_tools: bool) -> dict[str, Any]:
     """The assistant's message that a client gets for a sampled text. `number` of the call makes ids of tool calls.
 
-    Calls that cannot be read stay part of the content, so that the program sees them.
+    Where a call cannot be read the whole text stays the content, so that the program sees it.
     """
-    calls = [call for call in calls_in(text) if isinstance(call, ToolCall)] if has_tools else []
+    found = calls_in(text) if has_tools else []
+    calls = [call for call in found if isinstance(call, ToolCall)]
     if not calls:
         return {"role": "assistant", "content": text}
     return {
         "role": "assistant",
-        "content": without_calls(text) or None,
+        "content": text if len(calls) < len(found) else without_calls(text) or None,
         "tool_calls": [
             {
                 "id": f"c{number:05}{index:03}",
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+                "function": {
+                    "name": writable(call.name),
+                    "arguments": writable(json.dumps(dict(call.arguments), ensure_ascii=False)),
+                },
             }
             for index, call in enumerate(calls)
         ],

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx2
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from asyncflow.environments.base import Message
 from asyncflow.environments.capture.endpoint import CaptureEndpoint
 from asyncflow.environments.capture.episode import CapturedEpisode
 from asyncflow.environments.capture.transcript import CallTranscript, CapturedCall, CapturedSequence
+from asyncflow.environments.capture.wire import answer_message
 from asyncflow.environments.joints import Joints, JointsByTools
 from tests.chat_families import FAMILIES, save_family
 
@@ -183,6 +185,24 @@ async def endpoint() -> AsyncIterator[CaptureEndpoint]:
 
 def episode(tokenizer: CheckpointTokenizer, script: Script, **limits: int) -> CapturedEpisode:
     return CapturedEpisode(JointsByTools(tokenizer), script, **{"max_tokens": 1000, "max_calls": 16, **limits})
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ('A.\n<tool_call>{"name": "add"}</tool_call>', "A.", ["{}"]),
+        ('A.\n<tool_call>{"name": "add"}</tool_call><tool_call>{"name</tool_call>', None, ["{}"]),
+        ("<tool_call>" + "[" * 2000, None, []),
+        ('A.\n<tool_call>{"name": "add", "arguments": {"é": "\\ud800"}}</tool_call>', "A.", ['{"é": "?"}']),
+    ],
+)
+def test_a_client_sees_the_calls_that_can_be_read_and_the_text_of_others(
+    text: str, content: str | None, arguments: list[str]
+) -> None:
+    message = answer_message(text, 1, has_tools=True)
+    assert message["content"] == (text if content is None else content)
+    assert [each["function"]["arguments"] for each in message.get("tool_calls", ())] == arguments
+    msgspec.json.encode(message)
 
 
 async def test_chat_completions_with_tools_whole_and_streaming(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from transformers.utils import get_json_schema
 
@@ -138,6 +139,20 @@ ADD = ToolCall("add", {"a": 1})
         ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]', [ADD]),
         ('I call it.\n```tool_call\n{"name": "add", "arguments": {"a": 1}}\n```\n', [ADD]),
         ('<tool_call>{"function": {"name": "add", "arguments": "{\\"a\\": 1}"}}</tool_call>', [ADD]),
+        ('<tool_call>{"name": "say", "arguments": {"text": "</think>"}}</tool_call>', [ToolCall("say", {"text": "</think>"})]),
+        ('```tool_call\n{"name": "say", "arguments": {"text": "</think>"}}\n```', [ToolCall("say", {"text": "</think>"})]),
+        ('[TOOL_CALLS] [{"name": "say", "arguments": {"text": "</think>"}}]', [ToolCall("say", {"text": "</think>"})]),
+        ('{"name": "say", "parameters": {"text": "</think>"}}', [ToolCall("say", {"text": "</think>"})]),
+        (
+            '<think>a</think><tool_call>{"name": "say", "arguments": {"text": "</think>"}}</tool_call>',
+            [ToolCall("say", {"text": "</think>"})],
+        ),
+        ('<think>\nPerhaps <tool_call>{"name": "b"}</tool_call>', []),
+        ('Perhaps <tool_call>{"name": "b"}</tool_call>\n</think>\n\nThe answer is 4.', []),
+        (
+            'A <tool_call> perhaps.\n</think>\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+            [ADD],
+        ),
         ("The answer is {4}.", []),
         ('```json\n{"name": "add"}\n```', []),
     ],
@@ -155,6 +170,10 @@ def test_calls_are_read_in_the_form_of_each_family(text: str, calls: list[ToolCa
         ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "no object"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "are not JSON"),
         ("[TOOL_CALLS] [{]", "is not JSON"),
+        ("<tool_call>" + "[" * 2000, "is not JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "is not JSON"),
+        ('<tool_call>{"name": "add", "arguments": "' + "[" * 2000 + '"}</tool_call>', "are not JSON"),
+        ('<tool_call>{"name": "add", "arguments": "[' + "9" * 5000 + ']"}</tool_call>', "are not JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_one_all_the_same(text: str, why: str) -> None:
@@ -189,6 +208,14 @@ async def slowly(text: str) -> dict:
     """
     await asyncio.sleep(0)
     return {"said": text}
+
+def shifted(bits: int) -> int:
+    """Shift.
+
+    Args:
+        bits: how far
+    """
+    return 1 << bits
 
 class Shop:
     """Of TRL's kind."""
@@ -251,6 +278,19 @@ async def test_results_and_errors_are_observed_and_an_answer_ends_the_episode(fi
     assert await environment.step(Action("It is 0.5.")) == TurnResult(None, None, True, {})
 
 
+async def test_what_no_message_can_hold_is_the_models_to_see(file: Path) -> None:
+    environment = Tools([f"{file}:slowly", f"{file}:shifted"])
+    for action, text in (
+        (call("slowly", text="\ud800"), '{"said": "?"}'),
+        (call("\ud800"), r"Error: there is no tool '\ud800'; there are slowly, shifted"),
+        (call("slowly", **{"\ud800": 1}), "Error: slowly does not take these arguments: "),
+        (call("shifted", bits=20_000), "Error: ValueError: Exceeds the limit"),
+    ):
+        outcome = await environment.step(action)
+        ((message,),) = msgspec.msgpack.decode(msgspec.msgpack.encode([outcome.words]))
+        assert message["content"].startswith(text)
+
+
 async def test_the_fenced_form_is_explained_and_answered_in_fences(file: Path) -> None:
     environment = Tools([f"{file}:divide"], explain=True, max_result_characters=2)
     assert "```tool_call" in str(await environment.reset({}, 0))
@@ -290,6 +330,8 @@ def test_the_python_tool_prints_what_an_interpreter_would() -> None:
     assert python("1 / 0") == "ZeroDivisionError: division by zero\n"
     assert "SyntaxError" in python("def f(:")
     assert python("None") == ""
+    assert python("import sys\nprint(1)\nsys.exit(2)") == python("print(1)\nexit()") == "1\n"
+    assert python("print(1)\nraise SystemExit('no more')") == "1\nno more\n"
     assert python("b = bytearray(4 << 30)") == "MemoryError\n"
     assert python("'x' in dir()") == "False\n"  # nothing of the first program
 
