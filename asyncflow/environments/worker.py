@@ -48,6 +48,8 @@ from asyncflow.sandbox.limits import adopt_orphans, children, die_with_parent, e
 from asyncflow.user_file import named, words_of
 
 _M_ARENA_MAX = -8  # glibc's malloc.h
+MIN_THREADS = 32
+"""Threads that a process of several episodes may have at least: as many as asyncio would start itself."""
 Build = Callable[[], Any]
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 
@@ -100,7 +102,7 @@ class Player:
 
     def __init__(self, build: Build, path: str, pool: ThreadPoolExecutor | None = None) -> None:
         """`pool`: threads in which plain functions run; None: they are called where they are."""
-        self._build, self._path, self._pool = build, path, pool
+        self._build, self._path, self.pool = build, path, pool
         self._playing: dict[int, Any] = {}  # by the episode's number
 
     async def answer(self, question: Question) -> EnvironmentReply:
@@ -134,10 +136,10 @@ class Player:
                 return EpisodeClosed()
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self._pool is None or inspect.iscoroutinefunction(function):
+        if self.pool is None or inspect.iscoroutinefunction(function):
             returned = function(*arguments)
         else:
-            returned = await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+            returned = await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
         return await returned if inspect.isawaitable(returned) else returned
 
 
@@ -178,6 +180,8 @@ async def _play(player: Player, asked: tuple[bytes, Question] | None, owner: Own
 async def serve_together(player: Player, owner: OwnerPipes) -> None:
     """Serve episodes side by side."""
     loop = asyncio.get_running_loop()
+    if player.pool is not None:  # of asyncio's own threads there may be fewer than episodes
+        loop.set_default_executor(player.pool)
     arrived: asyncio.Queue[tuple[bytes, Question] | None] = asyncio.Queue()
 
     def read() -> None:
@@ -231,7 +235,7 @@ def main() -> None:
         limit_memory(setup.limits.memory_bytes)
         limit_output(setup.limits.output_bytes)
         owner.send(token, ready)
-        player = Player(build, setup.path, ThreadPoolExecutor(at_once))
+        player = Player(build, setup.path, ThreadPoolExecutor(max(at_once, MIN_THREADS)))
         asyncio.run(serve_together(player, owner))
     else:
         adopt_orphans()

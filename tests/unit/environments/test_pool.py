@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from asyncflow.environments.agent import Agent, Endpoint
 from asyncflow.environments.base import Action, EnvironmentFailure, Opening, seed_of
 from asyncflow.environments.pool import EnvironmentPool
 from asyncflow.sandbox.limits import ProcessLimits
@@ -188,6 +190,37 @@ async def test_plain_functions_of_many_episodes_wait_at_once_within_the_limit_of
     episodes = [(await pool.begin({"name": str(i)}, i))[0] for i in range(100)]
     results = await asyncio.gather(*(episode.step(Action("sleep 0.5")) for episode in episodes))
     assert all(result.reward == 1.0 for result in results) and not pool.failures
+
+
+# A module of its own, which all episodes of the process share: a program's file is read again for each.
+MEETING = """
+import os, threading
+os.cpu_count = os.process_cpu_count = lambda: 2
+all_are_here = threading.Barrier({count}, timeout={seconds})
+"""
+AGENT = """
+from the_meeting import all_are_here
+
+def run(example, base_url, api_key):
+    all_are_here.wait()
+    return 1.0
+"""
+
+
+async def test_a_process_runs_as_many_plain_programs_at_once_as_it_has_episodes(tmp_path: Path) -> None:
+    file, count = tmp_path / "program.py", Agent.episodes_per_process
+    file.write_text(AGENT)
+    file.with_name("the_meeting.py").write_text(MEETING.format(count=count, seconds=patience(3)))
+    path, limits = "asyncflow.environments.agent:Agent", ProcessLimits(patience(60), 2 * MEMORY)
+    pool = EnvironmentPool(path, {"run": f"{file}:run"}, limits, num_workers=1, name="test")
+    try:
+        await pool.start()
+        episodes = [(await pool.begin({"name": str(i)}, i))[0] for i in range(count)]
+        action = Action(msgspec.json.encode(Endpoint("http://127.0.0.1", "key")).decode())
+        results = await asyncio.gather(*(episode.step(action) for episode in episodes))
+        assert [result.reward for result in results] == [1.0] * count
+    finally:
+        await pool.close()
 
 
 async def test_a_hanging_episode_takes_those_of_its_process_with_it_and_no_others(open_pool: Open) -> None:
