@@ -27,6 +27,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from asyncflow.data import arithmetic, reasoning_gym, sums
+from asyncflow.rows import QUESTIONS, READY_PROMPT, found_in
 from asyncflow.types import UserError
 
 DataRow = dict[str, Any]
@@ -203,7 +204,8 @@ def _parse_line(path: Path, number: int, line: str) -> DataRow:
 
 
 def _read_json(path: Path) -> Iterator[DataRow]:
-    """A list of objects, or an object with one such list in it. Many a `.json` file holds an object a line: those are read, too."""
+    """A list of objects, or an object with one such list in it. Many a `.json` file holds an object a line: those are read, too,
+    also one alone, which has a prompt, or no list of objects."""
     with _reading(path):
         text = path.read_text(encoding="utf-8-sig")
     try:
@@ -215,12 +217,16 @@ def _read_json(path: Path) -> Iterator[DataRow]:
         raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"the data file {path} cannot be read: {error}") from error
-    lists = [value for value in tree.values() if isinstance(value, list)] if isinstance(tree, dict) else [tree]
-    if len(lists) != 1 or not isinstance(lists[0], list):
-        if not isinstance(tree, dict) or lists:
-            raise UserError(f"{path} holds no list of rows: it must be [{{...}}, ...], an object with one such list, or JSON Lines")
-        lists = [[tree]]  # JSON Lines of one line
-    for number, row in enumerate(lists[0], 1):
+    rows = tree
+    if isinstance(tree, dict):
+        lists = [value for value in tree.values() if isinstance(value, list)]
+        if not lists or found_in(tree, (READY_PROMPT, *QUESTIONS)) is not None:
+            rows = [tree]
+        elif len(lists) == 1:
+            rows = lists[0] if all(isinstance(row, dict) for row in lists[0]) else [tree]
+    if not isinstance(rows, list):
+        raise UserError(f"{path} holds no list of rows: it must be [{{...}}, ...], an object with one such list, or JSON Lines")
+    for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise UserError(f"{path}, row {number} is not an object with columns but a {type(row).__name__}")
         yield row

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
+import yaml
+
 from asyncflow.registry import package_module
 from asyncflow.settings import from_yaml
 from asyncflow.types import UserError
@@ -32,12 +34,12 @@ class _GymTask:
     def __init__(self, text: str, seed: int, size: int) -> None:
         reasoning_gym = package_module("reasoning_gym", "reasoning-gym", "data reasoning_gym")
         self.name, _, query = text.partition("?")
-        self.options = {key: from_yaml(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
-        self.origin = {"task": self.name, "seed": seed, "size": size, "options": self.options}
         try:
+            self.options = {key: from_yaml(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
             self.entries = reasoning_gym.create_dataset(self.name, seed=seed, size=size, **self.options)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise UserError(f"data reasoning_gym: task {self.name!r} with {self.options or 'no options'}: {error}") from error
+        except (ValueError, TypeError, AssertionError, yaml.YAMLError) as error:
+            raise UserError(f"data reasoning_gym: task {self.name!r} with {query or 'no options'}: {error}") from error
+        self.origin = {"task": self.name, "seed": seed, "size": size, "options": self.options}
 
 
 def _in_turns(tasks: list[_GymTask]) -> Iterator[dict[str, Any]]:

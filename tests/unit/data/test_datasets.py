@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -131,10 +132,20 @@ def test_a_json_file_is_a_list_of_rows_in_one_of_its_spellings(tmp_path: Path, c
     assert load_rows(str(path), seed=0, split="train", limit=1) == rows[:1]
 
 
-def test_a_json_file_of_one_row_is_a_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "a"},
+        {"question": "a", "choices": ["b", "c"]},
+        {"task": "a", "choices": ["b", "c"]},
+        {"Problem": "a", "examples": [{"question": "b"}]},
+        {"prompt": [{"role": "user", "content": "a"}], "choices": ["b", "c"]},
+    ],
+)
+def test_a_json_file_of_one_row_is_a_row(tmp_path: Path, row: dict[str, object]) -> None:
     path = tmp_path / "row.json"
-    path.write_text('{"question": "a"}')
-    assert load_rows(str(path), seed=0, split="train") == [{"question": "a"}]
+    path.write_text(json.dumps(row))
+    assert load_rows(str(path), seed=0, split="train") == [row]
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,12 @@ def test_rows_of_reasoning_gym_are_scored_by_the_task_that_they_are_of(install: 
         assert (scorer(sample), tagged(sample)) == (by_any, by_tag), response
     with pytest.raises(ValueError, match=r"not of data.path=reasoning_gym:"):
         scorer(Sample("", "60", {"answer": "60"}, True))
-    for path, why in (("none", "task 'none' with no options: no task none"), ("sums?scale=-1", "scale must be positive")):
+    for path, why in (
+        ("none", "task 'none' with no options: no task none"),
+        ("sums?scale=-1", "scale must be positive"),
+        ("sums?scale", "task 'sums' with scale: bad query field: 'scale'"),
+        ("sums?scale=[", "task 'sums' with scale=[[]: while parsing"),
+    ):
         with pytest.raises(UserError, match=why):
             load_rows(f"reasoning_gym:{path}", seed=1, split="train", limit=1)
 
