@@ -336,6 +336,7 @@ class AsyncClient:
         if body is not None:
             headers["Content-Type"], content = "application/json", msgspec.json.encode(body)
         while True:
+            begun = asyncio.get_running_loop().time()
             try:
                 with contextlib.ExitStack() as opened:
                     sent = content if file is None else opened.enter_context(file.open("rb"))
@@ -345,6 +346,8 @@ class AsyncClient:
                         answer = ServiceAnswer(got.status, got.headers, await got.read())
             except (aiohttp.ClientError, TimeoutError) as error:
                 gone = OutOfReach(f"the service at {self.address} cannot be reached: {_why(error)}")
+                if asyncio.get_running_loop().time() > begun + self._patience_seconds:  # it was under way, for as long again
+                    deadline = math.inf
                 deadline = await self._wait(deadline, gone, error)
             else:
                 if answer.status != 429:

@@ -266,7 +266,7 @@ def make_shared_dir() -> Path | None:
     folder = _SHARED_MEMORY / f"{_WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
     folder.mkdir(mode=0o700)
     _HELD[folder] = os.open(folder, os.O_RDONLY)
-    fcntl.flock(_HELD[folder], fcntl.LOCK_SH)  # a container with the same shared memory may not see this process
+    fcntl.flock(_HELD[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)  # a container with the same shared memory may not see this process
     return folder
 
 

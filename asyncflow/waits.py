@@ -152,7 +152,7 @@ RUN_ENDS: Final = _wait(
     "the end of the run",
     "cli/queue.py:_until_stopped _listen cli/serve.py:until_stopped transfer_queue/queue.py:TransferQueue.running"
     " transfer_queue/node.py:serve_controller serve_controller.join run/running.py:Running._over"
-    " service/hosted.py:HostedRun._watch",
+    " service/hosted.py:HostedRun._watch HostedRun._stop",
     ends="the run's end",
 )
 ALL_SERVE: Final = _wait(
@@ -524,6 +524,7 @@ HTTP: Final = _wait(
     "HTTP",
     "a client's request, or its repetition",
     "service/app.py:Gate._paced.paced service/hosted.py:HostedRun.__init__ service/watching.py:WatchedRun.__init__"
+    " service/watching.py:WatchedRun.of"
     " service/repeats.py:Repeats.begin",
     ends="the limits of the service (service/limits.py)",
 )

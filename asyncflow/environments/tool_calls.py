@@ -17,11 +17,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-# A call as it begins, and as it ends where its form has an end.
+# A call as it begins, up to its JSON.
 _CALL_BEGINS: Final = re.compile(
     r"(?:<tool_call>|^```tool_call[ \t]*\n|\[TOOL_CALLS\]|<\|python_tag\|>)\s*+[\[{]|\A\s*+\{", re.MULTILINE
 )
-_CALL_ENDS: Final = re.compile(r"</tool_call>|^```", re.MULTILINE)
 _HERMES: Final = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCED: Final = re.compile(r"^```tool_call[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -73,9 +72,20 @@ def _without_thought(text: str) -> str:
     head, mark, rest = text.partition("</think>")
     if text.lstrip().startswith("<think>"):
         return rest
-    *_, begin = [-1, *(found.end() for found in _CALL_BEGINS.finditer(head))]
-    is_in_call = begin >= 0 and _CALL_ENDS.search(head, begin) is None
-    return rest if mark and not is_in_call else text
+    return rest if mark and not _is_in_call(text, len(head)) else text
+
+
+def _is_in_call(text: str, place: int) -> bool:
+    """Whether this place is within the JSON of a call; of one that is only told of (`<tool_call>{...}`) it is not."""
+    *_, begin = [-1, *(found.end() - 1 for found in _CALL_BEGINS.finditer(text, 0, place))]
+    if begin < 0:
+        return False
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)[1] > place
+    except json.JSONDecodeError as error:
+        return error.pos > place or error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        return False
 
 
 def explained(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -33,7 +33,8 @@ class MultipleChoice(AnswerScorer):
         # Possessive: a run of spaces must not be divided in all ways.
         around = r"[\s*_($\[\"'{]*+(?:\\(?:text|math)(?:[a-z]{2})?+\s*+\{)?+\s*+(?:(?:option|choice|answer)\s++)?+[(\[]?+"
         behind = r"[\s)\]}*_$\"'.]*+"
-        another = rf"{behind}(?:[,;/&-]\s*+(?:(?:and|or)\b)?+|(?:and|or)\b){around}[{letters}]{behind}(?:$|[,;/&-]|(?:and|or)\b)"
+        more = rf"{behind}(?:[,;/&]\s*+(?:(?:and|or)\b)?+|(?:and|or)\b){around}[{letters}]"
+        another = rf"(?:{more})++{behind}$"  # C, D and E; but E - B & C, or C, a cat
         self._letter = re.compile(rf"{around}([{letters}])(?!{another})(?=\s*$|\s*[).:,;\]}}*$\"'-])", re.IGNORECASE)
 
     def _answer(self, response: str) -> str | None:

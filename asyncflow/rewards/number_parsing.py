@@ -212,17 +212,18 @@ _UNIT = re.compile(
     r"(?<=[\d).])\s*(?![eE][-+]?\d)"
     r"(?P<unit>(?:[°¢$€£¥₹][CF]?|[A-Za-z][A-Za-z.\-']*)(?:(?:\s+|\s*/\s*)[A-Za-z][A-Za-z.\-']*){0,4}(?:\^?\(?[23]\)?)?)$"
 )
-# What a number is multiplied by, or joined with, is no unit of it; nor is what a sentence says of it.
+# What a number is multiplied by, or joined with, is no unit of it.
 _NO_UNITS: Final = frozenset(
-    [
-        *("pi", "sin", "cos", "tan", "log", "exp", "sqrt", "mod", "and", "or", "to", "not", "theta", "alpha", "beta", "lambda"),
-        *("minus", "plus", "divided", "squared", "cubed", "factorial", "half", "third", "thirds", "than", "if", "is"),
-    ]
+    ["pi", "sin", "cos", "tan", "log", "exp", "sqrt", "mod", "and", "or", "to", "not", "theta", "alpha", "beta", "lambda"]
 )
-_TIMES_VARIABLE = re.compile(r"\btimes [b-z]\b")  # 3 times, 3 times a week: a unit
+# Nor is the rest of an expression (2 squared, 2 thirds of it, 5 less than x; but 20 third graders, 20 years older than Mary,
+# 3 times a week), or a sentence that takes the number back.
+_NO_UNIT = re.compile(
+    r"(?:minus|plus|divided|squared|cubed|factorial|thirds)\b|(?:half|third)(?: of\b|$)"
+    r"|.*\b(?:if|than [a-z]|times [b-z]|is (?:not|wrong|false|incorrect))\b"
+)
 _CURRENCIES: Final = frozenset("$€£¥₹¢")
 _SCALE: Final = {"hundred": 10**2, "thousand": 10**3, "k": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MULTIPLES: Final = {**_SCALE, "dozen": 12, "M": 10**6}  # an m is a metre
 
 
 # What joins a sentence, and words for numbers, are in no name.
@@ -247,8 +248,13 @@ def _without_unit(text: str) -> tuple[str, str, bool, str] | None:
     if (found := _UNIT.search(text)) is None:
         return text, currency, False, ""
     words, text = found["unit"].split(), text[: found.start()].strip()
-    while words and (multiple := _MULTIPLES.get(words[0]) or _MULTIPLES.get(words[0].lower().removesuffix("s"))):
-        text, words = f"({text})*{multiple}", words[1:]
+    if words[0] == "M" and (currency or not found[0][0].isspace()):  # $5 M, 5M; but 5 M
+        words[0] = "million"
+    is_scaled = False
+    while words and (scale := _SCALE.get(words[0].lower().removesuffix("s"))):
+        text, words, is_scaled = f"({text})*{scale}", words[1:], True
+    if is_scaled and words and words[0].lower() in _WORDS:  # 2 thousand five hundred
+        return None
     written = " ".join(words)
     unit = _one_spelling(written) if words else currency
     if unit is None:
@@ -266,7 +272,7 @@ def _one_spelling(unit: str) -> str | None:
     unit = re.sub(r"(?<=.) squared$", "^2", re.sub(r"(?<=.) cubed$", "^3", unit))  # 5 metres squared
     if found := re.fullmatch(r"(.+?)\s?\^?\s?([23])", unit):  # m^2, cm2
         unit = f"{'sq' if found[2] == '2' else 'cu'} {found[1].strip()}"
-    if not unit or _TIMES_VARIABLE.search(unit) or any(word in _NO_UNITS or word in _WORDS for word in unit.split()):
+    if not unit or _NO_UNIT.match(unit) or _NO_UNITS & set(unit.split()):
         return None
     if (whole := _singular(unit)) in _SAME_UNITS:
         return whole
@@ -308,7 +314,7 @@ _TYPOGRAPHY: Final = [
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\[()\[\]]", ""),
         (r"\$\$", ""),
-        (r"\$(?=[-+.(\\\d])([^$]*[\d.)}%])\$(?!\d)", r"\1"),  # $72$ apples; but $5 + $13
+        (r"\$(?=[-+.(\\\d])([^$]*[\d.)}%])\$(?!\d)(?![^$]*\$)", r"\1"),  # $72$ apples; but $5 + $13, and $1$ $234$
         (r"\*\*+|__+|`", ""),
         (r"\\(?:approx|sim)(?![a-z])", "≈"),
         (r"\\pi|π", " pi"),

@@ -50,7 +50,7 @@ from asyncflow.run.state.resume import evaluated_versions
 from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.watch import Watch
 from asyncflow.run.worker_start import import_ahead
-from asyncflow.run_dir import JOB_FILE, make_shared_dir, remove_shared_dir
+from asyncflow.run_dir import JOB_FILE, RunDir, make_shared_dir, remove_shared_dir
 from asyncflow.telemetry.accuracy import Responses
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
@@ -184,7 +184,8 @@ class Job(Listener):
             self._folder.remove_weights()
             if self._folder.memory is not None:
                 remove_shared_dir(self._folder.memory)
-        if is_done and self.config.model.push_to_hub is not None:
+        is_there = RunDir(self.config.run_dir).model_version == self.config.run.steps
+        if is_done and is_there and self.config.model.push_to_hub is not None:
             await push_model(self.config, self.rows.since(0), self.evaluations, self.listener.log)
 
     def _may_restart_after(self, death: WorkerDied) -> bool:

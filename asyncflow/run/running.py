@@ -61,6 +61,10 @@ class Running:
                 if over in done and not event.done():
                     raise RunError("every worker has ended, but the run has not")
             return event.done()
+        except asyncio.CancelledError as error:
+            if self._interrupted.is_set():  # a second interrupt, which ends the run at once; else one who waits has had enough
+                self.failure = error
+            raise
         except BaseException as error:
             self.failure = error
             raise

@@ -133,7 +133,7 @@ class StepwiseRun:
             await self.job.start()
             self.driver.ledger.allow(ledger.limit, self.config.run.steps)
             if self._checkpoint > self.driver.saves.newest:  # it may have been under way when the trainer died
-                self.driver.ledger.ask_for_checkpoint()
+                self.driver.ledger.ask_for_checkpoint(self._checkpoint)
 
     def allow(self, steps: int) -> None:
         """Let so many steps of the run be trained, without a caller that waits for them."""

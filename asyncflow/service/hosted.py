@@ -31,6 +31,7 @@ from asyncflow.types import Array, Batch, RunError, UserError, first_error
 
 EnginePlace = Literal["own", "outside"]
 """Place of an engine: started by the run, or provided by clients."""
+WATCH_SECONDS: Final = 5.0  # in which what watches a run has seen that it is interrupted
 FAREWELL_SECONDS: Final = 5.0
 """Seconds in which a client that generates makes another request: `asyncflow join` makes one every 2 s."""
 
@@ -180,6 +181,7 @@ class HostedRun:
             self._run.job.interrupt()  # a request that waits for a step is told
             await self.under_way()
         if self._watching is not None:
+            await asyncio.wait([self._watching], timeout=WATCH_SECONDS)  # it is interrupted, too: cancelled, it would be in haste
             self._watching.cancel()
         async with self._lock:
             try:

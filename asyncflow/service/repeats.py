@@ -29,16 +29,15 @@ class WholeAnswer:
 
 
 class Repeats:
-    """The latest answers by client, route and request id, `max_bytes` of small ones. Of large ones the newest of each client and
-    route, `max_large_bytes` of them: a client that works for a run has a route of its own, and repeats its last request alone. The
-    newest of all is kept whatever its size.
+    """The latest answers by client, route and request id: `max_bytes` of small ones, `max_large_bytes` of large ones. The newest is
+    kept whatever its size.
 
     Only answers of requests that had an effect (2xx) are kept: any other request may be repeated anyway.
     """
 
     def __init__(self, max_bytes: int, max_large_bytes: int) -> None:
         self._answers: OrderedDict[tuple[str, ...], WholeAnswer] = OrderedDict()
-        self._large: OrderedDict[tuple[str, ...], tuple[str, WholeAnswer]] = OrderedDict()  # ids and answers, by client and route
+        self._large: OrderedDict[tuple[str, ...], WholeAnswer] = OrderedDict()
         self._under_way: dict[tuple[str, ...], asyncio.Future[None]] = {}
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._max_large_bytes = max_large_bytes
@@ -47,11 +46,10 @@ class Repeats:
         """Answer of this request, if it was made before; else None, and it is under way until `end`."""
         while (first := self._under_way.get(request)) is not None:
             await first
-        if (answer := self._answers.get(request)) is not None:
-            self._answers.move_to_end(request)
-            return answer
-        if (large := self._large.get(request[:-1])) is not None and large[0] == request[-1]:
-            return large[1]
+        for answers in (self._answers, self._large):
+            if (answer := answers.get(request)) is not None:
+                answers.move_to_end(request)
+                return answer
         self._under_way[request] = asyncio.get_running_loop().create_future()
         return None
 
@@ -69,9 +67,8 @@ class Repeats:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
 
     def _keep_large(self, request: tuple[str, ...], answer: WholeAnswer) -> None:
-        self._large.pop(request[:-1], None)
-        self._large[request[:-1]] = request[-1], answer
-        while len(self._large) > 1 and sum(len(kept.body) for _, kept in self._large.values()) > self._max_large_bytes:
+        self._large[request] = answer
+        while len(self._large) > 1 and sum(len(kept.body) for kept in self._large.values()) > self._max_large_bytes:
             self._large.popitem(last=False)
 
 

@@ -47,7 +47,8 @@ class SpanLog:
         self._recent.append(span)
         if len(self._recent) > _MAX_RECENT:
             read = (each for each in self._recent if each.is_lane or each.drafts or each.task not in _NOT_READ)
-            self._recent = join_pieces(read)[-_MAX_RECENT * 3 // 4 :]  # with room, so that this is seldom
+            joined = sorted(join_pieces(read), key=lambda each: each.end)  # a long state goes on to the newest moment
+            self._recent = joined[-_MAX_RECENT * 3 // 4 :]  # with room, so that this is seldom
 
     def window(self, start: float, end: float, step: int) -> list[Span]:
         """The spans that overlap [start, end], and earlier ones beside a lane, of groups that are trained in `step` or later.

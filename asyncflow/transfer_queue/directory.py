@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -176,19 +177,23 @@ class Places:
             await peer.close()
 
     async def call(self, interface: type, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Send a request, and repeat it while there is no answer."""
-        deadline, pause = asyncio.get_running_loop().time() + self.patience_seconds, 0.02
+        """Send a request, and repeat it while there is no answer: patience begins when the first one is lost, however long that was
+        under way."""
+        clock, pause = asyncio.get_running_loop().time, 0.02
+        deadline = math.inf
         while True:
             try:
                 peer = await self._dial(name)
                 return await peer.call(interface, name, method, arguments)
             except Superseded:  # a controller says so: its successor is to be asked; a unit says so: its controller is to end
-                if not name.startswith("controller/") or asyncio.get_running_loop().time() + pause > deadline:
+                deadline = min(deadline, clock() + self.patience_seconds)
+                if not name.startswith("controller/") or clock() + pause > deadline:
                     raise
             except ConnectionLost as error:
                 if self._peer is not None and self._peer.is_lost:
                     raise  # the queue itself is gone
-                if asyncio.get_running_loop().time() + pause > deadline:
+                deadline = min(deadline, clock() + self.patience_seconds)
+                if clock() + pause > deadline:
                     raise ConnectionLost(f"{name} has not come back within {self.patience_seconds:g} s: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)

@@ -265,6 +265,8 @@ class UnitStore:
         for _ in read_snapshot(path, self.schema)[1]:  # to its end: it is whole
             pass
         durable_state, frames = read_snapshot(path, self.schema)
+        async with self.freeing.held_off:  # by a snapshot that is being written, say
+            pass
         await self._to_its_end(self.freeing.free())  # later it would free what comes back now
         count, groups, before = 0, list[int](), self.storage.nbytes
         for metas, batch in frames:

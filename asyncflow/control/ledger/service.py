@@ -57,7 +57,7 @@ class LedgerService:
         self._may_train: dict[int, bool] = {}
         self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
         self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
-        self.is_checkpoint_asked = False
+        self._asked_checkpoint: int | None = None  # its version at least
         self._steps_to_keep: dict[int, CheckpointPlace] = {}  # steps after which a checkpoint is written, of the newest ones
         self._handed: dict[tuple[str, int], Handed] = {}  # by task and group: those that no rank has been given yet
 
@@ -261,8 +261,9 @@ class LedgerService:
     @remote
     async def commit(self, step: int, updates: list[Update], task: str = "train") -> CheckpointPlace | None:
         """Make the step final for the task, after its optimiser's step. Returns the place of a checkpoint after it, if any."""
-        if self.is_checkpoint_asked and step == self._next_to_commit:  # the first model that commits decides for all
-            self.is_checkpoint_asked = False
+        asked = self._asked_checkpoint
+        if asked is not None and step == self._next_to_commit and step + 1 >= asked:  # the first model that commits decides for all
+            self._asked_checkpoint = None
             self._steps_to_keep[step] = "disk"
         self.on_committed(task, self.ledger.commit(step, task), updates)
         self.changed()
@@ -275,10 +276,11 @@ class LedgerService:
         await self._signal.until(lambda: not self.ledger.is_open(step), waits.RELEASED, step=step)
         return self._steps_to_keep.get(step)
 
-    def ask_for_checkpoint(self) -> int:
-        """Have a checkpoint written with the next step that no model has committed. Returns its version."""
-        self.is_checkpoint_asked = True
-        return self._next_to_commit + 1
+    def ask_for_checkpoint(self, version: int = 0) -> int:
+        """Have a checkpoint written with the next step that no model has committed, of this version at least. Returns its
+        version."""
+        self._asked_checkpoint = max(version, self._next_to_commit + 1)
+        return self._asked_checkpoint
 
     @property
     def _next_to_commit(self) -> int:

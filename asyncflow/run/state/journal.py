@@ -28,7 +28,7 @@ from asyncflow.run_dir import replace as replace_file
 from asyncflow.telemetry.batches import joined
 from asyncflow.transfer_queue.batches import taken
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
-from asyncflow.types import Array, Batch
+from asyncflow.types import Array, Batch, RunError
 
 PROMPT_HASH: Final = "prompt_hash"
 """Column of the rows' file, int64: of the prompt that a row answers (`prompt_hash`)."""
@@ -110,7 +110,10 @@ class Journal:
         gives (`outputs`): what other tasks have added is made again.
         """
         lines = self._prompts_path.read_bytes().split(b"\n")[:-1] if self._prompts_path.exists() else []
-        prompts = [put for line in lines if (put := msgspec.json.decode(line, type=PutPrompt)).number >= num_prompts]
+        try:
+            prompts = [put for line in lines if (put := msgspec.json.decode(line, type=PutPrompt)).number >= num_prompts]
+        except msgspec.DecodeError as error:
+            raise RunError(f"{self._prompts_path} cannot be read, and has prompts that clients have put: {error}") from error
         frames = [_of_groups(batch, self._group_bits, first_group) for batch in self._frames()]
         frames = [batch for batch in frames if len(batch)]
         hashes = {

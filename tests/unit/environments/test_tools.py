@@ -148,6 +148,11 @@ ADD = ToolCall("add", {"a": 1})
             [ToolCall("say", {"text": "</think>"})],
         ),
         ('<think>\nPerhaps <tool_call>{"name": "b"}</tool_call>', []),
+        ("Format: <tool_call>{...}.\n</think>\n\nThe answer is 4.", []),
+        (
+            'I could write <tool_call>{"name": "b", "arguments": {}} first.\n</think>\n<tool_call>{"name": "g"}</tool_call>',
+            [ToolCall("g", {})],
+        ),
         ('Perhaps <tool_call>{"name": "b"}</tool_call>\n</think>\n\nThe answer is 4.', []),
         (
             'A <tool_call> perhaps.\n</think>\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',

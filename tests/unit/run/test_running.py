@@ -70,3 +70,17 @@ async def test_a_start_that_finds_room_is_made_to_its_end() -> None:
     async with asyncio.timeout(patience(5.0)):
         assert await running.start([]) is True
     assert not cluster.was_given_up
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+async def test_one_who_waits_no_longer_is_no_failure_of_the_run_unless_it_is_interrupted_anew(*, is_interrupted: bool) -> None:
+    """A client that gives up, after its own deadline say, leaves a run that goes on, and that ends in order later."""
+    running, _, interrupted = running_over(NoRoom())
+    waiting = asyncio.create_task(running.start([]))
+    await asyncio.sleep(0)
+    if is_interrupted:
+        interrupted.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (running.failure is not None) is is_interrupted

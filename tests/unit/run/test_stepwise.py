@@ -22,7 +22,7 @@ class DyingJob:
     """Job whose first attempt ends with a trainer's death. `error`: why no other one can be begun."""
 
     def __init__(self, error: Exception | None) -> None:
-        self.asked = list[int]()  # checkpoints, by how many attempts there had been
+        self.asked = list[tuple[int, int]]()  # checkpoints: how many attempts there had been, and of which version at least
         ledger = SimpleNamespace(limit=0, ask_for_checkpoint=self.ask, allow=lambda *_: None, ledger=SimpleNamespace(committed=0))
         self.attempt: Any = SimpleNamespace(driver=SimpleNamespace(ledger=ledger, saves=SimpleNamespace(newest=0)))
         self.error, self.num_restarts, self.may_restart = error, 0, asyncio.Event()
@@ -42,8 +42,8 @@ class DyingJob:
 
     async def start(self) -> None: ...
 
-    def ask(self) -> int:
-        self.asked.append(self.num_restarts)
+    def ask(self, version: int = 0) -> int:
+        self.asked.append((self.num_restarts, version))
         return 3
 
 
@@ -96,9 +96,9 @@ async def test_all_calls_raise_why_a_run_could_not_be_resumed(tmp_path: Path) ->
     assert [type(each) for each in found] == [OSError] * 3 and seen == ["entered"] and job.num_restarts == 1
 
 
-@pytest.mark.parametrize(("newest", "asked"), [(2, [0, 1]), (3, [0])])
+@pytest.mark.parametrize(("newest", "asked"), [(2, [(0, 0), (1, 3)]), (3, [(0, 0)])])
 async def test_a_checkpoint_that_was_asked_for_is_asked_for_again_unless_it_is_there(
-    tmp_path: Path, newest: int, asked: list[int]
+    tmp_path: Path, newest: int, asked: list[tuple[int, int]]
 ) -> None:
     """Its step may have been committed before the trainer died, and its files not written."""
     job = DyingJob(None)

@@ -102,3 +102,28 @@ async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_i
     assert not going.done()
     assert hosted.is_over_for("outside-0")
     await asyncio.wait_for(going, patience(10))
+
+
+async def test_what_watches_a_run_sees_its_end_and_is_not_cancelled(tmp_path: Path) -> None:
+    """Cancelled, it would count as a second interrupt: workers would have no time for a checkpoint, and no model be pushed."""
+    interrupted, told = asyncio.Event(), list[str]()
+
+    async def until(condition: object) -> bool:
+        try:
+            await interrupted.wait()
+        except asyncio.CancelledError:
+            told.append("cancelled")
+            raise
+        told.append("seen")
+        return False
+
+    async def stop() -> None:
+        told.append("stopped")
+
+    hosted = HostedRun(cast(Any, None), tmp_path / "journal")
+    job = SimpleNamespace(interrupt=interrupted.set, journal=None)
+    hosted._run = run = cast(Any, SimpleNamespace(stop=stop, until=until, is_resuming=False, job=job))
+    hosted._watching = asyncio.create_task(hosted._watch(run))
+    await asyncio.sleep(0)
+    await hosted.stop()
+    assert told == ["seen", "stopped"]

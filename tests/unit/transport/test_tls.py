@@ -53,7 +53,9 @@ async def test_both_ends_have_the_kernel_ask_for_a_machine_that_says_nothing(
     (connection,) = bench.server._state.connections
     for stream in (peer._stream, connection._stream):
         assert stream is not None and stream._transport is not None
-        assert stream._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        sock = stream._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000  # also of what it has been sent
 
 
 async def test_large_arrays_travel_whole_and_many_requests_side_by_side(
