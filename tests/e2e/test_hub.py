@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncflow.config import parse
+from asyncflow.service.hosted import HostedRun
 from asyncflow.trainer import Trainer
 from tests.conftest import MODEL
 from tests.e2e.commands import run_command, write_config
@@ -72,6 +74,20 @@ def test_a_run_driven_from_python_pushes_its_model_when_it_is_done(
         with Trainer.from_config(tree, resume=True) as trainer:
             while trainer.step() is not None:
                 pass
+    assert {"model.safetensors", "README.md"} <= hub.pushed[OURS].keys()
+
+
+async def test_a_served_run_pushes_its_model_when_it_is_stopped_at_its_end(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(hub := Hub({})):
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(name, value)
+        hosted = HostedRun(parse(small(model={"push_to_hub": OURS}, cluster="inline")), tmp_path / "journal")
+        await hosted.init_engines()
+        while await hosted.step() is not None:
+            pass
+        await hosted.stop()
     assert {"model.safetensors", "README.md"} <= hub.pushed[OURS].keys()
 
 
