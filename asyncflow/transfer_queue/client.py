@@ -50,7 +50,7 @@ class TransferQueueClient:
         """`places` has to have learnt its description; `connect` does all that."""
         self.schema = places.schema
         self._places = places
-        self.leases = ClientLeases(places.schema, self._controller)
+        self.leases = ClientLeases(places.schema, self._controller, places.request_keys)
         self._peer: Peer | None = None
 
     @classmethod

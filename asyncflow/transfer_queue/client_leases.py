@@ -8,10 +8,9 @@ is unblocked by: their answers; `withdraw`
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,14 @@ from asyncflow.transport import ConnectionLost
 
 log = logging.getLogger(__name__)
 
-_keys = itertools.count(1)  # of all clients of this process: to a controller in it they are one worker
-
 
 class ClientLeases:
     """Leases of one client, of all tasks. `held`: the rows of each lease that are neither done nor failed yet; a lease is renewed
     as long as it has some."""
 
-    def __init__(self, schema: Schema, controller: Callable[[str], Controller]) -> None:
+    def __init__(self, schema: Schema, controller: Callable[[str], Controller], keys: Iterator[int]) -> None:
+        """`keys`: of requests; clients that a controller takes for one worker have them in common."""
+        self._keys = keys
         self.held: dict[Token, set[int]] = {}
         self._schema, self._controller = schema, controller
         self._asking: dict[str, set[asyncio.Future[None]]] = {}  # each is done when its request is withdrawn
@@ -42,7 +41,7 @@ class ClientLeases:
     async def ask(self, task: str, want: Want, columns: list[str]) -> Handed | None:
         """See `Controller.lease`. A request that is withdrawn comes to None. A lease that it comes to all the same is given back,
         and so is one whose asker has gone."""
-        key = next(_keys)
+        key = next(self._keys)
         request = asyncio.ensure_future(self._controller(task).lease(want, columns, key))
         withdrawn = asyncio.get_running_loop().create_future()
         asking = self._asking.setdefault(task, set())

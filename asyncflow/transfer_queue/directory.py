@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar, cast
@@ -114,6 +115,7 @@ class Places:
         self._here = {} if here is None else here
         self._credentials = credentials
         self.patience_seconds = patience_seconds
+        self.request_keys = itertools.count(1)  # of all clients here: to a controller they are one worker
         self._watching: asyncio.Task[None] | None = None
         self._peers: dict[str, Peer] = {}
         self._dialling: dict[str, asyncio.Lock] = {}

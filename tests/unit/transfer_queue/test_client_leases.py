@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from typing import cast
 
@@ -11,7 +12,9 @@ import pytest
 from asyncflow.transfer_queue.client_leases import ClientLeases
 from asyncflow.transfer_queue.controller import Controller, Handed
 from asyncflow.transfer_queue.leases import Lease, Token, Want
+from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Column
 from tests.builders import loop_turns, meta
 from tests.patience import patience
@@ -47,7 +50,7 @@ class Asked:
 
 def opened() -> tuple[ClientLeases, Asked]:
     asked = Asked()
-    return ClientLeases(SCHEMA, lambda task: cast(Controller, asked)), asked
+    return ClientLeases(SCHEMA, lambda task: cast(Controller, asked), itertools.count(1)), asked
 
 
 async def test_a_lease_is_held_until_something_has_been_said_of_its_last_row() -> None:
@@ -78,8 +81,9 @@ async def test_a_request_whose_asker_has_gone_is_withdrawn_and_its_lease_given_b
 
 
 async def test_a_request_whose_asker_has_gone_takes_none_of_another_client_with_it() -> None:
-    controller = Controller("train", SCHEMA)  # to which both clients of its process have the same name
-    asking = [asyncio.create_task(ClientLeases(SCHEMA, lambda task: controller).ask("train", Want(groups=1), [])) for _ in range(2)]
+    queue = TransferQueue(SCHEMA, [MemoryStorage()])
+    controller = queue.controllers["train"]  # to which both clients of its process have the same name
+    asking = [asyncio.create_task(queue.client().leases.ask("train", Want(groups=1), [])) for _ in range(2)]
     await loop_turns(5)
     asking[0].cancel()
     await loop_turns(5)
