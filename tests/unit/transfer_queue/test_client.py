@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ class Parts:
     schema, units = SCHEMA, (0,)
 
     def __init__(self) -> None:
-        self.says = asyncio.Event()
+        self.says, self.request_keys = asyncio.Event(), itertools.count(1)
         self.num_leases = 0
 
     def get(self, interface: type, name: str) -> Any:
