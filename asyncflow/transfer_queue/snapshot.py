@@ -6,6 +6,7 @@ Written beside its final name, flushed to the disk and renamed: a crash leaves t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,8 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
     header = msgspec.msgpack.encode(_SnapshotHeader(list(schema.columns), schema.group_bits, durable_state, num_frames))
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with contextlib.ExitStack() as unless_whole:
+        unless_whole.callback(partial.unlink, missing_ok=True)
         with partial.open("wb") as file:
             file.write(MAGIC + len(header).to_bytes(8, "little") + xxhash.xxh3_64_digest(header) + header)
             for metas, mask in groups:
@@ -68,9 +70,7 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
             await asyncio.to_thread(os.fsync, file.fileno())
             size = file.tell()
         partial.rename(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        unless_whole.pop_all()
     sync_folder(path.parent)
     return SnapshotFile(path.name, count, size)
 

@@ -157,13 +157,12 @@ class CheckpointStore:
         prefix = f"{checkpoint.model_id}.{checkpoint.kind}.{checkpoint.name}."
         handle, name = tempfile.mkstemp(".tar.gz", prefix, self._downloads)
         made = Path(name)
-        try:
+        with contextlib.ExitStack() as unless_whole:
+            unless_whole.callback(made.unlink)
             with os.fdopen(handle, "wb") as whole, tarfile.open(fileobj=whole, mode="w:gz", compresslevel=1) as archive:
                 for file in sorted(checkpoint.model.iterdir()):
                     archive.add(file, file.name)
-        except BaseException:
-            made.unlink()
-            raise
+            unless_whole.pop_all()
         return made
 
     def keep_for(self, checkpoint: Checkpoint, seconds: int | None) -> None:
