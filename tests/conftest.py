@@ -6,7 +6,7 @@ import faulthandler
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ gc.disable()  # until all is imported: what an import makes stays, and looking f
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("tests/e2e/", "tests/schedules/", "tests/contract/", "tests/unit/engines/", "tests/")
 MODEL = ROOT / "recipes" / "models" / "tiny-arithmetic"
+LONGEST = 3600 if IS_DEEP else 1200  # seconds of a quiet machine, many times what the longest test takes
+SHOWN_AT = pytest.StashKey[int]()
 
 
 def gsm8k_folder() -> Path | None:
@@ -87,8 +89,20 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SHOWN_AT] = os.dup(2)  # now: during a test it is a file of pytest's
     if (told := getattr(config, "workerinput", None)) is not None:
         forked.join(told["forks"])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that hangs ends its process, which shows where its threads are: pytest-xdist names the test as failed, and another
+    process goes on with the others."""
+    faulthandler.dump_traceback_later(patience(LONGEST), exit=True, file=item.config.stash[SHOWN_AT])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(trylast=True)
