@@ -1,27 +1,13 @@
 """The report in a real browser: no error, no request, the charts are drawn, the model's output stays text."""
 
 import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
 
 from asyncflow.telemetry.report import write_report
+from tests.browser import browser_of
 from tests.depth import deep
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (apt-get install chromium)")
-
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 _path = Path(__file__).parents[1] / "unit" / "telemetry" / "synthetic_run.py"
 _spec = importlib.util.spec_from_file_location("synthetic_run", _path)
@@ -32,13 +18,8 @@ _spec.loader.exec_module(synthetic_run)
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """A browser with an empty profile of its own."""
-    with sync_api.sync_playwright() as playwright:
-        profile = str(tmp_path_factory.mktemp("profile"))
-        context = playwright.chromium.launch_persistent_context(
-            profile, executable_path=CHROMIUM, headless=True, args=FLAGS, viewport={"width": 1360, "height": 900}
-        )
-        yield context
-        context.close()
+    with browser_of(tmp_path_factory.mktemp("profile"), viewport={"width": 1360, "height": 900}) as browser:
+        yield browser
 
 
 class Opened:

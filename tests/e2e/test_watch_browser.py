@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, write_situation
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.waits import ROUND, OpenWait
+from tests.browser import browser_of, sync_api
 from tests.e2e.commands import wait_for
 from tests.patience import patience
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (apt-get install chromium)")
 
 _path = Path(__file__).parents[1] / "unit" / "telemetry" / "synthetic_run.py"
 _spec = importlib.util.spec_from_file_location("synthetic_run", _path)
@@ -46,14 +41,12 @@ def opened(background, folder: Path, **how) -> Iterator[tuple[sync_api.Page, lis
     command = background("watch", folder, "--no-browser")
     (address,) = re.findall(r"http\S+", command.stdout.readline())
     complaints: list[str] = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 400, "height": 800}, **how)
+    with browser_of(folder.parent / "profile", viewport={"width": 400, "height": 800}, **how) as browser:
+        page = browser.new_page()
         page.on("console", lambda message: None if TOO_SLOW in message.text else complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(address)
         yield page, complaints
-        browser.close()
 
 
 def test_a_token_is_told_to_the_keyboard_a_screen_reader_and_a_finger(tmp_path, background):
@@ -218,10 +211,9 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
     (address,) = re.findall(r"http\S+", command.stdout.readline())
     complaints: list[str] = []
     requests: list[str] = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 400, "height": 800})
-        page.on("console", lambda message: complaints.append(message.text))
+    with browser_of(tmp_path / "profile", viewport={"width": 400, "height": 800}) as browser:
+        page = browser.new_page()
+        page.on("console", lambda message: None if TOO_SLOW in message.text else complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         held: list[sync_api.Route] = []
@@ -288,7 +280,6 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         stranger = browser.new_page()
         stranger.goto(address.partition("#")[0])
         stranger.wait_for_function("() => document.getElementById('status').textContent.includes('needs the key')")
-        browser.close()
     command.terminate()
     wait_for(lambda: command.poll() is not None)
     assert command.poll() == 0  # there is no other way to end it
