@@ -346,7 +346,8 @@ class AsyncClient:
                         answer = ServiceAnswer(got.status, got.headers, await got.read())
             except (aiohttp.ClientError, TimeoutError) as error:
                 gone = OutOfReach(f"the service at {self.address} cannot be reached: {_why(error)}")
-                if asyncio.get_running_loop().time() > begun + self._patience_seconds:  # it was under way, for as long again
+                took = asyncio.get_running_loop().time() - begun
+                if took > self._patience_seconds and not isinstance(error, TimeoutError):  # it was under way, for as long again
                     deadline = math.inf
                 deadline = await self._wait(deadline, gone, error)
             else:

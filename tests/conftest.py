@@ -24,8 +24,8 @@ gc.disable()  # until all is imported: what an import makes stays, and looking f
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("tests/e2e/", "tests/schedules/", "tests/contract/", "tests/unit/engines/", "tests/")
 MODEL = ROOT / "recipes" / "models" / "tiny-arithmetic"
-LONGEST = 3600 if IS_DEEP else 1200  # seconds of a quiet machine, many times what the longest test takes
-SHOWN_AT = pytest.StashKey[int]()
+LONGEST = 3600 if IS_DEEP else 600  # seconds of a quiet machine, many times what the longest test takes
+SHOWN_AT, HANGS_AFTER = pytest.StashKey[int](), pytest.StashKey[float]()
 
 
 def gsm8k_folder() -> Path | None:
@@ -90,6 +90,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SHOWN_AT] = os.dup(2)  # now: during a test it is a file of pytest's
+    config.stash[HANGS_AFTER] = min(patience(LONGEST) for _ in range(5))  # the machine's pace, and not a moment's
     if (told := getattr(config, "workerinput", None)) is not None:
         forked.join(told["forks"])
 
@@ -98,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A test that hangs ends its process, which shows where its threads are: pytest-xdist names the test as failed, and another
     process goes on with the others."""
-    faulthandler.dump_traceback_later(patience(LONGEST), exit=True, file=item.config.stash[SHOWN_AT])
+    faulthandler.dump_traceback_later(item.config.stash[HANGS_AFTER], exit=True, file=item.config.stash[SHOWN_AT])
     try:
         return (yield)
     finally:

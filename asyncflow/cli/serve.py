@@ -183,12 +183,16 @@ async def _serve_tinker(
 
 
 async def until_stopped(over: asyncio.Event) -> int:
-    """Wait until it is over, or a signal says so. Returns the exit status."""
+    """Wait until it is over, or a signal says so. Returns the exit status. A second signal cancels whoever waits here, whatever
+    it does by then."""
     seen: list[int] = []
+    caller = asyncio.current_task()
 
     def end(number: int) -> None:
         seen.append(number)
         over.set()
+        if len(seen) > 1 and caller is not None:
+            caller.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end, number)

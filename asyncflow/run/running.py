@@ -74,16 +74,18 @@ class Running:
 
     async def finish_step(self, grace_seconds: float) -> None:
         """A step whose updates have begun is made to its end, for as long as something moves: half of them is no state that a run
-        could end with. What the workers are given to end in begins after its commit. Says so after `grace_seconds`."""
+        could end with. What the workers are given to end in begins after its commit. Says so after `grace_seconds`. One whose
+        update would come from outside has none yet, and gets none."""
         ledger = self._driver.ledger
         if self.failure is not None or not ledger.is_finishing:
             return
         finished = asyncio.ensure_future(ledger.finished())
-        over = self._over()
-        waiting: set[asyncio.Future[Any]] = {finished, over, self._driver.background.failure, *self._loops}  # one is the watchdog
+        over, stranded = self._over(), asyncio.ensure_future(self._driver.desk.stranded())
+        ends: list[asyncio.Future[Any]] = [finished, over, stranded]
+        waiting: set[asyncio.Future[Any]] = {*ends, self._driver.background.failure, *self._loops}  # one is the watchdog
         seconds: float | None = grace_seconds
         try:
-            while not finished.done() and not over.done():
+            while not any(end.done() for end in ends):
                 done, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -96,7 +98,7 @@ class Running:
         except Exception as error:  # whatever it is, the run is to stop
             self._log(f"the step whose updates had begun was not made to its end: {error}")
         finally:
-            for future in (finished, over):
+            for future in ends:
                 future.cancel()
 
     async def stop(self, grace_seconds: float, settle: Settle) -> None:

@@ -120,7 +120,7 @@ class Watch:
         limit = driver.config.run.stall_timeout_seconds
         while True:
             await asyncio.sleep(max(0.05, driver.last_progress + limit - loop.time()))
-            if driver.ledger.is_held or driver.waits_outside:
+            if (driver.ledger.is_held or driver.waits_outside) and not driver.ledger.is_stopping:
                 driver.progress()  # a user by hand, or a worker from outside, may take any time
             elif loop.time() - driver.last_progress >= limit:
                 status, lease = await self.status(), driver.config.queue.lease_seconds

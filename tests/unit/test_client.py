@@ -13,9 +13,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from asyncflow import client as client_module
 from asyncflow.client import AsyncClient, AsyncTrainerWorker, Client, read_key
 from asyncflow.service.experience import columns_of
 from asyncflow.types import RunError, UserError
+from tests.patience import patience
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -74,6 +76,21 @@ async def test_patience_begins_with_the_first_failure_and_not_with_the_request()
     patience_seconds = 1.0
     async with client_of(handler, patience_seconds) as client:
         assert await client.checkpoint() == 7 and len(seen) == 2 and len(set(seen)) == 1
+
+
+async def test_a_service_that_says_nothing_is_asked_a_second_time_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    async def silent(request: web.Request) -> web.Response:
+        seen.append(request.headers["Idempotency-Key"])
+        await asyncio.sleep(patience(60))
+        return lost(request)
+
+    monkeypatch.setattr(client_module, "ANSWER_SECONDS", 0.5)
+    async with client_of(silent, 0.2) as client:
+        with pytest.raises(RunError, match="cannot be reached"):
+            await asyncio.wait_for(client.checkpoint(), patience(20))
+        assert 1 <= len(seen) <= 2
 
 
 async def test_patience_has_an_end() -> None:

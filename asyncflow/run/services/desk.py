@@ -23,7 +23,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.engines.train.experience import Experience, Published
 from asyncflow.transport import remote
 from asyncflow.types import RunError
-from asyncflow.waits import OUTSIDE
+from asyncflow.waits import OUTSIDE, RUN_ENDS
 
 
 @dataclass(slots=True)
@@ -152,6 +152,8 @@ class TrainDesk:
 
     def check(self, step: int) -> None:
         """Raises `RunError` where the weights that come of this step cannot be published now."""
+        if self._is_over:
+            raise RunError(f"the weights of step {step} come too late: the run is stopping, or was resumed")
         if step != self.step or self._normaliser is None or self._published is None:
             raise RunError(
                 f"the weights that step {step} makes cannot be published: step {self.step} is being trained"
@@ -171,6 +173,10 @@ class TrainDesk:
         self._published.set_result(published)
         if why := await self._verdict:
             raise RunError(why)
+
+    async def stranded(self) -> None:
+        """Wait until the engine waits for weights that nobody can publish any more, since the run is stopping."""
+        await self._changed.until(lambda: self._is_over and self._published is not None and not self._published.done(), RUN_ENDS)
 
     def stop(self) -> None:
         """Stop: the run is stopping."""

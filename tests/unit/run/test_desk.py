@@ -10,6 +10,7 @@ import pytest
 from asyncflow.engines.train.experience import Experience, Published
 from asyncflow.run.services.desk import TrainDesk
 from asyncflow.types import RunError
+from tests.patience import patience
 
 
 def experience(row: int, tokens: int = 4) -> Experience:
@@ -95,3 +96,37 @@ async def test_a_new_step_forgets_the_old_one_and_the_end_of_the_run_is_told() -
     desk.stop()
     with pytest.raises(RunError, match="the run is stopping"):
         await waiting
+
+
+@pytest.mark.parametrize("first", ["stop", "update"])
+async def test_an_engine_is_stranded_that_waits_when_the_run_stops_or_later(first: str) -> None:
+    desk = await desk_with(0)
+    stranded = asyncio.create_task(desk.stranded())
+    updating = None
+    for what in (first, "stop" if first == "update" else "update"):
+        await asyncio.sleep(0.01)
+        assert not stranded.done()
+        if what == "stop":
+            desk.stop()
+        else:
+            updating = asyncio.create_task(desk.update(64))
+    await asyncio.wait_for(stranded, patience(10))
+    with pytest.raises(RunError, match="the weights of step 0 come too late: the run is stopping"):
+        await desk.publish(0, Published("w"))
+    assert updating is not None and not updating.done()
+    updating.cancel()
+
+
+async def test_an_engine_whose_weights_were_published_before_the_stop_is_not_stranded() -> None:
+    desk = await desk_with(0)
+    updating = asyncio.create_task(desk.update(64))
+    desk.acknowledge("a", [group.number for group in (await desk.take("a", groups=1, tokens=0, timeout_seconds=1)).groups])
+    publishing, stranded = asyncio.create_task(desk.publish(0, Published("w"))), asyncio.create_task(desk.stranded())
+    await asyncio.sleep(0)
+    desk.stop()
+    assert await updating == Published("w")
+    await asyncio.sleep(0.01)
+    assert not stranded.done()
+    stranded.cancel()
+    with pytest.raises(RunError, match="the step is not committed"):
+        await publishing

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from asyncflow.cli.serve import until_stopped
+from asyncflow.config import parse
 from asyncflow.run_dir import RunDir
 from asyncflow.service import hosted as hosted_module
 from asyncflow.service.hosted import HostedRun
 from asyncflow.types import RunError
-from tests.patience import patience
+from tests.patience import patience, until
 
 
 async def test_a_server_whose_run_cannot_be_stopped_in_order_ends_all_the_same(tmp_path: Path) -> None:
@@ -102,6 +106,40 @@ async def test_a_server_goes_when_the_clients_that_generated_know_that_the_run_i
     assert not going.done()
     assert hosted.is_over_for("outside-0")
     await asyncio.wait_for(going, patience(10))
+
+
+async def test_a_run_that_is_trained_from_outside_stops_without_the_weights_that_nobody_publishes_any_more(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """All groups of the step are handed out by then: its updates have begun, as far as the ledger knows."""
+    hosted = HostedRun(parse(small(run={"stop_grace_seconds": 0.1}, train={"engine": "outside"}, cluster="inline")), tmp_path / "j")
+    await hosted.init_engines()
+    driver = hosted.run.driver
+    await until(lambda: driver.ledger.is_finishing)
+    await asyncio.wait_for(hosted.stop(), patience(30))
+    assert not hosted.failure and driver.ledger.is_finishing
+
+
+async def test_a_second_signal_ends_a_server_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {}
+    monkeypatch.setattr(
+        asyncio.get_running_loop(),
+        "add_signal_handler",
+        lambda number, call, *given: handlers.update({number: lambda: call(*given)}),
+    )
+
+    async def serving() -> None:
+        assert await until_stopped(asyncio.Event()) == 128 + signal.SIGTERM
+        await asyncio.Event().wait()  # an end that does not come
+
+    server = asyncio.create_task(serving())
+    await asyncio.sleep(0)
+    handlers[signal.SIGTERM]()
+    await asyncio.sleep(0.05)
+    assert not server.done()
+    handlers[signal.SIGINT]()
+    await asyncio.wait([server], timeout=patience(10))
+    assert server.cancelled()
 
 
 async def test_what_watches_a_run_sees_its_end_and_is_not_cancelled(tmp_path: Path) -> None:
