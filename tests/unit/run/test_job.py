@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from asyncflow.config import parse
 from asyncflow.data.order import SeededOrder
 from asyncflow.run.job import Job
 from tests.conftest import MODEL
+from tests.full_disk import files_of_at_most
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,8 @@ def fed_job(folder: Path, journal: Path | None) -> tuple[Job, SeededOrder[Any]]:
 
 def test_a_prompt_that_the_journal_could_not_keep_is_not_trained(tmp_path: Path) -> None:
     job, source = fed_job(tmp_path, tmp_path / "journal")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
-    try:
-        with pytest.raises(OSError):
-            job.push([{"prompt": "a", "answer": "1"}])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_of_at_most(5), pytest.raises(OSError):
+        job.push([{"prompt": "a", "answer": "1"}])
     assert source.num_pushed == 0
     job.push([{"prompt": "b", "answer": "1"}])
     kept, prompts = job._rows_to_resume(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 
 from asyncflow.run.state.journal import Journal, PutPrompt
 from asyncflow.types import Batch, Ragged
+from tests.full_disk import files_of_at_most
 
 OUTPUTS = ("response_ids", "reward")
 
@@ -92,16 +92,12 @@ def test_on_a_full_disk_all_of_it_is_kept_or_none_and_more_may_follow(tmp_path: 
     journal = Journal(tmp_path, 1)
     journal.add_prompts([A])
     journal.add_rows(rows(0, 1), hashes(rows(0, 1)))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     room = 5 + max((tmp_path / name).stat().st_size for name in ("prompts.jsonl", "rows.afp"))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # a part of what follows can be written
-    try:
+    with files_of_at_most(room):  # a part of what follows can be written
         with pytest.raises(OSError):
             journal.add_prompts([B] * room)
         with pytest.raises(OSError):
             journal.add_rows(rows(2, 3), hashes(rows(2, 3)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     journal.add_prompts([B])
     journal.add_rows(rows(4, 5), hashes(rows(4, 5)))
     found = Journal(tmp_path, 1).read(0, 0, None, OUTPUTS)

@@ -102,9 +102,11 @@ async def test_what_a_dead_run_left_in_shared_memory_goes_also_where_nothing_is_
     dead.wait()
     left, held = (Path("/dev/shm") / f"asyncflow-{dead.pid}-{name}" for name in ("0123abcd", "4567abcd"))
     left.mkdir()
-    held.mkdir()
-    descriptor = os.open(held, os.O_RDONLY)
+    begun = held.with_name(f"begun-{held.name}")  # which nobody removes
+    begun.mkdir()
+    descriptor = os.open(begun, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)  # of a process that this one cannot see, in another container
+    begun.rename(held)
     with pytest.raises(UserError, match="nothing is to be done"):
         await RunFolder(parse(small()), lambda line: None, resume=True).begin(nothing)
     assert not left.exists() and held.exists()
