@@ -3,10 +3,10 @@
 `pool.py` has the processes (`sandbox/`), `worker.py` is what runs in them: the scorers, built once, then each sample in a fork.
 
 `base.py` is the contract, `signatures.py` takes reward functions that were written for TRL or verl, `answers.py` finds the answer
-in a text and `number_parsing.py` the number in an answer; `scorings.py` has what goes with the reward processes: a reward model,
-sums, a value on failure, delays. A scorer that raises, hangs, exits, eats memory or returns no number fails its sample with a
-`RewardFailure`; it never gives it a 0. The room contains mistakes, not malice: a scorer may
-read and write what the user may. Its limits (seconds, memory) are `ProcessLimits` in `sandbox/limits.py`.
+in a text and `number_parsing.py` the number in an answer (`units.py`, `numerals.py`); `scorings.py` has what goes with the reward
+processes: a reward model, sums, a value on failure, delays. A scorer that raises, hangs, exits, eats memory or returns no number
+fails its sample with a `RewardFailure`; it never gives it a 0. The room contains mistakes, not malice: a scorer may read and write
+what the user may. Its limits (seconds, memory) are `ProcessLimits` in `sandbox/limits.py`.
 """
 
 REWARDS = {
