@@ -8,8 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Final
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_session
+
+SILENCE_SECONDS: Final = 300
+"""How long a Hub may say nothing: huggingface_hub itself waits for ever."""
 
 
 def main() -> int:
@@ -20,6 +24,7 @@ def main() -> int:
     parser.add_argument("--private", action="store_true")
     arguments = parser.parse_args()
     api = HfApi(library_name="asyncflow")
+    get_session().timeout = SILENCE_SECONDS
     try:
         url = api.create_repo(arguments.repo, private=arguments.private, exist_ok=True)
         api.upload_folder(repo_id=arguments.repo, folder_path=arguments.folder, commit_message="Trained with AsyncFlow")

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi, get_session
 
 from asyncflow.config import Config, parse
+from asyncflow.run.models import hub_push
 from asyncflow.run.models.model_card import CARD_FILE, push_model
 from tests.hub import TOKEN, Hub, served
 
@@ -48,3 +53,18 @@ async def test_an_adapter_that_could_not_be_pushed_can_be_pushed_by_the_command_
         assert told[-1] == f"the model is at {hub.url}/me/trained" and not folder.exists()
         assert json.loads(hub.pushed["me/trained"]["adapter_config.json"]) == settings
         assert "revision" not in json.loads((own / "adapter_config.json").read_text())
+
+
+def test_a_hub_that_says_nothing_is_waited_for_so_long_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(hub_push, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(sys, "argv", ["hub_push", str(tmp_path), "me/trained"])
+    before = get_session().timeout
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(hub_push, "HfApi", partial(HfApi, endpoint=url, token=TOKEN))
+        assert hub_push.main() == 1
+    get_session().timeout = before
+    assert "timed out" in capsys.readouterr().err
