@@ -5,7 +5,7 @@
         assert time.monotonic() < deadline          # deadline = time.monotonic() + patience(60)
     await until(is_there)                           # the same in an event loop
 
-A machine that is half as fast, or busy with something else, is given twice the time.
+A machine that is half as fast, or busy with something else, is given twice the time, and `MOST` times at most.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 STEP = 100_000
 STEP_SECONDS = 0.005
 """What a step of so many additions takes on a quiet machine of 2026."""
+MOST = 8.0
 
 
 def patience(seconds: float) -> float:
@@ -25,7 +26,7 @@ def patience(seconds: float) -> float:
     total = 0
     for number in range(STEP):
         total += number
-    return seconds * max(1.0, (time.perf_counter() - began) / STEP_SECONDS)
+    return seconds * min(MOST, max(1.0, (time.perf_counter() - began) / STEP_SECONDS))
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
