@@ -12,47 +12,31 @@ changes something has an id, so it is repeated where its answer was lost, and ha
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib
-import math
 import ssl
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
-import aiohttp
 import msgspec
 import numpy as np
-import xxhash
 
 from asyncflow.attestation import Attestation
-from asyncflow.types import Array, RunError, UserError
+from asyncflow.repeated_requests import OutOfReach as OutOfReach
+from asyncflow.repeated_requests import RepeatedRequests
+from asyncflow.repeated_requests import RunOver as RunOver
+from asyncflow.types import Array, UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
 EngineHost = Literal["own", "outside"]
 KeyScope = Literal["read", "drive", "admin"]
-PAUSE_SECONDS = 0.2
-CHUNK_BYTES = 1 << 20
-MAX_CONNECTIONS = 256
-CONNECT_SECONDS = 10.0
-ANSWER_SECONDS = 3700.0
-"""Longest time that the service takes to answer a request; how long it waits for something is said in the request."""
-
-
-class RunOver(RunError):
-    """Error for what a run that is over cannot do any more."""
-
-
-class OutOfReach(RunError):
-    """Error for a service that cannot be reached, for as long as a client has patience."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,24 +140,13 @@ class ExperienceData:
         return self.normaliser is not None
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceAnswer:
-    """Whole answer of a service."""
-
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-
 class AsyncClient:
     """Client of one service, for an event loop. A context; `connect` makes it."""
 
     def __init__(self, address: str, key: str, *, trusted: ssl.SSLContext | None = None, patience_seconds: float = 30.0) -> None:
         """See `connect`. `trusted`: what a server with TLS is trusted by; None: by the system's authorities."""
-        self.address, self._trusted, self._patience_seconds = address, trusted, patience_seconds
-        self._path = address.removeprefix("unix:") if address.startswith("unix:") else None
-        self._headers = {"Authorization": f"Bearer {key}"}
-        self._http: aiohttp.ClientSession | None = None
+        self.address = address
+        self._requests = RepeatedRequests(address, key, trusted, patience_seconds)
 
     @classmethod
     def connect(
@@ -212,189 +185,87 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Hang up. The run goes on."""
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        await self._requests.close()
 
     # -- the run ------------------------------------------------------------------------------------------------------------
 
     async def init_engines(self, rollout: EngineHost | None = None, train: EngineHost | None = None) -> int | None:
         """Say which engines the run starts itself (`own`) and which clients provide (`outside`), in one call or one by one; without
         any the configuration says it. Returns the step that the run begins with, None while an engine is still to be named."""
-        return (await self._post("/v1/init_engines", {"rollout": rollout, "train": train}))["step"]
+        return (await self._requests.post("/v1/init_engines", {"rollout": rollout, "train": train}))["step"]
 
     async def step(self) -> dict[str, float] | None:
         """Train one step and return its metrics; None when `run.steps` are done. See `Trainer.step`."""
-        metrics = (await self._post("/v1/step"))["metrics"]
+        metrics = (await self._requests.post("/v1/step"))["metrics"]
         return None if metrics is None else _numbers(metrics)
 
     async def allow(self, steps: int) -> None:
         """Let the run train up to so many steps by itself."""
-        await self._post("/v1/allow", {"steps": steps})
+        await self._requests.post("/v1/allow", {"steps": steps})
 
     async def steps(self, first: int = 0) -> dict[int, dict[str, float]]:
         """Metrics of the committed steps from `first` on."""
-        return {int(step): _numbers(row) for step, row in (await self._get(f"/v1/steps?first={first}")).items()}
+        return {int(step): _numbers(row) for step, row in (await self._requests.get(f"/v1/steps?first={first}")).items()}
 
     async def put_prompts_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows next. See `Trainer.put_prompts_data`."""
-        await self._post("/v1/prompts", {"rows": list(rows)})
+        await self._requests.post("/v1/prompts", {"rows": list(rows)})
 
     async def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
         """Have all rollout workers serve the weights of the last committed step; returns their version. See `Trainer`."""
-        return (await self._post("/v1/weight_sync_notify", {"timeout_seconds": timeout_seconds}))["version"]
+        return (await self._requests.post("/v1/weight_sync_notify", {"timeout_seconds": timeout_seconds}))["version"]
 
     async def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
         """Let rollout workers join or leave. See `Trainer.scale_rollout`."""
-        answer = await self._post("/v1/scale", {"num_workers": num_workers, "grace_seconds": grace_seconds})
+        answer = await self._requests.post("/v1/scale", {"num_workers": num_workers, "grace_seconds": grace_seconds})
         return str(answer["message"])
 
     async def checkpoint(self) -> int:
         """Have a checkpoint written with the next step that is committed; returns its version."""
-        return (await self._post("/v1/checkpoint"))["version"]
+        return (await self._requests.post("/v1/checkpoint"))["version"]
 
     async def status(self) -> dict[str, Any]:
         """State of the run, its workers and its queue."""
-        return await self._get("/v1/status")
+        return await self._requests.get("/v1/status")
 
     async def metrics(self) -> str:
         """The queue's metrics in Prometheus' text form."""
-        return (await self._request("GET", "/v1/metrics")).content.decode()
+        return (await self._requests.request("GET", "/v1/metrics")).content.decode()
 
     async def make_key(self, name: str, scope: KeyScope, expires_seconds: float | None = None) -> str:
         """Make a key for another client, perhaps with an end; returns its secret. Needs a key of scope `admin`."""
-        return str((await self._post("/v1/keys", {"name": name, "scope": scope, "expires_seconds": expires_seconds}))["secret"])
+        asked = {"name": name, "scope": scope, "expires_seconds": expires_seconds}
+        return str((await self._requests.post("/v1/keys", asked))["secret"])
 
     async def remove_key(self, name: str) -> None:
         """Remove a key: it is refused from now on. Needs a key of scope `admin`."""
-        await self._request("DELETE", f"/v1/keys/{name}")
+        await self._requests.request("DELETE", f"/v1/keys/{name}")
 
     async def stop(self) -> None:
         """Stop the run: its model, trace and report are written. Needs a key of scope `admin`."""
-        await self._post("/v1/stop")
+        await self._requests.post("/v1/stop")
 
     async def model(self, folder: str | Path) -> Path:
         """Fetch the model that the run started from (version 0) into a folder."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        for name in await self._get("/v1/model"):
+        for name in await self._requests.get("/v1/model"):
             if Path(name).name == name:
-                await self._download(f"/v1/model/{name}", target / name)
+                await self._requests.download(f"/v1/model/{name}", target / name)
         return target
 
     # -- working for it -----------------------------------------------------------------------------------------------------
 
     async def join_generators(self, num_slots: int = 64) -> AsyncGeneratorWorker:
         """Generate for the run from now on, so many responses at once."""
-        joined = await self._post("/v1/generators", {"num_slots": num_slots})
+        joined = await self._requests.post("/v1/generators", {"num_slots": num_slots})
         name, version = joined.pop("worker"), joined.pop("version")
         return AsyncGeneratorWorker(self, name, version, RunFacts(**joined))
 
     async def join_trainers(self, *, is_fresh: bool = True) -> AsyncTrainerWorker:
         """Train for the run from now on. `is_fresh`: this process has no gradient of the present step."""
-        joined = await self._post("/v1/trainers", {"is_fresh": is_fresh})
+        joined = await self._requests.post("/v1/trainers", {"is_fresh": is_fresh})
         return AsyncTrainerWorker(self, joined["trainer"])
-
-    # -- inside -------------------------------------------------------------------------------------------------------------
-
-    async def _get(self, path: str) -> Any:
-        return msgspec.json.decode((await self._request("GET", path)).content)
-
-    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return msgspec.json.decode((await self._request("POST", path, body)).content)
-
-    def _session(self) -> aiohttp.ClientSession:
-        """Connections to the service, made with the first request: they are of the event loop that runs then."""
-        if self._http is None:
-            made = (
-                aiohttp.TCPConnector(limit=MAX_CONNECTIONS, ssl=self._trusted or True)
-                if self._path is None
-                else aiohttp.UnixConnector(self._path, limit=MAX_CONNECTIONS)
-            )
-            self._http = aiohttp.ClientSession(
-                connector=made,
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._http
-
-    def _url(self, path: str) -> str:
-        return f"{'http://run' if self._path is not None else self.address.rstrip('/')}{path}"
-
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, file: Path | None = None
-    ) -> ServiceAnswer:
-        """Answer of the service to a request with this body, or the bytes of a file. A request whose answer was lost, or for which
-        there was no room, is repeated under its id.
-
-        Raises `UserError` for what it refuses, `RunError` for what cannot be done now.
-        """
-        deadline, headers, content = math.inf, {}, None
-        if method != "GET":
-            headers["Idempotency-Key"] = uuid.uuid4().hex
-        if body is not None:
-            headers["Content-Type"], content = "application/json", msgspec.json.encode(body)
-        while True:
-            begun = asyncio.get_running_loop().time()
-            try:
-                with contextlib.ExitStack() as opened:
-                    sent = content if file is None else opened.enter_context(file.open("rb"))
-                    async with self._session().request(
-                        method, self._url(path), data=sent, headers=headers, allow_redirects=False
-                    ) as got:
-                        answer = ServiceAnswer(got.status, got.headers, await got.read())
-            except (aiohttp.ClientError, TimeoutError) as error:
-                gone = OutOfReach(f"the service at {self.address} cannot be reached: {_why(error)}")
-                took = asyncio.get_running_loop().time() - begun
-                if took > self._patience_seconds and not isinstance(error, TimeoutError):  # it was under way, for as long again
-                    deadline = math.inf
-                deadline = await self._wait(deadline, gone, error)
-            else:
-                if answer.status != 429:
-                    return _checked(answer)
-                deadline = await self._wait(deadline, RunError(_message(answer)), seconds=_pause(answer))
-
-    async def _wait(
-        self, deadline: float, failure: RunError, cause: Exception | None = None, *, seconds: float = PAUSE_SECONDS
-    ) -> float:
-        """Wait before a request is repeated. Returns when patience with it is over: it begins with the first failure, however long
-        the request was under way before. Raises `failure` where it is over by then."""
-        now = asyncio.get_running_loop().time()
-        deadline = min(deadline, now + self._patience_seconds)
-        if now + seconds > deadline:
-            raise failure from cause
-        await asyncio.sleep(seconds)
-        return deadline
-
-    async def _download(self, path: str, target: Path) -> None:
-        """A file, in pieces; one whose hash the service says is checked. One that was cut off, or for which there was no room, is
-        fetched again.
-
-        Raises `RunError` where it is not whole.
-        """
-        deadline, partial = math.inf, target.with_name(f"{target.name}.partial")
-        while True:
-            digest = xxhash.xxh3_128()
-            try:
-                async with self._session().get(self._url(path), allow_redirects=False) as got:
-                    if got.status < 400:
-                        with partial.open("wb") as file:
-                            async for part in got.content.iter_chunked(CHUNK_BYTES):
-                                file.write(part)
-                                digest.update(part)
-                        break
-                    answer = ServiceAnswer(got.status, got.headers, await got.read())
-            except (aiohttp.ClientError, TimeoutError) as error:
-                gone = OutOfReach(f"{path} could not be fetched from {self.address}: {_why(error)}")
-                deadline = await self._wait(deadline, gone, error)
-            else:
-                if answer.status != 429:
-                    _checked(answer)
-                deadline = await self._wait(deadline, RunError(_message(answer)), seconds=_pause(answer))
-        if got.headers.get("X-Hash", digest.hexdigest()) != digest.hexdigest():
-            raise RunError(f"{path} came as something else: its version was replaced meanwhile")
-        partial.replace(target)
 
 
 class AsyncGeneratorWorker:
@@ -406,16 +277,16 @@ class AsyncGeneratorWorker:
 
     async def get_prompts_data(self, prompts: int = 1, timeout_seconds: float = 20.0) -> PromptsData:
         """Lease prompts, so many at most, under the version that this process serves. Waits for some; asking is a heartbeat."""
-        found = await self._client._post(f"{self._path}/prompts", {"prompts": prompts, "timeout_seconds": timeout_seconds})
+        found = await self._client._requests.post(f"{self._path}/prompts", {"prompts": prompts, "timeout_seconds": timeout_seconds})
         return msgspec.convert(found, PromptsData)
 
     async def put_experience_data(self, responses: Sequence[ResponseData]) -> list[str]:
         """Put responses. Returns for each `stored`, or why it does not count, such as that another one was first."""
-        return (await self._client._post(f"{self._path}/experience", {"responses": list(responses)}))["outcomes"]
+        return (await self._client._requests.post(f"{self._path}/experience", {"responses": list(responses)}))["outcomes"]
 
     async def fetch_weights(self, version: int, target: str | Path) -> Path:
         """Fetch the version that this process is to install (`PromptsData.install`, not 0) as a safetensors file."""
-        await self._client._download(f"{self._path}/weights/{version}", Path(target))
+        await self._client._requests.download(f"{self._path}/weights/{version}", Path(target))
         return Path(target)
 
     async def installed(self, version: int, attested: Attestation | None = None) -> None:
@@ -426,18 +297,18 @@ class AsyncGeneratorWorker:
         if attested is not None:
             parts = None if attested.parts is None else [{"names": names, "found": found} for names, found in attested.parts]
             body["attested"] = {**msgspec.structs.asdict(attested), "parts": parts}
-        await self._client._post(f"{self._path}/installed", body)
+        await self._client._requests.post(f"{self._path}/installed", body)
         self.version = version
 
     async def alive(self, timeout_seconds: float = 0.0) -> None:
         """Say that this process lives, where it asks for nothing else for a while. Any request does. The answer is held for so
         long: if this process dies meanwhile, what it has is given to others three seconds later, and else after
         `queue.lease_seconds`."""
-        await self._client._post(f"{self._path}/alive", {"timeout_seconds": timeout_seconds})
+        await self._client._requests.post(f"{self._path}/alive", {"timeout_seconds": timeout_seconds})
 
     async def leave(self) -> None:
         """Generate no more: what this process has is given to others."""
-        await self._client._request("DELETE", self._path)
+        await self._client._requests.request("DELETE", self._path)
 
 
 class AsyncTrainerWorker:
@@ -451,7 +322,7 @@ class AsyncTrainerWorker:
         """Take groups of the present step that no other trainer has: so many at most, or a budget of tokens (0: no limit). Waits
         for some."""
         body = {"groups": groups, "tokens": tokens, "timeout_seconds": timeout_seconds, "form": "msgpack"}
-        answer = await self._client._request("POST", f"{self._path}/experience", body)
+        answer = await self._client._requests.request("POST", f"{self._path}/experience", body)
         found = msgspec.msgpack.decode(answer.content)
         columns = {
             name: np.frombuffer(column["data"], column["dtype"]).reshape(column["shape"])
@@ -461,7 +332,7 @@ class AsyncTrainerWorker:
 
     async def acknowledge(self, groups: Sequence[GroupData]) -> None:
         """Say that these groups are in this process's gradient."""
-        await self._client._post(f"{self._path}/acknowledge", {"groups": [group.number for group in groups]})
+        await self._client._requests.post(f"{self._path}/acknowledge", {"groups": [group.number for group in groups]})
 
     async def publish(
         self,
@@ -481,7 +352,7 @@ class AsyncTrainerWorker:
                 figures = {"grad_norm": grad_norm, "learning_rate": learning_rate, "timeout_seconds": timeout_seconds}
                 return await self.publish(step, file, **figures)
         query = f"grad_norm={grad_norm}&learning_rate={learning_rate}&timeout_seconds={timeout_seconds}"
-        answer = await self._client._request("PUT", f"/v1/weights/{self.name}/{step}?{query}", file=Path(weights))
+        answer = await self._client._requests.request("PUT", f"/v1/weights/{self.name}/{step}?{query}", file=Path(weights))
         return msgspec.json.decode(answer.content)["version"]
 
     async def publish_folder(
@@ -489,12 +360,12 @@ class AsyncTrainerWorker:
     ) -> int:
         """`publish` for a folder in Hugging Face format, or a file, on the server's machine; "": the update is skipped."""
         body = {"step": step, "path": str(path), "grad_norm": grad_norm, "learning_rate": learning_rate}
-        answer = await self._client._post(f"{self._path}/weights", {**body, "timeout_seconds": timeout_seconds})
+        answer = await self._client._requests.post(f"{self._path}/weights", {**body, "timeout_seconds": timeout_seconds})
         return answer["version"]
 
     async def leave(self) -> None:
         """Train no more: groups that were not acknowledged are given to others."""
-        await self._client._request("DELETE", self._path)
+        await self._client._requests.request("DELETE", self._path)
 
 
 class _Blocking(Generic[W]):
@@ -647,28 +518,3 @@ def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
 def _save(weights: Mapping[str, Any], file: Path) -> None:
     kind = "numpy" if all(isinstance(values, np.ndarray) for values in weights.values()) else "torch"
     importlib.import_module(f"safetensors.{kind}").save_file(dict(weights), file)
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _message(answer: ServiceAnswer) -> str:
-    with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError):
-        return str(msgspec.json.decode(answer.content)["error"]["message"])
-    return answer.content.decode(errors="replace")[:500] or f"status {answer.status}"
-
-
-def _pause(answer: ServiceAnswer) -> float:
-    """Seconds after which a request for which there was no room is welcome."""
-    return float(answer.headers.get("Retry-After", PAUSE_SECONDS))
-
-
-def _checked(answer: ServiceAnswer) -> ServiceAnswer:
-    if answer.status < 400:
-        return answer
-    if answer.status in (400, 401, 403, 404, 413, 422):
-        raise UserError(_message(answer))
-    if answer.status == 410:
-        raise RunOver(_message(answer))
-    raise RunError(_message(answer))

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from asyncflow import client as client_module
+from asyncflow import repeated_requests
 from asyncflow.client import AsyncClient, AsyncTrainerWorker, Client, read_key
 from asyncflow.service.experience import columns_of
 from asyncflow.types import RunError, UserError
@@ -86,7 +86,7 @@ async def test_a_service_that_says_nothing_is_asked_a_second_time_and_not_for_ev
         await asyncio.sleep(patience(60))
         return lost(request)
 
-    monkeypatch.setattr(client_module, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(repeated_requests, "ANSWER_SECONDS", 0.5)
     async with client_of(silent, 0.2) as client:
         with pytest.raises(RunError, match="cannot be reached"):
             await asyncio.wait_for(client.checkpoint(), patience(20))
@@ -151,11 +151,11 @@ async def test_a_file_for_which_there_was_no_room_or_that_was_cut_off_is_fetched
         return error(429, "no room", Retry_After="9")
 
     async with client_of(handler) as client:
-        await client._download("/v1/model/a", tmp_path / "a")
+        await client._requests.download("/v1/model/a", tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == b"abc" and num_asked == 3
     async with client_of(busy, 0.1) as client:
         with pytest.raises(RunError, match="no room"):
-            await client._download("/v1/model/a", tmp_path / "b")
+            await client._requests.download("/v1/model/a", tmp_path / "b")
 
 
 async def test_a_file_that_is_not_whole_leaves_nothing(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ async def test_a_file_that_is_not_whole_leaves_nothing(tmp_path: Path) -> None:
 
     async with client_of(handler) as client:
         with pytest.raises(RunError, match="came as something else"):
-            await client._download("/v1/model/a", tmp_path / "a")
+            await client._requests.download("/v1/model/a", tmp_path / "a")
     async with client_of(none) as client:
         with pytest.raises(UserError, match="no such version"):
-            await client._download("/v1/model/a", tmp_path / "a")
+            await client._requests.download("/v1/model/a", tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
