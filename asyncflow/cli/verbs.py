@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import sys
 
 import typer
@@ -59,6 +61,9 @@ def run() -> None:
         _end(group, status_of(group))
     except* (RunError, OSError) as group:
         _end(group, 1)
+    except* asyncio.CancelledError:
+        print("asyncflow: a second signal has ended it at once", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def _called() -> int:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from asyncflow.attestation import Attestation
 from asyncflow.client import AsyncClient, Client, GroupData, ResponseData
 from asyncflow.types import RunError, UserError
-from tests.e2e.commands import kill_trainer, rows, wait_for
+from tests.e2e.commands import kill_trainer, processes_of, rows, wait_for
 from tests.e2e.service import Served
 from tests.forked import Command
 from tests.patience import patience
@@ -248,6 +248,25 @@ def zero_step(client: Client, worker: Any, weights: dict[str, Any]) -> tuple[int
         worker.acknowledge(experience.groups)
         if experience.is_complete:
             return worker.publish(experience.step, weights, grad_norm=0.5, learning_rate=0.25), groups
+
+
+def test_a_second_signal_ends_a_server_at_once(
+    background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The first one gives the trainer its time, which waits for weights that nobody publishes any more."""
+    served = Served(background, tmp_path, small(run={"stop_grace_seconds": 3600}, train={"engine": "outside"}))
+    with served.client() as client:
+        client.init_engines()
+        worker = client.join_trainers()
+        wait_for(lambda: worker.get_experience_data(timeout_seconds=1.0).is_complete)
+    served.command.terminate()
+    time.sleep(1.0)
+    assert served.command.poll() is None
+    served.command.terminate()
+    said = served.command.communicate(patience(60))
+    assert served.command.returncode == 130, said
+    assert said[1].endswith("asyncflow: a second signal has ended it at once\n") and "Traceback" not in said[1]
+    wait_for(lambda: not processes_of(served.run_dir))
 
 
 def test_a_client_trains(background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
