@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from asyncflow.rewards.numerals import SCALES, WORDS, spelled_out, value_of
-from asyncflow.rewards.units import without_unit, without_units
+from asyncflow.rewards.units import drop_units, split_unit
 
 MAX_CHARACTERS: Final = 200
 MAX_NESTED: Final = 20
@@ -65,7 +65,7 @@ def are_equal(found: Quantity, expected: Quantity, *, relative_tolerance: float 
 
 def is_range(text: str) -> bool:
     """Whether a text is two or more bare numbers with a dash between them, which is no subtraction: `20-30`, `20-30 minutes`."""
-    found = without_unit(plain(text)) if len(text) <= MAX_CHARACTERS else None
+    found = split_unit(plain(text)) if len(text) <= MAX_CHARACTERS else None
     return found is not None and _RANGE.fullmatch(found[0]) is not None
 
 
@@ -146,13 +146,13 @@ def _may_come_before(side: str, number: Quantity, *, is_rough: bool) -> bool:
 
 def _sum_of_quantities(text: str) -> Quantity | None:
     """`$5 + $3`, `5 apples + 3 apples`, `5 x 3`, `20% of 50`: the number alone."""
-    value = value_of(without_units(text))
+    value = value_of(drop_units(text))
     return None if value is None else Quantity(value)
 
 
 def _number_in(text: str) -> Quantity | None:
     """The number that one side is, as it is written in digits or in words."""
-    found = without_unit(text.strip())
+    found = split_unit(text.strip())
     if found is None:
         return None
     alone, unit, is_percent, written = found

@@ -65,7 +65,7 @@ _NO_UNIT = re.compile(
 _CURRENCIES: Final = frozenset("$€£¥₹¢")
 
 
-def without_unit(text: str) -> tuple[str, str, bool, str] | None:
+def split_unit(text: str) -> tuple[str, str, bool, str] | None:
     """A number's own text; then its unit in one spelling, whether it is a percentage, and the unit as it is written. Scales stay
     with the number, as a product. A currency is the unit, whatever else stands beside the number: $5 each, 5 dollars per hour.
     None: what stands there is more than a unit."""
@@ -98,7 +98,7 @@ def without_unit(text: str) -> tuple[str, str, bool, str] | None:
     return text, currency or (unit[0] if unit[0:1] in named else unit), False, written
 
 
-def without_units(text: str) -> str:
+def drop_units(text: str) -> str:
     """An expression of quantities without their units: of `$5 + $3` it is `5 + 3`, of `20% of 50` it is `20/100*50`."""
     text = _TIMES.sub("*", _PERCENT_SIGN.sub("/100", _CURRENCY.sub("", text)))
     return _ONE_UNIT.sub(lambda found: found[0] if _one_spelling(found[1]) is None else "", text)
