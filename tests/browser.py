@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,23 @@ FLAGS = [
 ]  # fmt: skip
 
 
+TOO_SLOW = "not used within a few seconds from the window's load event"  # said of a script that was preloaded: a matter of pace
+
+
+def complaints_of(page: Any) -> list[str]:
+    """What the page complains about from now on, in its console or by errors; it grows."""
+    complaints: list[str] = []
+    page.on("console", lambda message: None if TOO_SLOW in message.text else complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    return complaints
+
+
 @contextmanager
-def browser_of(profile: Path, **how: Any) -> Iterator[Any]:
-    """A browser with its profile in this folder (a context of `playwright`), which waits as long as this machine needs."""
+def browser_of(**how: Any) -> Iterator[Any]:
+    """A browser with an empty profile (a context of `playwright`), which waits as long as this machine needs."""
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch_persistent_context(
-            str(profile), executable_path=CHROMIUM, args=FLAGS, timeout=1000 * patience(30), **how
-        )
-        browser.set_default_timeout(1000 * patience(30))
-        yield browser
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=1000 * patience(30))
+        context = browser.new_context(**how)
+        context.set_default_timeout(1000 * patience(30))
+        yield context
         browser.close()

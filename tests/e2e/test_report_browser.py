@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.telemetry.report import write_report
-from tests.browser import browser_of
+from tests.browser import browser_of, complaints_of
 from tests.depth import deep
 
 _path = Path(__file__).parents[1] / "unit" / "telemetry" / "synthetic_run.py"
@@ -16,9 +16,9 @@ _spec.loader.exec_module(synthetic_run)
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
+def browser():
     """A browser with an empty profile of its own."""
-    with browser_of(tmp_path_factory.mktemp("profile"), viewport={"width": 1360, "height": 900}) as browser:
+    with browser_of(viewport={"width": 1360, "height": 900}) as browser:
         yield browser
 
 
@@ -26,11 +26,9 @@ class Opened:
     """A page opened from its file, with all that it complained about or asked for."""
 
     def __init__(self, browser, path: Path) -> None:
-        self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page = browser.new_page()
-        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.complaints = complaints_of(self.page)
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.url = path.resolve().as_uri()
         self.page.goto(self.url)

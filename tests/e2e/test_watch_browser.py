@@ -16,7 +16,7 @@ import msgspec
 from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, write_situation
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.waits import ROUND, OpenWait
-from tests.browser import browser_of, sync_api
+from tests.browser import browser_of, complaints_of, sync_api
 from tests.e2e.commands import wait_for
 from tests.patience import patience
 
@@ -32,7 +32,15 @@ def lines(rows: list) -> bytes:
 
 
 WAITERS = {"trainer/0": "rows", "trainer/1": "leader", "trainer/2": "leader", "rollout/3": "prompts"}
-TOO_SLOW = "not used within a few seconds from the window's load event"  # said of a script that was preloaded: a matter of pace
+
+
+def scroll_to_group(page: sync_api.Page, responses: int) -> None:
+    """Have the group of a step in view, below charts that may still be drawn, until so many of its responses are there."""
+    page.wait_for_function(
+        "few => { document.getElementById('groups').scrollIntoView();"
+        " return document.querySelectorAll('#group article').length >= few; }",
+        arg=responses,
+    )
 
 
 @contextmanager
@@ -40,11 +48,9 @@ def opened(background, folder: Path, **how) -> Iterator[tuple[sync_api.Page, lis
     """The page of a folder, and what it complains about."""
     command = background("watch", folder, "--no-browser")
     (address,) = re.findall(r"http\S+", command.stdout.readline())
-    complaints: list[str] = []
-    with browser_of(folder.parent / "profile", viewport={"width": 400, "height": 800}, **how) as browser:
+    with browser_of(viewport={"width": 400, "height": 800}, **how) as browser:
         page = browser.new_page()
-        page.on("console", lambda message: None if TOO_SLOW in message.text else complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        complaints = complaints_of(page)
         page.goto(address)
         yield page, complaints
 
@@ -121,9 +127,8 @@ def test_a_sampled_group_is_shown_side_by_side_without_a_kept_batch(tmp_path, ba
     (tmp_path / "one" / "samples.jsonl").write_bytes(lines(responses))
     (tmp_path / "one" / "tokens.jsonl").write_bytes(lines(trained))
     with opened(background, tmp_path / "one") as (page, complaints):
-        page.locator("#batch-step").scroll_into_view_if_needed()
+        scroll_to_group(page, 4)
         cards = page.locator("#group article")
-        cards.nth(3).wait_for()
         assert page.input_value("#batch-step") == "9" and "72: 4 responses, mean reward 0.25" in page.inner_text("#batch-group")
         heads = [card.locator(".lane-head").inner_text() for card in cards.all()]
         assert "row 291 \u00b7 reward 1 \u00b7 advantage 1.5" in heads[3] and "cut off" in heads[3]
@@ -209,12 +214,10 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         file.write(json.dumps({"step": 0, "purpose": "train", "row": 99, "prompt": "A lamp.", "turns": said, "reward": 1.0}) + "\n")
     command = background("watch", tmp_path / "runs", "--no-browser")
     (address,) = re.findall(r"http\S+", command.stdout.readline())
-    complaints: list[str] = []
     requests: list[str] = []
-    with browser_of(tmp_path / "profile", viewport={"width": 400, "height": 800}) as browser:
+    with browser_of(viewport={"width": 400, "height": 800}) as browser:
         page = browser.new_page()
-        page.on("console", lambda message: None if TOO_SLOW in message.text else complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        complaints = complaints_of(page)
         page.on("request", lambda request: requests.append(request.url))
         held: list[sync_api.Route] = []
         page.route("**/plotly.js", lambda route: held.append(route))
@@ -311,13 +314,13 @@ def test_another_run_shows_nothing_of_the_one_before(tmp_path, background):
             page.route(re.compile(rf"/api/({paths})\?.*run=one"), lambda route: held.append(route))
             choose("one", 10)
             page.locator("#batch-step option[value='9']").wait_for(state="attached")
-            page.evaluate("document.getElementById('groups').scrollIntoView()")
             if paths == "none":
-                page.locator("#group article").first.wait_for()
+                scroll_to_group(page, 1)
                 page.locator("#more-samples").wait_for()
             num_asked = {"none": 0, "group": 1}.get(paths, 2)
             deadline = time.monotonic() + patience(10.0)
             while len(held) < num_asked and time.monotonic() < deadline:
+                page.evaluate("document.getElementById('groups').scrollIntoView()")
                 page.wait_for_timeout(20)
             assert len(held) == num_asked
             choose("two", 4)

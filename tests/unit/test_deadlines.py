@@ -8,13 +8,13 @@ import importlib
 import inspect
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.apart import apart
 from tests.conftest import ROOT
 from tests.patience import patience
 
@@ -131,17 +131,8 @@ def test_files_on_virtual_time_are_known() -> None:
 
 
 def test_a_test_that_hangs_is_named_and_shown_and_the_others_go_on(tmp_path: Path) -> None:
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    for name in ("__init__.py", "depth.py", "conftest.py", "forked.py", "patience.py"):
-        (folder / name).write_text((TESTS / name).read_text() if (TESTS / name).is_file() else "")
-    with (folder / "conftest.py").open("a") as conftest:
-        conftest.write("LONGEST = 2\n")
-    (folder / "test_it.py").write_text(
-        "import threading\n\ndef test_hangs():\n    threading.Event().wait()\n\ndef test_goes_on():\n    pass\n"
-    )
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests"]
+    hangs = "import threading\n\ndef test_hangs():\n    threading.Event().wait()\n\ndef test_goes_on():\n    pass\n"
+    command = apart(tmp_path, hangs, "-n", "1", more_conftest="\nLONGEST = 2\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=patience(60))
     assert "crashed while running 'tests/test_it.py::test_hangs'" in done.stdout and "1 failed, 1 passed" in done.stdout

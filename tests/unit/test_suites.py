@@ -14,6 +14,7 @@ from typing import Literal, cast
 import pytest
 
 from tests import suites
+from tests.apart import apart
 from tests.conftest import ROOT, pytest_terminal_summary
 from tests.depth import in_gate
 from tests.suites import EVERYTHING, SUITES, Result, Suite
@@ -135,17 +136,12 @@ def test_a_run_that_fails_leaves_the_row_of_the_last_one_that_passed() -> None:
 def test_smoke_tests_are_all_that_are_marked_so_with_the_gate_s_examples(
     tmp_path: Path, depth: str, ran: int, examples: int
 ) -> None:
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    for name in ("__init__.py", "depth.py", "conftest.py", "forked.py", "patience.py"):
-        (folder / name).write_text((ROOT / "tests" / name).read_text() if (ROOT / "tests" / name).is_file() else "")
-    (folder / "test_it.py").write_text(
+    text = (
         "import pytest\nfrom tests.depth import deep, few\n\n"
         "@pytest.mark.smoke\n@pytest.mark.parametrize('one', [1, pytest.param(2, marks=deep)])\n"
         f"def test_it(one):\n    assert few(12, 100) == {examples}\n"
     )
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    command = [sys.executable, "-m", "pytest", "-m", "smoke", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests"]
+    command = apart(tmp_path, text, "-m", "smoke")
     environment = {**os.environ, "ASYNCFLOW_TESTS": depth, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert f"{ran} passed" in done.stdout, done.stdout + done.stderr
