@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -32,10 +31,7 @@ def merge(
     if out.exists():
         raise UserError(f"{out} is there already: give another folder")
 
-    from asyncflow.engines.lora import merge_lora
-    from asyncflow.run.models.model_files import copy_tokenizer
+    from asyncflow.run.models.merged_model import write_merged
 
-    merge_lora(model, folder, out)
-    shutil.copyfile(model / "config.json", out / "config.json")
-    copy_tokenizer(model, out)
+    write_merged(model, folder, out)
     print(out)

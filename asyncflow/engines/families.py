@@ -122,6 +122,15 @@ def why_not_packed(fields: Mapping[str, Any]) -> str:
     return why_alone(fields)
 
 
+def why_quantised(fields: Mapping[str, Any]) -> str:
+    """Reason why a model's weights are none that can be trained, or replaced by a trainer's, or "". `fields`: its `config.json`."""
+    settings = fields.get("quantization_config")
+    if not settings:
+        return ""
+    method = settings.get("quant_method", "by a method without a name")
+    return f"its weights are quantised ({method}): take the ones that they were made of, in bfloat16 or float32"
+
+
 def why_alone(fields: Mapping[str, Any]) -> str:
     """Reason why no two rows of a model may be in one pass, or "" if they may. `fields`: its `config.json`."""
     kind = next(iter(_turning_points(fields)), "")
@@ -129,8 +138,10 @@ def why_alone(fields: Mapping[str, Any]) -> str:
 
 
 def why_not_generated(fields: Mapping[str, Any], context: int) -> str:
-    """Reason why transformers' `generate` gives other log-probs than the trainer, or "" if it does not. `fields`: a model's
-    `config.json`. `context`: tokens of the longest prompt with its response."""
+    """Reason why transformers' `generate` gives other log-probs than the trainer, or is given no weights of its, or "". `fields`: a
+    model's `config.json`. `context`: tokens of the longest prompt with its response."""
+    if why := why_quantised(fields):
+        return why
     for kind, positions in _turning_points(fields).items():
         if context > positions:
             return (
@@ -154,8 +165,15 @@ def _turning_points(fields: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
+def check_weights_kind(fields: Mapping[str, Any]) -> None:
+    """Check that a model's weights can be trained at all. `fields`: its `config.json`. Raises `UserError`."""
+    if why := why_quantised(fields):
+        raise UserError(f"model.path cannot be trained: {why}.")
+
+
 def check_family(fields: Mapping[str, Any]) -> None:
     """Check that a model can be sharded, by any train engine. `fields`: its `config.json`. Raises `UserError`."""
+    check_weights_kind(fields)
     kind = fields.get("model_type")
     why = why_not_packed(fields) if kind in FAMILIES else f"models of type {', '.join(FAMILIES)} alone are sharded"
     if why:

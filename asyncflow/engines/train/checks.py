@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.engines.base import TrainEngineOptions
-from asyncflow.engines.families import check_family, check_layout
+from asyncflow.engines.families import check_family, check_layout, check_weights_kind
 from asyncflow.model_folder import read_json
 from asyncflow.types import UserError
 
@@ -42,6 +42,7 @@ def check_outside(options: TrainEngineOptions, fields: Mapping[str, Any]) -> Non
 
 def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     """Check that `TorchEngine` can train this model (`fields`: its config.json) with these options. Raises `UserError`."""
+    check_weights_kind(fields)
     if options.layout.size > 1:
         if options.layout.tp > 1 and options.accumulate == "exact" and options.tokens_per_pass is not None:
             raise UserError(

@@ -19,7 +19,7 @@ from asyncflow.config import Config, dump
 from asyncflow.engines.lora_files import CONFIG_FILE as ADAPTER_CONFIG
 from asyncflow.loops.evaluation import EvaluationRow
 from asyncflow.model_folder import read_json
-from asyncflow.run.models.model_source import HubName, Log, run_module
+from asyncflow.run.models.model_source import HubName, Log, is_made, run_module
 from asyncflow.run_dir import RunDir
 from asyncflow.types import RunError, UserError
 
@@ -41,11 +41,13 @@ async def push_model(
     folder, name = RunDir(config.run_dir).model, config.model.push_to_hub
     assert name is not None
     (folder / CARD_FILE).write_text(model_card(config, rows, evaluations), encoding="utf-8")
-    options = ["--private"] if config.model.private else []
-    pushed = _pushed(folder, HubName.of(config.model.path))
+    options, pushed = ["--private"] if config.model.private else [], folder
     try:
+        pushed = await _pushed(config, folder)
+        if config.lora is not None and not (pushed / ADAPTER_CONFIG).is_file():
+            (pushed / CARD_FILE).write_text(model_card(config, rows, evaluations, is_merged=True), encoding="utf-8")
         url = (await run_module("asyncflow.run.models.hub_push", log, str(pushed), name, *options))[-1]
-    except (UserError, RunError) as error:
+    except (UserError, RunError, OSError) as error:
         command = shlex.join(["hf", "upload", name, str(pushed), *options])
         log(f"the model could not be pushed to the Hugging Face Hub: {error}; it is in {folder}, and to push it: {command}")
         return
@@ -54,28 +56,36 @@ async def push_model(
         shutil.rmtree(pushed)
 
 
-def _pushed(folder: Path, base: HubName | None) -> Path:
-    """Folder as others get it: an adapter's base is where it was found on the Hub, not on this machine. A copy, where it is another
-    one."""
-    settings = read_json(folder / ADAPTER_CONFIG)
-    if not settings or base is None:
+async def _pushed(config: Config, folder: Path) -> Path:
+    """Folder as others get it. An adapter's is another one: its base has the Hub's name in it, not this machine's. Where the run
+    has made that base (of a GGUF file, of a model of several modalities, of random numbers), the two go merged: nobody else has
+    it, and the modules of what it was made of have other names."""
+    settings, base = read_json(folder / ADAPTER_CONFIG), HubName.of(config.model.path)
+    if not settings:
         return folder
-    found = Path(str(settings["base_model_name_or_path"]))  # a snapshot of huggingface_hub's is named by its commit
-    revision = found.name if found.parent.name == "snapshots" else base.revision
-    settings |= {"base_model_name_or_path": base.repo, "revision": revision}
-    pushed = folder.with_name(f"{folder.name}-to-push")
+    found, pushed = Path(str(settings["base_model_name_or_path"])), folder.with_name(f"{folder.name}-to-push")
     shutil.rmtree(pushed, ignore_errors=True)
-    shutil.copytree(folder, pushed)
-    (pushed / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    if base is not None and found.parent.name == "snapshots":  # of huggingface_hub's cache, by its commit
+        settings |= {"base_model_name_or_path": base.repo, "revision": found.name}
+        shutil.copytree(folder, pushed)
+        (pushed / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    elif is_made(config.model.path):
+        await run_module("asyncflow.run.models.merged_model", lambda line: None, str(found), str(folder), str(pushed))
+    else:
+        return folder
     return pushed
 
 
-def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[EvaluationRow]) -> str:
-    """Markdown with the Hub's header: what was trained, on what, how, and what came of it. `rows`: metrics by step."""
+def model_card(
+    config: Config, rows: Mapping[int, Mapping[str, float]], evaluations: Sequence[EvaluationRow], *, is_merged: bool = False
+) -> str:
+    """Markdown with the Hub's header: what was trained, on what, how, and what came of it. `rows`: metrics by step. `is_merged`:
+    the model is whole, with the adapter that was trained merged into its base."""
     path, data = config.model.path, config.data.path or "prompts that came over the wire"
     base, title = HubName.of(path), config.model.push_to_hub or config.run.name
     lora = config.model.lora
-    header: dict[str, Any] = {"library_name": "transformers" if lora is None else "peft", "pipeline_tag": "text-generation"}
+    library = "transformers" if lora is None or is_merged else "peft"
+    header: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if base is not None:
         header["base_model"] = base.repo
     if config.data.path is not None and "/" in data and not Path(data).exists():
@@ -87,7 +97,8 @@ def model_card(config: Config, rows: Mapping[int, Mapping[str, float]], evaluati
     of_what, adapter = "", list[str]()
     if lora is not None:
         targets = ", ".join(lora.targets) or "all linear layers"
-        of_what, adapter = "An adapter of ", [f"| adapter | rank {lora.rank}, alpha {lora.alpha:g}, of {targets} |"]
+        of_what = f"An adapter of {'(merged into it) ' if is_merged else ''}"
+        adapter = [f"| adapter | rank {lora.rank}, alpha {lora.alpha:g}, of {targets} |"]
     lines = [
         f"# {title.rpartition('/')[2]}",
         "",

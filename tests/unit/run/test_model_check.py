@@ -10,10 +10,12 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from asyncflow.config import parse
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.model_folder import read_json
 from asyncflow.run.models.model_check import checked
+from asyncflow.run.preparation.checks import check_train_engine
 from asyncflow.types import LoraSpec, UserError
 from tests.families import write_model
 from tests.unit.engines.train.training import train_options
@@ -86,3 +88,20 @@ async def test_a_context_across_a_rope_s_limit_is_told(tmp_path: Path) -> None:
         told = "\n".join(await checked(str(path), [f"model.max_context_tokens={context}"], tmp_path))
         assert f"transformers: {verdict}" in told
         assert "torch: yes, each row a sequence of its own: under the rope type 'longrope'" in told
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+async def test_a_quantised_model_is_refused_by_all_engines_that_would_have_to_change_its_weights(
+    method: str, tmp_path: Path
+) -> None:
+    path = write_model("llama", tmp_path / "model")
+    fields = read_json(path / "config.json") | {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 128}}
+    (path / "config.json").write_text(json.dumps(fields))
+    told = await checked(str(path), [], tmp_path)
+    verdicts = [line for line in told if "engine" in line and "vllm" not in line and "outside" not in line]
+    assert verdicts and not [line for line in verdicts if ": yes" in line]
+    for engine in ("torch", "transformers"):
+        (verdict,) = [line for line in verdicts if f"{engine}:" in line]
+        assert f"its weights are quantised ({method}): take the ones that they were made of" in verdict
+    with pytest.raises(UserError, match=rf"quantised \({method}\)"):
+        check_train_engine(parse({"model": {"path": str(path)}, "data": {"path": "generated:arithmetic"}}), fields)
