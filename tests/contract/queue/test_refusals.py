@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.types import Batch, Values
 from tests.builders import meta
@@ -51,6 +52,26 @@ async def test_a_put_that_does_not_fit_is_refused_at_the_client_naming_row_and_c
         await client.put([meta(1, size=5)], Batch(np.empty(0, np.int64), np.empty(0, np.int64), {}))
     monkeypatch.undo()
     assert (await client.status())[1][0].rows == 0
+
+
+BY_ITS_UNIT = ("dtype", "rank", "shape", "length", "of groups", "ragged", "unknown", "twice", "strange")
+
+
+@over("process-1", "apart-3")
+async def test_a_unit_refuses_what_does_not_fit_by_itself(client: TransferQueueClient) -> None:
+    """Whatever a client has let pass: what comes to a unit was sent by somebody."""
+    await put(client, 0)
+    lease = (await leased(client)).lease
+    unit = client._unit(lease.units[0])
+    for name in BY_ITS_UNIT:
+        batch, message = MISFITS[name]
+        with pytest.raises(ValueError, match=message):
+            await unit.put([], WireBatch.of(batch), 0)
+        with pytest.raises(ValueError, match=message):
+            await unit.complete(lease.token, WireBatch.of(batch))
+    with pytest.raises(ValueError, match="task 'rollout' completes with ids, reward, not with reward"):
+        await unit.complete(lease.token, WireBatch.of(of([1], [0], reward=floats(1))))
+    assert (await client.complete(lease, outputs(0, 1))).all()
 
 
 async def test_outputs_that_do_not_fit_are_refused_at_the_client_and_the_lease_goes_on(
