@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import multiprocessing.connection
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -485,6 +488,20 @@ def test_a_reader_that_dies_is_told_of(queue: ServedQueue) -> None:
             for _ in range(2):
                 next(stream)
     until(lambda: queue.counts("train").get("leased", 0) == 0)
+
+
+def test_a_reader_takes_nothing_from_a_stranger(queue: ServedQueue) -> None:
+    """What it sends is pickled, so nobody else may be there to send it anything: it has pipes, and a socket for shared memory."""
+    queue.put(range(3))
+    with open_loader(queue.address, "train", groups=1, num_workers=1, prefetch=0) as loader:
+        stream = iter(loader)
+        next(stream)
+        (reader,) = children_called("spawn_main")
+        (listener,) = {each.laddr for each in reader.net_connections("all") if each.laddr}
+        assert stat.S_IMODE(Path(listener).parent.stat().st_mode) == 0o700
+        with pytest.raises(AuthenticationError):
+            multiprocessing.connection.Client(listener, authkey=b"a guess")
+        next(stream)  # and it goes on
 
 
 def test_a_consumer_that_is_killed_leaves_nothing(queue: ServedQueue, tmp_path: Path) -> None:
