@@ -31,6 +31,7 @@ from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.engines.train.training import ModelPath, Sum, hold_back, policy_gradient, torch_engine, weights_of
 
 ROOT = Path(__file__).parents[2]
+ADAPTER = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def trained(path: Path, device: str, **changes: Any) -> dict[str, Any]:
 
     async def steps() -> dict[str, Any]:
         engine = torch_engine(path, device=device, learning_rate=1e-3, **changes)
-        seen: dict[str, Any] = {"losses": [], "reads": [], "norms": []}
+        seen: dict[str, Any] = {"losses": [], "reads": [], "uploads": [], "norms": []}
         WORK.waited.clear()
         for step in range(2):
             await engine.begin_step()
@@ -141,9 +142,10 @@ def trained(path: Path, device: str, **changes: Any) -> dict[str, Any]:
                 (result,) = await engine.forward_backward([micro_batch(2 * step + number)], Sum(policy_gradient))
                 seen["losses"].append(result.loss_sum)
                 seen["reads"].append(dict(TRAFFIC.reads))
+                seen["uploads"].append(sum(TRAFFIC.uploads.values()))
             TRAFFIC.clear()
             seen["norms"].append((await engine.optim_step(20)).grad_norm)
-            seen["update"] = dict(TRAFFIC.reads)
+            seen["update"], seen["update_uploads"] = dict(TRAFFIC.reads), sum(TRAFFIC.uploads.values())
         seen["waited"] = dict(WORK.waited)
         seen["weights"] = {name: tensor.numpy() for name, tensor in (await weights_of(engine)).items()}
         await engine.close()
@@ -218,14 +220,26 @@ def test_an_optimizers_state_in_host_memory_changes_no_weight_on_a_device(
         np.testing.assert_array_equal(found["weights"][name], weights, err_msg=name)
 
 
-MICRO_STEP_READS = {"aten.equal.default": 1, "tolist": 1}  # are the positions those of the layout; all figures together
-UPDATE_READS = {"tolist": 1}
+FIGURES = {"tolist": 1}  # all together
+MICRO_STEP_UPLOADS = 9  # four of the layout, mask, advantages and log-probs of the tokens, which are the policy's, which are fresh
+OF_ONE_PROCESS: dict[str, tuple[dict[str, Any], int]] = {
+    "policy": ({}, 1),
+    "adapter": ({"lora": ADAPTER}, 1),
+    "reference": ({"has_reference": True}, 2),
+    "adapter and reference": ({"lora": ADAPTER, "has_reference": True}, 2),
+    "reference and old policy": ({"has_reference": True, "old": "step_start"}, 3),
+}
+"""Options, and the models whose passes a micro-step has."""
 
 
-def test_a_micro_step_waits_for_the_device_twice_and_an_update_once(of_training: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    _, there = of_training
-    assert there["reads"][1:] == [MICRO_STEP_READS] * 3  # the first one is computed twice, to compare
-    assert there["update"] == UPDATE_READS
+@pytest.mark.parametrize("case", OF_ONE_PROCESS)
+def test_the_host_waits_so_often_in_a_micro_step_and_an_update(case: str, own: Processes, model_path: ModelPath) -> None:
+    changes, models = OF_ONE_PROCESS[case]
+    (there,) = own.run(partial(trained, **changes), model_path("qwen2-tiny"), KIND)
+    positions = {"aten.equal.default": models}  # of each model's pass: are they those of the layout
+    assert there["reads"][1:] == [positions | FIGURES] * 3  # the first one is computed twice, to compare
+    assert there["uploads"][1:] == [MICRO_STEP_UPLOADS] * 3
+    assert (there["update"], there["update_uploads"]) == (FIGURES, 0)
     assert there["waited"] == {}, "for an event, a stream or all of the device, besides"
 
 
@@ -262,7 +276,7 @@ OF_MODELS = [
     {"old": "step_start", "has_reference": True},
     {"old": "previous", "has_reference": True, "dtype": "bfloat16", "activation_checkpointing": True},
     {"old": "step_start", "has_reference": True, "offload": True},
-    {"lora": LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj")), "has_reference": True},
+    {"lora": ADAPTER, "has_reference": True},
 ]
 
 
@@ -313,6 +327,7 @@ def generated(device: str, length: int) -> dict[str, Any]:
 
 
 DECODE_READS = 2  # the tokens, and their log-probs
+DECODE_UPLOADS = 3  # what the pass is of, and of the sampling temperatures and draws
 
 
 def test_generation_on_a_device_is_that_of_the_cpu_and_a_decode_step_waits_so_often(own: Processes) -> None:
@@ -324,7 +339,7 @@ def test_generation_on_a_device_is_that_of_the_cpu_and_a_decode_step_waits_so_of
         assert long["found"][sample][0][:24] == tokens
     assert sum(long["reads"].values()) - sum(short["reads"].values()) == 24 * DECODE_READS, (short["reads"], long["reads"])
     assert long["waited"] == short["waited"] == {}, "for an event, a stream or all of the device, besides"
-    assert (long["uploads"] - short["uploads"]) % 24 == 0, "a step uploads as much as another"
+    assert long["uploads"] - short["uploads"] == 24 * DECODE_UPLOADS, (short["uploads"], long["uploads"])
 
 
 SUITES = {
