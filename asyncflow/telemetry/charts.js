@@ -20,9 +20,8 @@ function element(tag, name, ...content) {
 
 /* ---- line charts ---- */
 
-let shownCharts = [];
-
 function drawChart(card, chart) {
+  card.drawn = chart;
   const steps = chart.traces.flatMap((trace) => trace.x);
   const few = steps.reduce((most, step) => Math.max(most, step), -Infinity) - steps.reduce((least, step) => Math.min(least, step), Infinity) < 8;
   const layout = {
@@ -42,7 +41,6 @@ const whenSeen = new IntersectionObserver((entries) => {
 }, { rootMargin: "200px" });
 
 function drawCharts(charts, { place = document.getElementById("charts"), isLazy = false } = {}) {
-  if (place.id === "charts") shownCharts = charts;
   while (place.children.length > charts.length) { whenSeen.unobserve(place.lastChild); place.lastChild.remove(); }
   charts.forEach((chart, i) => {
     let card = place.children[i];
@@ -58,4 +56,6 @@ function drawCharts(charts, { place = document.getElementById("charts"), isLazy 
   });
 }
 
-darkness.addEventListener("change", () => drawCharts(shownCharts));
+darkness.addEventListener("change", () => {
+  for (const card of document.querySelectorAll("section.card")) if (card.drawn) drawChart(card, card.drawn);
+});
