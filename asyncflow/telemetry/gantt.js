@@ -19,6 +19,8 @@ function inView(gantt, lo, hi) {
 
 const ganttHeight = (numLanes) => ABOVE + BELOW + 8 + numLanes * (numLanes > 24 ? 14 : numLanes > 12 ? 28 : 52);
 
+const least = (all, size) => all.reduce((found, each) => size(each) < size(found) ? each : found, all[0]);
+
 /* Place and thickness of a bar, in lanes: what goes on beside a lane is a thin line below it. */
 const ganttRow = (lane, numLanes) => lane >= numLanes ? [lane - numLanes + 0.4, 0.12] : [lane, 0.62];
 
@@ -57,8 +59,10 @@ class Gantt {
     this.canvas = element("canvas");
     this.canvas.setAttribute("role", "img");
     this.told = element("div", "told");
-    this.told.hidden = true;
-    this.plot.replaceChildren(this.canvas, this.told);
+    this.told.setAttribute("role", "status");  // a screen reader says what is written into it
+    this.bar = null;  // where the keyboard is: a lane, a moment, and the bar's start and end
+    this.cursor = element("div", "cursor");
+    this.plot.replaceChildren(this.canvas, this.cursor, this.told);
     this.drawLegend();
     this.draw();
     const middle = () => (this.view.lo + this.view.hi) / 2, half = () => (this.view.hi - this.view.lo) / 2;
@@ -69,6 +73,7 @@ class Gantt {
     };
     for (const [name, act] of Object.entries(this.buttons)) document.getElementById(`gantt-${name}`).addEventListener("click", act);
     this.listen();
+    this.listenToKeys();
     const again = () => { if (this.plot.isConnected) this.draw(); };
     darkness.addEventListener("change", again);
     new ResizeObserver(() => { if (this.plot.clientWidth !== this.width) again(); }).observe(this.plot);
@@ -98,7 +103,7 @@ class Gantt {
       if (!drag) { this.tell(x, y); return; }
       drag.isFar ||= Math.abs(x - drag.from) > FAR;
       if (!drag.isFar) return;
-      this.told.hidden = true;
+      this.told.textContent = "";
       const shift = (drag.from - x) * (drag.hi - drag.lo) / (this.right - this.left);
       if (drag.moves) { this.show(drag.lo + shift, drag.hi + shift, true); return; }
       this.selected = [drag.from, x].sort((a, b) => a - b);
@@ -113,9 +118,81 @@ class Gantt {
     });
     canvas.addEventListener("pointercancel", () => { drag = this.selected = null; this.draw(); });
     // A finger that has tapped is gone at once, and what it was told stays until the next tap.
-    canvas.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") this.told.hidden = true; });
-    document.addEventListener("pointerdown", (event) => { if (event.target !== canvas) this.told.hidden = true; });
+    canvas.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") this.told.textContent = ""; });
+    document.addEventListener("pointerdown", (event) => { if (event.target !== canvas) this.told.textContent = ""; });
     canvas.addEventListener("dblclick", this.buttons.all);
+  }
+
+  /* The chart is one stop of the tab key; there the arrows go from bar to bar, and what a pointer is told of a bar is told of each. */
+  listenToKeys() {
+    const { cursor } = this;
+    cursor.tabIndex = 0;
+    cursor.setAttribute("role", "application");  // so that a screen reader leaves the arrows to it
+    cursor.setAttribute("aria-label", "Bars of the chart: the arrow keys tell of each");
+    cursor.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const go = { ArrowLeft: () => this.goAlong(-1), ArrowRight: () => this.goAlong(1), ArrowUp: () => this.goAcross(-1),
+        ArrowDown: () => this.goAcross(1), Escape: () => this.leave() }[event.key];
+      if (!go) return;
+      event.preventDefault();
+      go();
+    });
+    cursor.addEventListener("blur", () => { this.told.textContent = ""; });
+  }
+
+  leave() {
+    this.bar = null;
+    this.told.textContent = "";
+    this.placeCursor();
+  }
+
+  end(i) { return this.level.start[i] + this.level.seconds[i]; }
+
+  /* Bars of a lane that are here: those in view, and of the part on each side. */
+  barsOf(lane) {
+    const { level, gantt } = this, isSeen = (i) => !this.hidden.has(gantt.states[level.state[i]].label);
+    return this.shown.filter((i) => level.lane[i] === lane && isSeen(i)).sort((a, b) => level.start[a] - level.start[b]);
+  }
+
+  goAlong(direction) {
+    if (!this.bar) { this.goAcross(1); return; }
+    const { level, bar } = this, bars = this.barsOf(bar.lane);
+    const here = least(bars, (i) => Math.abs(level.start[i] - bar.start) + Math.abs(this.end(i) - bar.end));
+    const next = bars[bars.indexOf(here) + direction];
+    if (next !== undefined) this.goTo(next);
+    else if (direction < 0) this.buttons.back();  // there may be more, which comes into view
+    else this.buttons.forth();
+  }
+
+  /* To the next lane that has bars, at the same time; at first to the uppermost. What goes on beside a lane is below it. */
+  goAcross(direction) {
+    const { level, gantt, view, bar } = this, count = gantt.lanes.length, moment = bar?.moment ?? (view.lo + view.hi) / 2;
+    const lanes = [...gantt.lanes.keys()].flatMap((lane) => [lane, lane + count]), here = bar ? lanes.indexOf(bar.lane) : -1;
+    const others = direction > 0 || !bar ? lanes.slice(here + 1) : lanes.slice(0, here).reverse();
+    const bars = others.map((lane) => this.barsOf(lane)).find((found) => found.length);
+    if (bars) this.goTo(least(bars, (i) => Math.max(level.start[i] - moment, moment - this.end(i), 0)), moment);
+  }
+
+  /* Have the cursor at a bar, in view, and tell of it. */
+  goTo(i, moment) {
+    const { level, view } = this, start = level.start[i], end = this.end(i), half = (view.hi - view.lo) / 2;
+    const isSeen = start < view.hi && end > view.lo, middle = isSeen ? (Math.max(start, view.lo) + Math.min(end, view.hi)) / 2 : (start + end) / 2;
+    this.bar = { lane: level.lane[i], start, end, moment: moment ?? middle };
+    this.told.textContent = this.textOf(i);
+    if (isSeen) this.placeCursor();
+    else this.show(middle - half, middle + half);
+  }
+
+  /* The cursor is around its bar, with what is told beside it; before it has been at one, around the chart. */
+  placeCursor() {
+    const { bar, cursor, gantt, left, right } = this, inside = (x) => Math.min(Math.max(x, left), right);
+    let place = [0, 0, this.width, ganttHeight(gantt.lanes.length)];
+    if (bar) {
+      const [middle, thickness] = ganttRow(bar.lane, gantt.lanes.length), from = inside(this.x(bar.start));
+      place = [from, this.y(middle - thickness / 2), Math.max(inside(this.x(bar.end)) - from, 1), thickness * this.row];
+    }
+    ["left", "top", "width", "height"].forEach((name, i) => { cursor.style[name] = `${place[i]}px`; });
+    if (bar && document.activeElement === cursor) this.placeTold(place[0], place[1] + place[3]);
   }
 
   /* Places on the canvas, and back. */
@@ -125,9 +202,12 @@ class Gantt {
 
   /* Tell what is at a place of the canvas, beside it. */
   tell(x, y) {
-    const { told } = this, text = x < this.left || x > this.right ? "" : this.installAt(x, y) || this.barAt(x, y);
-    told.hidden = !text;
-    told.textContent = text;
+    this.told.textContent = x < this.left || x > this.right ? "" : this.installAt(x, y) || this.barAt(x, y);
+    this.placeTold(x, y);
+  }
+
+  placeTold(x, y) {
+    const { told } = this;
     told.style.left = `${Math.max(0, Math.min(x + 12, this.width - told.offsetWidth))}px`;
     told.style.top = `${y + 14}px`;
   }
@@ -141,8 +221,11 @@ class Gantt {
 
   barAt(x, y) {
     const found = this.boxes.findLast(({ from, top, wide, high }) => x >= from - 1 && x <= from + wide + 1 && y >= top - 1 && y <= top + high + 1);
-    if (!found) return "";
-    const { lanes, states } = this.gantt, { level } = this, { i } = found;
+    return found ? this.textOf(found.i) : "";
+  }
+
+  textOf(i) {
+    const { lanes, states } = this.gantt, { level } = this;
     const lines = [`${lanes[level.lane[i] % lanes.length]} ${states[level.state[i]].label}`, `${seconds(level.seconds[i])}, from ${level.start[i].toFixed(3)} s`];
     const known = [["step", level.step[i], 0], ["version", level.version[i], 0], ["rows", level.rows[i], 1], ["tokens", level.tokens[i], 1]];
     const told = known.filter(([, amount, least]) => amount >= least).map(([name, amount]) => `${name} ${amount.toLocaleString("en")}`);
@@ -175,6 +258,7 @@ class Gantt {
     brush.clip();
     const { level, shown, isFinest } = this.lookAt(view.lo, view.hi);
     this.level = level;
+    this.shown = shown;
     this.drawBars(brush, shown);
     this.drawMarks(brush, bottom);
     if (this.selected) {
@@ -182,6 +266,7 @@ class Gantt {
       brush.fillRect(this.selected[0], ABOVE, this.selected[1] - this.selected[0], bottom - ABOVE);
     }
     brush.restore();
+    this.placeCursor();
     const part = `${view.lo.toFixed(2)} s to ${view.hi.toFixed(2)} s of ${gantt.wall.toFixed(2)} s`;
     document.getElementById("gantt-view").textContent = part;
     document.getElementById("gantt-level").textContent = level && level.resolution > 0

@@ -1,6 +1,7 @@
 """The report in a real browser: no error, no request, the charts are drawn, the model's output stays text."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,58 @@ def test_dragging_zooms_and_a_double_click_shows_the_whole_run(browser, tmp_path
     assert later[0] < start and later[1] - later[0] == pytest.approx(end - start, abs=0.02)  # moved, not zoomed
     page.mouse.dblclick(box["x"] + box["width"] * 0.5, middle)
     page.wait_for_function("() => document.getElementById('gantt-view').textContent.startsWith('0.00 s')")
+    opened.check()
+    page.close()
+
+
+def test_the_keyboard_goes_from_bar_to_bar_of_the_chart(browser, tmp_path):
+    synthetic_run.write_run(tmp_path)
+    opened = Opened(browser, write_report(tmp_path))
+    page = opened.page
+    page.wait_for_selector("#gantt canvas")
+    told, cursor = page.get_by_role("status"), page.get_by_role("application", name="Bars of the chart")
+    page.locator("#gantt-legend button").last.focus()
+    page.keyboard.press("Tab")
+    assert cursor.evaluate("each => each === document.activeElement && getComputedStyle(each).outlineWidth") == "2px"
+    assert told.inner_text() == ""
+
+    def pressed(key: str) -> tuple[str, float, float]:
+        """What is told of a bar: whose it is, when it begins, and when it ends."""
+        page.keyboard.press(key)
+        whose, lasts = told.inner_text().splitlines()[:2]
+        amount, unit, start = re.fullmatch(r"([\d.]+) (m?s), from ([\d.]+) s", lasts).groups()
+        return whose.split()[0], float(start), float(start) + float(amount) / (1000 if unit == "ms" else 1)
+
+    def is_around(bar: tuple[str, float, float]) -> bool:
+        """Whether the cursor is where a pointer is told the same."""
+        cursor.scroll_into_view_if_needed()
+        before, box = told.inner_text(), cursor.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        found = told.inner_text()
+        page.mouse.move(1, 1)
+        return found == before and box["height"] > 3
+
+    first = pressed("ArrowDown")
+    assert first[0] == "rollout/0" and is_around(first)
+    second = pressed("ArrowRight")
+    words = told.inner_text()
+    assert second[0] == "rollout/0" and second[1] == pytest.approx(first[2], abs=0.02) and is_around(second)
+    below = pressed("ArrowDown")
+    assert below[0] != "" and (below[0] == "rollout/0" or (below[1] < second[2] and below[2] > second[1]))
+    while (lane := pressed("ArrowDown"))[0] != "trainer/0":
+        assert lane[0] in ("rollout/0", "rollout/1")
+    assert lane[1] <= (second[1] + second[2]) / 2 <= lane[2] and is_around(lane)  # at the same time
+    while pressed("ArrowUp")[0] != "rollout/0" or told.inner_text() != words:
+        assert told.inner_text().startswith("rollout/")
+    before, ends = page.inner_text("#gantt-view"), [second[1]]
+    while page.inner_text("#gantt-view") == before:  # what is out of view comes into it
+        ends.append(pressed("ArrowLeft")[1])
+    assert ends == sorted(ends, reverse=True) and len(ends) > 2 and is_around(pressed("ArrowLeft"))
+    page.keyboard.press("Escape")
+    assert told.inner_text() == ""
+    assert pressed("ArrowLeft")[0] == "rollout/0"
+    page.keyboard.press("Tab")
+    assert told.inner_text() == ""
     opened.check()
     page.close()
 
