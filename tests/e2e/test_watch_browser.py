@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situa
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.waits import ROUND, OpenWait
 from tests.browser import browser_of, complaints_of, sync_api
-from tests.e2e.commands import wait_for
+from tests.e2e.commands import wait_for, write_config
 from tests.patience import patience
 
 _path = Path(__file__).parents[1] / "unit" / "telemetry" / "synthetic_run.py"
@@ -43,6 +44,49 @@ def scroll_to_group(page: sync_api.Page, responses: int) -> None:
     )
 
 
+READABLE = 4.5  # contrast of small text and what is behind it, as WCAG has it
+
+CONTRASTS = """
+() => {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const seen = (name) => {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = name;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data];
+  };
+  const linear = (part) => part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
+  const brightness = ([red, green, blue]) => 0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue);
+  const behind = (each) => {
+    const own = seen(getComputedStyle(each).backgroundColor);
+    return own[3] === 255 ? own : behind(each.parentElement);
+  };
+  const contrast = (ink, each) => {
+    const [more, less] = [brightness(ink), brightness(behind(each))].sort((a, b) => b - a);
+    return (more + 0.05) / (less + 0.05);
+  };
+  const texts = (selector, property) => [...document.querySelectorAll(selector)].filter((each) => each.textContent.trim())
+    .map((each) => contrast(seen(getComputedStyle(each)[property]), each));
+  const canvas = document.querySelector("#gantt canvas"), scale = devicePixelRatio;
+  const drawn = (x, y, wide, high) => {
+    const copy = document.createElement("canvas"), part = [wide * scale, high * scale];
+    [copy.width, copy.height] = part;
+    const brush = copy.getContext("2d", { willReadFrequently: true });
+    brush.drawImage(canvas, x * scale, y * scale, ...part, 0, 0, ...part);
+    const { data } = brush.getImageData(0, 0, ...part);
+    let most = 0;
+    for (let i = 0; i < data.length; i += 4) if (data[i + 3] > data[most + 3]) most = i;
+    return contrast(data.slice(most, most + 3), canvas);
+  };
+  const { clientWidth: wide, clientHeight: high } = canvas;
+  const all = { lanes: [drawn(0, 25, 50, high - 75)], axis: [drawn(wide / 2 - 80, high - 22, 160, 18)],
+    tables: texts("main:not([hidden]) :is(td, th)", "color"), charts: texts(".plot :is(.xtick, .ytick, .g-xtitle) text", "fill") };
+  return Object.fromEntries(Object.entries(all).map(([name, found]) => [name, found.length ? Math.min(...found) : 0]));
+}
+"""
+"""The least contrast of what is written in each part of the page: the chart's lanes and axis, tables, the line charts."""
+
+
 @contextmanager
 def opened(background, folder: Path, **how) -> Iterator[tuple[sync_api.Page, list[str]]]:
     """The page of a folder, and what it complains about."""
@@ -53,6 +97,32 @@ def opened(background, folder: Path, **how) -> Iterator[tuple[sync_api.Page, lis
         complaints = complaints_of(page)
         page.goto(address)
         yield page, complaints
+
+
+def test_a_run_that_goes_on_is_followed_without_a_reload(tmp_path, background, small):
+    run = background("train", write_config(tmp_path, small(run={"steps": 500})))
+    metrics = tmp_path / "runs" / "test" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1, run)
+    ends = "() => document.getElementById('gantt-view').textContent.match(/to ([0-9.]+) s of ([0-9.]+) s/).slice(1).map(Number)"
+    num_steps = "() => Number(document.querySelector('#header .value').textContent)"
+    with opened(background, tmp_path / "runs" / "test") as (page, complaints):
+        page.wait_for_selector("#gantt canvas")
+        page.evaluate("window.isTheSame = true")
+        page.wait_for_function("() => document.getElementById('status').textContent === 'live'")
+        assert page.is_checked("#follow")
+        (end, wall), steps = page.evaluate(ends), page.evaluate(num_steps)
+        assert end == wall
+        page.wait_for_function("() => document.getElementById('now').innerText.includes('waits for')")
+        workers = page.locator("#now table").first.locator("tr td:first-child").all_inner_texts()
+        assert workers == ["rollout/0", "trainer/0"]
+        page.wait_for_function(f"before => ({num_steps})() > before + 1", arg=steps)
+        page.wait_for_function(f"before => ({ends})().every((each) => each > before + 1)", arg=wall)
+        run.send_signal(signal.SIGINT)
+        page.wait_for_function("() => document.getElementById('status').textContent === 'not running'")
+        page.wait_for_function("() => document.getElementById('now').innerText.includes('it was interrupted')")
+        assert page.evaluate("window.isTheSame")
+        assert complaints == []
+    wait_for(lambda: run.poll() is not None)
 
 
 def test_a_token_is_told_to_the_keyboard_a_screen_reader_and_a_finger(tmp_path, background):
@@ -268,14 +338,15 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         episode = page.locator("#samples article", has_text="A lamp.")
         assert [turn.strip() for turn in episode.locator(".turn > .soft").all_inner_texts()] == ["policy", "environment"]
         assert "I take it" in episode.inner_text() and "You have it." in episode.inner_text()
-        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        page.emulate_media(color_scheme="dark")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)" != light
-
         page.select_option("#others", ["one", "two"])
         page.locator(".compared-charts .card").first.scroll_into_view_if_needed()
         page.wait_for_selector(".compared-charts .plot .scatterlayer .trace", state="attached")
         assert "2 runs compared" in page.inner_text("#compared")
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert all(contrast >= READABLE for contrast in page.evaluate(CONTRASTS).values()), page.evaluate(CONTRASTS)
+        page.emulate_media(color_scheme="dark")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)" != light
+        assert all(contrast >= READABLE for contrast in page.evaluate(CONTRASTS).values()), page.evaluate(CONTRASTS)
         assert complaints == []
         server = address.split("/watch/")[0]
         assert all(url.startswith((server, "blob:", "data:")) for url in requests)
