@@ -69,7 +69,7 @@ from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError, UserError
-from asyncflow.waits import BEGUN, ROWS_REMOVED, waiting
+from asyncflow.waits import BEGUN, ROWS_REMOVED, UNITS, waiting
 
 UNITS_SECONDS: Final = 60.0
 """Seconds that storage units in processes of their own have to come, once they have been started."""
@@ -381,8 +381,9 @@ class Driver:
         if config.place == "driver":
             return
         try:
-            async with asyncio.timeout(UNITS_SECONDS):
-                await self.queue.wait_for_units(config.num_units)
+            with waiting(UNITS, seconds=UNITS_SECONDS, units=config.num_units):
+                async with asyncio.timeout(UNITS_SECONDS):
+                    await self.queue.wait_for_units(config.num_units)
         except TimeoutError as error:
             there = len(self.transfer_queue.places.units)
             raise RunError(

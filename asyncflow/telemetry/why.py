@@ -154,8 +154,8 @@ class _Chain:
         self._seen: set[str] = set()
 
     def links(self) -> Iterator[Link]:
-        if (start := self._starting()) is not None:
-            yield start
+        if (wait := self._starting()) is not None:
+            yield from self._start(wait)
         elif self._trainer:
             yield from self.of_worker(self._trainer)
         else:
@@ -440,11 +440,19 @@ class _Chain:
 
     # -- the driver ---------------------------------------------------------------------------------------------------------
 
-    def _starting(self) -> Link | None:
-        """The cluster that has not started the workers yet."""
+    def _starting(self) -> OpenWait | None:
+        """The driver's wait for workers that the cluster has not started yet, or for storage units that have not come."""
         waits = {wait.name: wait for wait in self._at.waits if not wait.worker}
-        wait = waits.get(RAY_ROOM.name) or waits.get(WORKERS_START.name) or waits.get(UNITS.name)
-        return None if wait is None else self._open("the driver", wait)
+        return waits.get(RAY_ROOM.name) or waits.get(WORKERS_START.name) or waits.get(UNITS.name)
+
+    def _start(self, wait: OpenWait) -> Iterator[Link]:
+        """The driver in such a wait, and the storage unit that is off, if one is."""
+        link = self._open("the driver", wait)
+        units = (worker for name, worker in self._workers.items() if name.startswith("storage/") and wait.name == UNITS.name)
+        off = next((off for worker in units if (off := self._off(worker)) is not None), None)
+        yield link if off is None else msgspec.structs.replace(link, on=off.subject)
+        if off is not None:
+            yield off
 
     def _admission(self, step: int) -> Iterator[Link]:
         """Reason why prompts of a step are not in the queue."""

@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.selection import Selection
+from asyncflow.run.driver import Driver
 from asyncflow.run.job import Listener
 from asyncflow.run.watch import Watch
 from asyncflow.simulation.run import NO_FAULTS, drawn_faults, simulate
@@ -133,6 +135,19 @@ def loses_notices(task: str, is_lost: Callable[[int], bool]) -> Plant:
         monkeypatch.setattr(Table, "notify", planted)
 
     return plant
+
+
+def units_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver waits for more storage units than there are, each of which would be a process of its own."""
+    units_there = Driver._units_there
+
+    async def planted(self: Driver) -> None:
+        queue = self.config.queue.model_copy(update={"place": "workers", "num_units": 3})
+        config = self.config.model_copy(update={"queue": queue})
+        seen = SimpleNamespace(config=config, queue=self.queue, transfer_queue=self.transfer_queue)
+        await units_there(cast(Any, seen))
+
+    monkeypatch.setattr(Driver, "_units_there", planted)
 
 
 GROUP = r"trainer/0 waits for group \d+ of step \d+( \(and \d+ more\))?, since "
@@ -245,6 +260,11 @@ HANGS: dict[str, Hang] = {
     ),
     "a schedule that never lets training start": Hang(
         (r"trainer/0 waits for the start of step 1 for task train",), plant=never(Periodic, "may_start", False, after=1)
+    ),
+    "storage units that never come": Hang(
+        (r"the driver waits for 3 storage units to come, since ",),
+        config={"run": {"stall_timeout_seconds": STALL / 2}},  # sooner than UNITS_SECONDS
+        plant=units_never_come,
     ),
     "room in a storage unit that never comes free": Hang(
         (r"trainer/0 waits for ", r".*", r"the driver waits for room for 16 rows in a storage unit"),

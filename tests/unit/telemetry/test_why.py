@@ -143,6 +143,14 @@ CAUSES: dict[str, tuple[Situation, list[str], str]] = {
         ["the driver waits for the cluster to start 5 workers, since 41 s"],
         "an interrupt, a loop that fails, or the cluster's own deadline (start_seconds on Ray)",
     ),
+    "a storage unit that does not come": (
+        situation(worker("storage/0", "serve", pid=19, process="stopped"), parked_waits=[parked(waits.UNITS, units=1)]),
+        [
+            "the driver waits for 1 storage units to come, since 41 s",
+            "storage/0 does nothing: its process 19 is stopped (SIGSTOP) and goes on after SIGCONT",
+        ],
+        "run.stall_timeout_seconds (300 s)",
+    ),
     "a dead vLLM": (
         situation(
             worker("trainer/0"),
