@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from contextvars import ContextVar
+import re
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -21,8 +22,9 @@ import msgspec
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A kind of wait. `what` is waited for, a text with the names of facts in braces; `ends`: what ends it at the latest, a
-    configuration key where there is one, by default the watchdog's. `places`: those that do not name it in their call,
-    `file:class.function` below `asyncflow/`, separated by blanks; one without a file is in that of the place before."""
+    configuration key or a constant with its seconds where there is one, by default the watchdog's. `places`: those that do not
+    name it in their call, `file:class.function` below `asyncflow/`, separated by blanks; one without a file is in that of the
+    place before."""
 
     name: str
     what: str
@@ -33,6 +35,12 @@ class Wait:
         """Description of what is waited for; a fact that is not known is left out."""
         return self.what.format_map(_WordFacts(facts))
 
+
+    @property
+    def seconds(self) -> float | None:
+        """Deadline that is a constant; None where it is another one."""
+        found = re.match(r"[A-Z_]+ \(([\d.]+) s\)", self.ends)
+        return None if found is None else float(found[1])
 
 class _WordFacts(dict[str, int | str]):
     def __missing__(self, name: str) -> str:
@@ -254,8 +262,8 @@ PUBLISHING: Final = _wait(
 PROCESS: Final = _wait(
     "process",
     "{process} {pid}",
-    "sandbox/process.py:SandboxProcess.ask sandbox/pool.py:SandboxPool._unless_failed",
-    ends="its own deadline (reward.deadline_seconds, episodes.deadline_seconds)",
+    "sandbox/process.py:SandboxProcess.ask sandbox/pool.py:SandboxPool._unless_failed sandbox/forked.py:_ChildWatch._wait",
+    ends="its deadline",
 )
 PROCESS_END: Final = _wait(
     "process end",
@@ -332,14 +340,14 @@ SERVER: Final = _wait(
     "{server}",
     "engines/rollout/vllm/generation.py:Generation._ask Generation.responses"
     " engines/rollout/vllm/engine.py:VllmEngine.__init__ engines/rollout/vllm/servers.py:ServerHandle.__init__",
-    ends="generation_seconds of rollout.engine (1800 s), and the look at the server's health",
+    ends="the look at the server's health, or generation_seconds of rollout.engine",
 )
 SERVER_START: Final = _wait(
     "vLLM start",
     "a vLLM server that serves: {servers}",
-    "engines/rollout/vllm/servers.py:ServerPool.least_loaded ServerHandle.until_lost"
-    " engines/rollout/vllm/hosts.py:OwnServer.__init__",
-    ends="start_seconds of rollout.engine (600 s)",
+    "engines/rollout/vllm/servers.py:ServerPool.least_loaded ServerHandle.until_lost ServerHandle._until_it_answers"
+    " engines/rollout/vllm/hosts.py:OwnServer.__init__ engines/rollout/vllm/process.py:ServerProcess.wait_until_ready",
+    ends="start_seconds of rollout.engine",
 )
 SERVER_WEIGHTS: Final = _wait(
     "vLLM weights",
@@ -461,7 +469,7 @@ RAY_ROOM: Final = _wait(
     "room on Ray",
     "room in the Ray cluster for {workers}",
     "cluster/ray/places.py:_in_thread cluster/ray/cluster.py:RayCluster._spawn",
-    ends="start_seconds of the cluster (120 s)",
+    ends="start_seconds of the cluster",
 )
 RAY: Final = _wait(
     "Ray",

@@ -9,8 +9,9 @@ Each link names the one behind it; the last one is the cause. A circle of waits 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
 import msgspec
@@ -24,6 +25,7 @@ from asyncflow.waits import (
     CAPACITY,
     CHECKPOINT,
     CHECKPOINT_WHOLE,
+    COLLECTIVE,
     CONSUMED,
     CRITIC_VERSION,
     EVALUATIONS,
@@ -48,6 +50,7 @@ from asyncflow.waits import (
     WAITS,
     WORKERS_START,
     OpenWait,
+    Wait,
 )
 
 SILENT_SECONDS: Final = 3.0
@@ -59,8 +62,11 @@ GONE: Final = ("gone", "zombie", "dead")
 TRAINER: Final = "trainer"
 CRITIC: Final = "critic"
 STALL: Final = "run.stall_timeout_seconds"
+ALONE: Final = "once nothing else moves"
+"""Condition of the watchdog's deadline for a worker that stands while others go on."""
 HELD: Final = "a user or a process from outside, for whom this run waits without a deadline"
 _LEASES: Final = "queue.lease_seconds"
+_WEIGHTS: Final = "weight_sync.deadline_seconds"
 _CHECKPOINTS: Final = frozenset((CHECKPOINT.name, CHECKPOINT_WHOLE.name))
 _BACKGROUND: Final = _CHECKPOINTS | {FETCH.name, PULL.name, PUBLISHING.name}
 """Waits beside a lane that works."""
@@ -103,7 +109,8 @@ def paths(situation: Situation) -> list[list[Link]]:
     """Paths of the graph of waits: the chain, then the one of each worker that is on none so far, up to the first link that an
     earlier path has."""
     found = [chain(situation)]
-    explained = {link.text for link in found[0]}
+    of_chain = {link.text for link in found[0]}
+    explained = set(of_chain)
     for worker in situation.workers:
         path: list[Link] = []
         for link in _Chain(situation).of_worker(worker.name):
@@ -113,9 +120,19 @@ def paths(situation: Situation) -> list[list[Link]]:
             if link.text in explained:
                 break
         if path[0].text not in explained:
-            found.append(path)
+            found.append(_beside(path, worker, situation, of_chain))
             explained.update(link.text for link in path)
     return found
+
+
+def _beside(path: list[Link], worker: SeenWorker, situation: Situation, of_chain: Set[str]) -> list[Link]:
+    """The path of a worker. If nobody on the chain waits for it, and something has moved since it began to wait, the watchdog does
+    not end that while others move."""
+    if worker.seconds <= situation.idle + AT_WORK_SECONDS or of_chain.intersection(link.text for link in path):
+        return path
+    return [
+        msgspec.structs.replace(link, ends=f"{link.ends}, {ALONE}") if link.ends.startswith(STALL) else link for link in path
+    ]
 
 
 def causes(situation: Situation) -> list[Waiting]:
@@ -138,10 +155,13 @@ def causes(situation: Situation) -> list[Waiting]:
 
 
 def sentence(situation: Situation) -> str:
-    """The chain as one sentence, with the deadline of its cause."""
-    links = chain(situation)
-    ends = f" (ended by {links[-1].ends})" if links and links[-1].ends else ""
-    return "; ".join(link.text for link in links) + ends
+    """The chain as one sentence, with the deadline of its cause, and of each wait before it that has one of its own."""
+    return _told(chain(situation))
+
+
+def _told(links: Sequence[Link]) -> str:
+    told = [link is links[-1] or (STALL not in link.ends and link.ends != HELD) for link in links]
+    return "; ".join(f"{link.text} (ended by {link.ends})" if is_told else link.text for link, is_told in zip(links, told, strict=True))
 
 
 class _Chain:
@@ -188,20 +208,23 @@ class _Chain:
     def _off(self, worker: SeenWorker) -> Link | None:
         """A worker that does nothing, whatever its last report says."""
         name, pid = worker.name, f"process {worker.pid}" if worker.pid else "process"
-        restart = _LEASES if name.startswith(("rollout/", "evaluator/")) else STALL
+        restart, left = STALL, None
+        if name.startswith(("rollout/", "evaluator/")):  # what it holds is others' then
+            restart, left = _LEASES, self._left(_LEASES, worker.silence or 0.0)
         if worker.process in GONE:
             return self._link(
                 name, f"{name} is not there: its {pid} has ended", ends="its cluster, which starts it again or ends the run"
             )
         if worker.process in STOPPED:
-            return self._link(name, f"{name} does nothing: its {pid} is stopped (SIGSTOP) and goes on after SIGCONT", ends=restart)
+            return self._link(name, f"{name} does nothing: its {pid} is stopped (SIGSTOP) and goes on after SIGCONT", ends=restart, left=left)
         if worker.silence is None:
             state = f": its {pid} is {worker.process}" if worker.process else ""
             return self._link(name, f"{name} is not connected: it has not come yet, or has gone{state}")
         if worker.silence > SILENT_SECONDS:
             state = f", its {pid} is {worker.process}" if worker.process else ""
             last = f"waiting for {worker.cause}" if worker.task == WAIT else f"in {worker.task}"
-            return self._link(name, f"{name} has not reported for {_s(worker.silence)}{state}; last heard of {last}", ends=restart)
+            text = f"{name} has not reported for {_s(worker.silence)}{state}; last heard of {last}"
+            return self._link(name, text, ends=restart, left=left)
         return None
 
     def _at_work(self, worker: SeenWorker) -> Iterator[Link]:
@@ -213,7 +236,7 @@ class _Chain:
             yield from self._held_up(worker, wait)
         elif name.startswith(f"{TRAINER}/") and (other := self._other_rank(worker)) is not None:
             text = f"{does}{where}; {other}, which computes it together with it, is not in it"
-            yield self._link(name, text, other, "EXCHANGE_SECONDS (600 s)")
+            yield self._link(name, text, other, COLLECTIVE.ends, self._left(COLLECTIVE, worker.seconds))
             yield from self.of_worker(other)
         else:
             yield self._link(name, f"{does}{where}")
@@ -245,7 +268,7 @@ class _Chain:
         name = worker.name
         if worker.stale:
             text = f"{name} has no weights to serve, and tries again: {worker.stale}"
-            yield self._link(name, text, ends="weight_sync.deadline_seconds")
+            yield self._link(name, text, ends=_WEIGHTS, left=self._left(_WEIGHTS, 0.0))
             return
         if (wait := _culprit(worker)) is not None:
             yield from self._held_up(worker, wait)
@@ -312,10 +335,12 @@ class _Chain:
             moved = f", in thread {'; '.join(places)}"
         if wait.facts.get("state"):
             moved = f", which is {wait.facts['state']}"
-        ends = WAITS[wait.name].ends
-        if wait.left is not None:
-            ends = f"its deadline, in {_s(max(0.0, wait.left))}"
-        return self._link(name, f"{name} waits for {wait.words}, since {_s(wait.seconds)}{moved}{self._published(wait)}", ends=ends)
+        kind, left = WAITS[wait.name], wait.left
+        ends = kind.ends if left is None else f"{kind.ends}, in {_s(max(0.0, left))}"
+        if left is None:
+            left = self._left(kind, wait.seconds if wait.still is None else wait.still)
+        text = f"{name} waits for {wait.words}, since {_s(wait.seconds)}{moved}{self._published(wait)}"
+        return self._link(name, text, ends=ends, left=left)
 
     def _published(self, wait: OpenWait) -> str:
         seconds = self._at.published_seconds
@@ -376,9 +401,12 @@ class _Chain:
             yield self._link(f"group {group.group}", text)
         elif group.state == LEASED:
             text = f"{group.holder or 'a worker that has gone'} has it for task {group.task}, since {_s(group.seconds)}"
-            ends = f"{_LEASES}, in {_s(max(0.0, group.left))}, unless it renews"
             holder = group.holder if group.holder in self._workers else ""
-            yield self._link(f"group {group.group}", text, holder, ends)
+            if group.holder == "driver" or (holder and self._off(self._workers[holder]) is None):  # it renews its lease
+                yield self._link(f"group {group.group}", text, holder)
+            else:
+                ends = f"{_LEASES}, in {_s(max(0.0, group.left))}{'' if holder else ', unless it renews'}"
+                yield self._link(f"group {group.group}", text, holder, ends, group.left)
             if holder:
                 yield from self.of_worker(holder)
         elif group.state == READY:
@@ -467,9 +495,24 @@ class _Chain:
     def _parked(self, name: str) -> list[OpenWait]:
         return [wait for wait in self._at.waits if wait.worker == name and wait.name not in (ALL_SERVE.name, FREE_CORES.name)]
 
-    def _link(self, subject: str, text: str, on: str = "", ends: str = STALL) -> Link:
-        """A link, with the seconds behind each configuration key of what ends it."""
+    def _left(self, deadline: Wait | str, age: float) -> float | None:
+        """Seconds until a deadline, a configuration key's or that of a kind of wait, after so many; None: it is not known."""
+        ends, seconds = (deadline, None) if isinstance(deadline, str) else (deadline.ends, deadline.seconds)
+        seconds = self._at.limits.get(ends) if seconds is None else seconds
+        return None if seconds is None else seconds - age
+
+    @property
+    def _stalls_in(self) -> float:
+        """Seconds until the watchdog ends a run in which nothing moves until then; infinite where there is none."""
+        is_starting = any(wait.name == WORKERS_START.name for wait in self._at.waits)  # it begins when all are started
+        return math.inf if self._at.is_held or is_starting else self._at.limits.get(STALL, math.inf) - self._at.idle
+
+    def _link(self, subject: str, text: str, on: str = "", ends: str = STALL, left: float | None = None) -> Link:
+        """A link, with the seconds behind each configuration key of what ends it. `left`: seconds until a deadline of its own, where
+        they are known; the watchdog's is named if it comes before, or if that one is over and has ended nothing."""
         limits = self._at.limits
+        if left is not None and (left > self._stalls_in or left < -SILENT_SECONDS):
+            ends = STALL
         if self._at.is_held and STALL in ends:  # it is not guarded: see `Watch.guard`
             ends = HELD
         ends = re.sub(r"[a-z_]+\.[a-z_]+", lambda key: f"{key[0]} ({limits[key[0]]:g} s)" if key[0] in limits else key[0], ends)

@@ -315,11 +315,11 @@ def test_a_planted_hang_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     violations = simulate(config, costs=hang.costs, faults=hang.faults, listener=log).violations
     (stalled,) = [each for each in violations if each.startswith("nothing has moved")]
     words = stalled.split("(run.stall_timeout_seconds): ")[1].split(". Workers: ")[0]
-    found, _, ends = words.partition(" (ended by ")
+    found, _, ends = words.rpartition(" (ended by ")
     assert _fits(found, hang.chain), words
     assert ends, words
     (logged,) = [line for line in log.lines if line.startswith("nothing has moved for ")]
-    assert float(logged.split()[4]) < STALL / 10 + 2 and _fits(logged.partition(": ")[2].partition(" (ended by ")[0], hang.chain)
+    assert float(logged.split()[4]) < STALL / 10 + 2 and _fits(logged.partition(": ")[2].rpartition(" (ended by ")[0], hang.chain)
 
 
 def _fits(found: str, chain: tuple[str, ...]) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from asyncflow import waits
 from asyncflow.config import Config
+from asyncflow.engines.base import EXCHANGE_SECONDS
 from asyncflow.waits import WAITS, OpenWaits, Wait, waiting
 
 PACKAGE = Path(waits.__file__).parent
@@ -198,3 +199,24 @@ async def test_a_wait_outside_of_a_worker_is_recorded_nowhere() -> None:
     with waiting(waits.FETCH, version=1) as fetching:
         fetching.moved(3)
     assert fetching.bytes == 3 and fetching.moved_at is None
+def constants() -> dict[str, set[float]]:
+    """Numbers that constants of the package's modules have, by name."""
+    found: dict[str, set[float]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for line in path.read_text().splitlines():
+            if assigned := re.match(r"([A-Z_]+)(?:: Final)? = ([\d.]+)\b", line):
+                found.setdefault(assigned[1], set()).add(float(assigned[2]))
+    return found
+
+
+def test_the_figures_of_deadlines_are_those_of_the_constants() -> None:
+    known, num_figures = constants(), 0
+    for name, wait in WAITS.items():
+        named = re.findall(r"([A-Z_]+) \(([\d.]+) s\)", wait.ends)
+        assert all(float(seconds) in known[constant] for constant, seconds in named), name
+        assert len(re.findall(r"\d+ s\b", wait.ends)) == len(named), f"{name}: what can be configured has no figure here"
+        num_figures += len(named)
+    assert num_figures > 10
+    assert waits.COLLECTIVE.seconds == EXCHANGE_SECONDS and waits.SERVER_START.seconds is None
+
+

@@ -78,7 +78,7 @@ class VllmEngine(RolloutEngine):
         if options.addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(path))
         connect = partial(VllmClient, generation_seconds=options.generation_seconds, deadline_seconds=options.deadline_seconds)
-        limits = ServerLimits(options.slots_each, options.max_restarts, options.start_seconds)
+        limits = ServerLimits(options.slots_each, options.max_restarts, options.start_seconds, options.generation_seconds)
         self._servers = ServerPool(hosts, connect, self._bring_up, limits)
         self.instances = self._servers.handles
         self._generation = Generation(

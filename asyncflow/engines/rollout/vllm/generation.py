@@ -167,7 +167,7 @@ class Generation:
 
     async def _made_by_weights(self, sample: _ServerRequest) -> Response | None:
         version = self._weights.version
-        async with sample.handle.until_lost() as client:
+        async with sample.handle.until_lost(generates=True) as client:
             made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
         first = made.version_spans[0, 1] if len(made.version_spans) else version
         if first != version and self._weights.version == version:
@@ -180,7 +180,7 @@ class Generation:
         """A response that one adapter makes from its first token to its last."""
         with lora.request() as version:
             salt = version.name or f"version {version.version}"
-            async with sample.handle.until_lost() as client:
+            async with sample.handle.until_lost(generates=True) as client:
                 made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, salt, version.name)
         return replace(made, version_spans=np.array([[0, version.version]], np.int64))
 

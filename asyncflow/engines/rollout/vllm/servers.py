@@ -36,11 +36,13 @@ ServerCall = Callable[[VllmClient], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits of one server: how many samples it has at a time, how often it is started again, and how long it may take to come."""
+    """Limits of one server: how many samples it has at a time, how often it is started again, how long it may take to come, and how
+    long for a response."""
 
     num_slots: int
     max_restarts: int
     start_seconds: float
+    generation_seconds: float
 
 
 class ServerHandle:
@@ -93,14 +95,15 @@ class ServerHandle:
                 self.num_outstanding -= 1
 
     @contextlib.asynccontextmanager
-    async def until_lost(self) -> AsyncIterator[VllmClient]:
-        """The server's client, for a call that is cut off when the server is lost: one that hangs would not end it.
+    async def until_lost(self, *, generates: bool = False) -> AsyncIterator[VllmClient]:
+        """The server's client, for a call that is cut off when the server is lost: one that hangs would not end it. `generates`:
+        the call is for a response.
 
         Raises `ServerLost` then.
         """
-        limit = asyncio.timeout(None)
+        limit, seconds = asyncio.timeout(None), self._limits.generation_seconds if generates else None
         try:
-            with waiting(SERVER, server=self.host.name):
+            with waiting(SERVER, seconds=seconds, server=self.host.name):
                 async with limit:
                     self._asked.add(limit)
                     yield self.client
@@ -252,7 +255,7 @@ class ServerPool:
         self, hosts: Sequence[ServerHost], connect: Callable[[str, str], VllmClient], bring_up: ServerCall, limits: ServerLimits
     ) -> None:
         """See `ServerHandle`."""
-        self._changed = asyncio.Event()
+        self._changed, self._limits = asyncio.Event(), limits
         self._is_closed = False
         self.handles = [ServerHandle(host, connect, bring_up, limits, self._wake) for host in hosts]
 
@@ -319,7 +322,8 @@ class ServerPool:
             errors = [handle.error for handle in self.handles if handle.error is not None]
             if len(errors) == len(self.handles):
                 raise errors[-1]
-            with waiting(SERVER_START, servers="; ".join(handle.why_down for handle in self.handles)):
+            why_down = "; ".join(handle.why_down for handle in self.handles)
+            with waiting(SERVER_START, seconds=self._limits.start_seconds, servers=why_down):
                 await self._changed.wait()
 
     async def close(self) -> None:

@@ -45,6 +45,7 @@ from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.run.preparation.checks import check_choices, check_rollout_engine
 from asyncflow.run.services.scaling import Scaling
 from asyncflow.types import LoraSpec, RunError, UserError
+from asyncflow.waits import SERVER, SERVER_START, OpenWaits
 from tests.builders import loop_turns
 from tests.conftest import MODEL, ROOT
 from tests.depth import in_gate
@@ -483,6 +484,28 @@ async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: 
         await engine.install(2, changed(0.1))
         assert np.array_equal((await responses(engine))[0].logprobs, one.logprobs)
         assert engine.instances[0].num_restarts == 1
+
+
+async def test_waits_for_a_server_have_the_deadlines_that_are_configured(model: Path, python: str) -> None:
+    async with opened(model, python, start_seconds=555.0, generation_seconds=77.0) as engine:
+        (server,) = engine.instances
+        await responses(engine)
+        clock, recorded = asyncio.get_running_loop().time, OpenWaits()
+        recorded.begin()
+        response = asyncio.create_task(responses(engine, length=400))
+        while not (waits := recorded.now(clock())):
+            await asyncio.sleep(0)
+        assert (waits[0].name, waits[0].seconds + (waits[0].left or 0.0)) == (SERVER.name, pytest.approx(77.0))
+        await response
+        async with server.until_lost():
+            assert recorded.now(clock())[0].left is None, "what is no response has another deadline"
+        server.is_up = False
+        coming = asyncio.create_task(engine._servers.least_loaded())
+        await loop_turns()
+        (wait,) = recorded.now(clock())
+        assert (wait.name, wait.seconds + (wait.left or 0.0)) == (SERVER_START.name, pytest.approx(555.0))
+        coming.cancel()
+        server.is_up = True
 
 
 async def test_a_server_that_is_lost_too_often_fails_with_a_sentence(model: Path, python: str) -> None:
