@@ -21,7 +21,7 @@ from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.run.driver import Driver
 from asyncflow.telemetry.hub import LONG_SECONDS
 from asyncflow.telemetry.situation import UNKNOWN, SeenGroup, SeenStep, SeenWorker, Situation
-from asyncflow.telemetry.why import GONE
+from asyncflow.telemetry.why import GONE, SILENT_SECONDS
 from asyncflow.threads import places
 from asyncflow.waits import LEASE, PROCESS, OpenWait, OpenWaits
 
@@ -75,8 +75,11 @@ class Situations:
     # -- workers ------------------------------------------------------------------------------------------------------------
 
     def _workers(self, now: float, *, looks: bool) -> list[SeenWorker]:
-        """Workers that the run has or is to have, trainers first. `looks`: whether their processes are looked at."""
-        driver, pids = self._driver, self._pids() if looks else {}
+        """Workers that the run has or is to have, trainers first. `looks`: whether their processes are looked at; so they are if one
+        says nothing any more."""
+        driver = self._driver
+        looks = looks or any(driver.hub.is_silent(name, SILENT_SECONDS) for name in driver.hub.states)
+        pids = self._pids() if looks else {}
         of_pools = {versions.workers.pool: versions for versions in driver.all_versions}
         names = {name: None for name in self._fleet if name.partition("/")[0] not in of_pools}
         names |= {name: None for versions in of_pools.values() for name in versions.workers.working}

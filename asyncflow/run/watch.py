@@ -1,8 +1,8 @@
 """Watch of a run: its situations on disk, its words in the log, its status, and the end of a run in which nothing moves.
 
 consumes: situations
-waits for: the next second, or in a simulation for a tenth of `run.stall_timeout_seconds` in which nothing has moved; and for all of
-    these seconds
+waits for: the next second, or in a simulation for a tenth of `run.stall_timeout_seconds` in which nothing has moved, or a worker
+    has not; and for all of these seconds
 is unblocked by: the clock
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -18,12 +19,14 @@ import msgspec
 from asyncflow.run.driver import Driver
 from asyncflow.run.situations import SECONDS, Situations
 from asyncflow.telemetry.situation import Situation, write_situation
-from asyncflow.telemetry.why import sentence
+from asyncflow.telemetry.why import SILENT_SECONDS, sentence, standing
 from asyncflow.transport import remote
 from asyncflow.types import RunError
 
 LOGGED_SHARE: Final = 0.1
-"""Share of `run.stall_timeout_seconds` after which the log says why nothing moves."""
+"""Share of `run.stall_timeout_seconds` after which the log says why nothing moves, or why a worker stands."""
+MOST_LOGGED: Final = 8
+"""Workers that stand since the same moment and are named one by one: a network that is cut off is one cause."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -46,6 +49,7 @@ class Watch:
         """`folder`: where situations are written, if they are."""
         self._driver, self.situations, self._folder = driver, situations, folder
         self._logged = ""  # the cause that the log has named last
+        self._standing: set[str] = set()  # workers that stood when it was looked last
         self._writing: asyncio.Task[None] | None = None
         self._why_unwritten = ""
         self._has_ended = False
@@ -80,17 +84,39 @@ class Watch:
             idle = loop.time() - driver.last_progress
             await asyncio.sleep(SECONDS if self._folder is not None else max(SECONDS, patience - idle))
             idle = loop.time() - driver.last_progress
-            if self._has_ended or (self._folder is None and idle < patience):
+            if self._has_ended or (self._folder is None and idle < patience and not self._may_stand(patience)):
                 continue
             situation = self.situations.now()
             if self._folder is not None:
                 await self._write(self._folder, situation)
                 with contextlib.suppress(OSError):  # a disk that is full is told of above
                     driver.hub.log.flush()
+            cause = ""
             if idle < patience:
                 self._logged = ""
             elif not situation.is_held and not driver.ledger.is_stopping:
-                self._log_cause(idle, sentence(situation))
+                cause = sentence(situation)
+                self._log_cause(idle, cause)
+            if not driver.ledger.is_stopping:
+                self._log_standing(standing(situation, patience) if self._may_stand(patience) else {}, cause)
+
+    def _may_stand(self, patience: float) -> bool:
+        """Whether a worker may have stood for so long: a look that costs nothing, since mostly none has."""
+        hub = self._driver.hub
+        return any(
+            hub.is_silent(name, max(patience, SILENT_SECONDS)) or any(wait.seconds >= patience for wait in state.waits)
+            for name, state in hub.states.items()
+        )
+
+    def _log_standing(self, why: Mapping[str, str], cause: str) -> None:
+        """Say once of each worker that stands while others may go on why it does, unless it is what nothing moves for."""
+        new = [text for name, text in why.items() if name not in self._standing and text.partition(" (ended by ")[0] not in cause]
+        self._standing = set(why)
+        with contextlib.suppress(OSError):  # a full disk below standard output
+            for text in new[:MOST_LOGGED]:
+                self._driver.log(f"a worker stands, whatever else moves: {text}")
+            if len(new) > MOST_LOGGED:
+                self._driver.log(f"{len(new) - MOST_LOGGED} more workers stand: `asyncflow why` names them")
 
     def _log_cause(self, idle: float, cause: str) -> None:
         """Say once what the cause is, and again when it is another one."""

@@ -125,6 +125,20 @@ def paths(situation: Situation) -> list[list[Link]]:
     return found
 
 
+def standing(situation: Situation, seconds: float) -> dict[str, str]:
+    """Workers that have stood for so many seconds, whatever else moves, and why, in a sentence: they do not report, or their lane is
+    held up by a wait that has no deadline of its own. Not what takes its time: a lane that works, or that waits for work."""
+    found: dict[str, str] = {}
+    of_chain = {link.text for link in chain(situation)}
+    for worker in situation.workers:
+        wait = _culprit(worker)
+        is_silent = worker.silence is not None and worker.silence >= max(seconds, SILENT_SECONDS)
+        is_held_up = wait is not None and wait.left is None and (wait.seconds if wait.still is None else wait.still) >= seconds
+        if is_silent or is_held_up:
+            found[worker.name] = _told(_beside(list(_Chain(situation).of_worker(worker.name)), worker, situation, of_chain))
+    return found
+
+
 def _beside(path: list[Link], worker: SeenWorker, situation: Situation, of_chain: Set[str]) -> list[Link]:
     """The path of a worker. If nobody on the chain waits for it, and something has moved since it began to wait, the watchdog does
     not end that while others move."""

@@ -378,6 +378,22 @@ def test_a_stopped_worker_ends_the_chain_of_whoever_works_together_with_it(
 
 
 @deep
+def test_a_worker_that_stands_while_others_train_is_named_with_its_process_in_the_log_too(
+    long: Long, background: Background, stop: Stop
+) -> None:
+    _, changes = STOPPED["an evaluator"]
+    config, run_dir = long(**{**changes, "run": {"steps": 4000, "stall_timeout_seconds": 40.0}})
+    command = background("train", config)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
+    stopped = worker_of(run_dir, "evaluator/0")
+    stop(stopped.pid)
+    stands = rf"evaluator/0 does nothing: its process {stopped.pid} is stopped \(SIGSTOP\)"
+    named(run_dir, command, r"nothing has moved for [01] s:", stands)
+    logged = next(line for line in command.stdout if "a worker stands" in line)
+    assert re.search(rf"a worker stands, whatever else moves: {stands}", logged)
+
+
+@deep
 def test_a_run_that_ended_says_who_waited_for_whom_in_its_log_and_by_why(
     long: Long, tmp_path: Path, background: Background
 ) -> None:

@@ -7,6 +7,7 @@ that never come. That the words are right in real processes, too, is tests/e2e/t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -27,13 +28,14 @@ from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.selection import Selection
 from asyncflow.run.driver import Driver
 from asyncflow.run.job import Listener
-from asyncflow.run.watch import Watch
+from asyncflow.run.watch import LOGGED_SHARE, Watch
 from asyncflow.simulation.run import NO_FAULTS, drawn_faults, simulate
 from asyncflow.telemetry.why import chain, graph
 from asyncflow.transfer_queue.capacity import Capacity
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.table import Table
 from asyncflow.transport import remote
+from asyncflow.types import UserError
 from tests.conftest import merged
 from tests.depth import few
 from tests.schedules.configurations import MODES, drawn
@@ -334,10 +336,63 @@ def test_a_run_that_an_error_ends_says_who_waited_for_whom() -> None:
     assert re.match(r"at the end: trainer/0 waits for group \d+ of step 1.*; rollout/0 has it for task rollout, since ", told), told
 
 
+STANDS = "a worker stands, whatever else moves: "
+BESIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "one of two rollout workers": (
+        "rollout/1",
+        r"queue.lease_seconds \(5 s\)",
+        {"rollout": {"num_workers": 2}, "queue": {"lease_seconds": 5.0}},
+    ),
+    "an evaluator": (
+        "evaluator/0",
+        r"run.stall_timeout_seconds \(60 s\), once nothing else moves",
+        {"eval": {"path": "generated:arithmetic", "num_prompts": 2, "num_workers": 1}, "queue": {"lease_seconds": 100.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_worker_that_stands_while_others_go_on_is_named_once(what: str, is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, ends, changes = BESIDE[what]
+    if is_held:  # a run that waits for somebody outside: nobody knows how long nothing moves by design
+        monkeypatch.setattr(Driver, "waits_outside", True)
+        ends = r"queue.lease_seconds \(\d+ s\)"
+    log, costs = Log(), Costs(lengths=COSTS.lengths, forward_backward_seconds=0.5)
+    config = parse(merged(BASE, {"run": {"steps": 12}, **changes}))
+    simulate(config, costs=costs, faults=Faults(stalls=((3.0, name, 30.0),)), listener=log)
+    (told,) = [line for line in log.lines if line.startswith("a worker stands")]
+    words = re.match(rf"{STANDS}{name} has not reported for ([\d.]+) s; last heard of .* \(ended by (.*)\)$", told)
+    assert words is not None and float(words[1]) < 2 * LOGGED_SHARE * STALL, told  # it is looked so often
+    assert re.fullmatch(ends, words[2]), told
+    assert not [line for line in log.lines if line.startswith("nothing has moved")]
+
+
 def test_a_run_that_is_done_says_nothing_of_waits() -> None:
     log = Log()
     assert not simulate(parse(BASE), costs=COSTS, listener=log).violations
-    assert not [line for line in log.lines if line.startswith(("at the end", "nothing has moved"))]
+    assert not [line for line in log.lines if line.startswith(("at the end", "nothing has moved", "a worker stands"))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_works_or_waits_for_work_does_not_stand_however_long_steps_are(mode: str) -> None:
+    log, evaluates = Log(), {"eval": {"path": "generated:arithmetic", "num_prompts": 2, "num_workers": 1}}
+    config = parse(merged(BASE, {"schedule": MODES[mode], "rollout": {"num_workers": 2}, **evaluates}))
+    long = Costs(lengths=COSTS.lengths, forward_backward_seconds=4 * LOGGED_SHARE * STALL, decode_step_seconds=0.5)
+    simulated = simulate(config, costs=long, listener=log)
+    assert not simulated.violations and simulated.seconds > 8 * STALL
+    assert not [line for line in log.lines if line.startswith(("at the end", "a worker stands"))]
+
+
+def test_a_mistake_of_the_users_is_told_without_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(self: Admissions, *_: Any) -> None:
+        raise UserError("there is no such prompt")
+
+    log = Log()
+    monkeypatch.setattr(Admissions, "has_prompts", mistaken)
+    with contextlib.suppress(UserError):
+        assert "there is no such prompt" in simulate(parse(BASE), costs=COSTS, listener=log).violations
+    assert not [line for line in log.lines if line.startswith("at the end")]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,6 +14,21 @@ from asyncflow.types import RunError
 from tests.patience import patience
 
 
+def test_workers_that_stand_are_told_once_each_and_of_many_the_first() -> None:
+    lines: list[str] = []
+    watch = Watch(cast(Any, SimpleNamespace(log=lines.append)), cast(Any, None), None)
+    why = {f"rollout/{number}": f"rollout/{number} has not reported (ended by x)" for number in range(10)}
+    watch._log_standing(why, cause="rollout/3 has not reported; y")  # which was told as what nothing moves for
+    assert len(lines) == watch_module.MOST_LOGGED + 1 and not any("rollout/3" in line for line in lines)
+    assert lines[-1] == "1 more workers stand: `asyncflow why` names them"
+    lines.clear()
+    watch._log_standing({name: f"{text}, and so on" for name, text in why.items()}, cause="")
+    assert not lines
+    watch._log_standing({}, cause="")
+    watch._log_standing({"rollout/0": why["rollout/0"]}, cause="")
+    assert lines == ["a worker stands, whatever else moves: rollout/0 has not reported (ended by x)"]
+
+
 async def test_a_run_that_waits_for_others_has_no_end_of_its_own_until_it_is_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nobody puts prompts, generates or trains for it any more, and what does not move by itself hangs."""
     monkeypatch.setattr(watch_module, "sentence", lambda situation: "the trainer computes")

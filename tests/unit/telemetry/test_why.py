@@ -11,7 +11,7 @@ import pytest
 from asyncflow import waits
 from asyncflow.cli.why import why
 from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situation, read_situation, write_situation
-from asyncflow.telemetry.why import Waiting, causes, chain, graph, paths, sentence
+from asyncflow.telemetry.why import Waiting, causes, chain, graph, paths, sentence, standing
 from asyncflow.types import UserError
 from asyncflow.waits import OpenWait, Wait
 
@@ -301,6 +301,33 @@ def test_a_worker_that_stands_while_others_go_on_is_not_ended_by_the_watchdog() 
     assert [[link.ends for link in path] for path in others] == [["run.stall_timeout_seconds (300 s), once nothing else moves"]]
     stands = msgspec.structs.replace(goes_on, idle=250.0)
     assert paths(stands)[-1][-1].ends == "run.stall_timeout_seconds (300 s)"
+
+
+def test_a_worker_stands_that_is_silent_or_held_up_without_a_deadline_of_its_own() -> None:
+    unit = parked(waits.UNIT, unit=1, rows=4)
+    pull = OpenWait(name=waits.PULL.name, seconds=90.0, still=0.1, facts={"version": 7, "address": "a"})
+    seen = situation(
+        worker("trainer/0", "forward_backward"),
+        worker("trainer/1", cause="leader"),
+        worker("rollout/0", "generate", silence=31.0),
+        worker("rollout/1", cause="reward", waits=[unit]),
+        worker("rollout/2", cause="reward", waits=[PROCESS]),  # its own deadline ends it
+        worker("rollout/3", cause="weights", waits=[pull]),  # bytes come
+        worker("rollout/4", cause="weights", waits=[msgspec.structs.replace(pull, still=35.0)]),
+        worker("rollout/5", silence=None),  # it has not come yet
+        worker("rollout/6", "checkpoint", waits=[FILES]),
+        worker("rollout/7", "generate", waits=[FILES]),  # beside its work
+        idle=0.2,
+    )
+    assert standing(seen, 30.0) == {
+        "rollout/0": "rollout/0 has not reported for 31 s; last heard of in generate (ended by queue.lease_seconds (120 s))",
+        "rollout/1": "rollout/1 waits for storage unit 1 to store 4 rows, since 41 s (ended by queue.lease_seconds (120 s))",
+        "rollout/4": "rollout/4 waits for bytes of version 7 from the trainer's sender at a, since 90 s: 0 bytes have come, none for "
+        "35 s (ended by weight_sync.deadline_seconds (60 s))",
+        "rollout/6": "rollout/6 waits for files of checkpoint 7 to be written, in here, since 41 s (ended by "
+        "run.stall_timeout_seconds (300 s), once nothing else moves)",
+    }
+    assert not standing(seen, 100.0)
 
 
 def test_background_waits_are_not_what_holds_up_a_lane_that_works() -> None:
