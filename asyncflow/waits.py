@@ -3,15 +3,16 @@
     a wait that is registered here --Signal.until, waiting()--> OpenWait: worker, since when, what has moved --> telemetry/why.py
 
 A test goes through the source: a place that waits, names no wait of these in its call, and is not in `places`, fails it, as does
-a place here that is gone. Not counted as waits: a pause of a given length (`asyncio.sleep`), work of the process's own threads
+a place here that is gone. So does a loop that looks again and again, with pauses, unless the test has the reason why it waits for
+nobody. Not counted as waits: one pause of a given length (`asyncio.sleep`), work of the process's own threads
 (`asyncio.to_thread`), and calls of another process's service, which wait there, under the name that they have there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextvars import ContextVar
 import re
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -35,12 +36,12 @@ class Wait:
         """Description of what is waited for; a fact that is not known is left out."""
         return self.what.format_map(_WordFacts(facts))
 
-
     @property
     def seconds(self) -> float | None:
         """Deadline that is a constant; None where it is another one."""
         found = re.match(r"[A-Z_]+ \(([\d.]+) s\)", self.ends)
         return None if found is None else float(found[1])
+
 
 class _WordFacts(dict[str, int | str]):
     def __missing__(self, name: str) -> str:
@@ -136,7 +137,7 @@ def _wait(name: str, what: str, places: str = "", *, ends: str = "run.stall_time
 
 # -- at the driver: parked requests, which the watchdog ends -------------------------------------------------------------------
 
-MAY_ADMIT: Final = _wait("admission", "the schedule's leave to admit step {step}")
+MAY_ADMIT: Final = _wait("admission", "the schedule's leave to admit step {step}", "replay.py:ReplayJob._fail_missing")
 PROMPTS: Final = _wait("prompts", "prompts for step {step}, which a client has to put")
 CANDIDATES: Final = _wait("candidates", "the rewards of the candidates of step {step}")
 STEP_START: Final = _wait("start", "the start of step {step} for task {task}")
@@ -238,7 +239,7 @@ HELPERS: Final = _wait(
 FETCH: Final = _wait(
     "fetch",
     "the weights of version {version}",
-    "weight_sync/network.py:NetworkReceiver._held weight_sync/collective.py:CollectiveReceiver.fetch",
+    "weight_sync/network.py:NetworkReceiver._held NetworkReceiver._ask weight_sync/collective.py:CollectiveReceiver.fetch",
     ends="weight_sync.deadline_seconds",
 )
 PULL: Final = _wait(
@@ -259,6 +260,12 @@ PUBLISHING: Final = _wait(
     "weight_sync/shared_memory.py:SharedMemorySender.__init__ engines/train/leader_engine.py:_GatheredWeights.gathered"
     " _GatheredWeights.tensors",
 )
+READERS: Final = _wait(
+    "readers",
+    "a worker to have read a version that is over, in whose place another one is written",
+    "weight_sync/files.py:VersionFiles._wait_for_readers",
+    ends="weight_sync.deadline_seconds",
+)
 PROCESS: Final = _wait(
     "process",
     "{process} {pid}",
@@ -268,8 +275,9 @@ PROCESS: Final = _wait(
 PROCESS_END: Final = _wait(
     "process end",
     "the end of a process that was killed",
-    "sandbox/process.py:SandboxProcess.kill sandbox/pool.py:SandboxPool.close sandbox/forked.py:_ChildWatch.end",
-    ends="KILL_SECONDS (5 s) after SIGKILL",
+    "sandbox/process.py:SandboxProcess.kill sandbox/pool.py:SandboxPool.close sandbox/forked.py:_ChildWatch.end"
+    " sandbox/limits.py:end_children",
+    ends="KILL_SECONDS (5 s) after SIGKILL; END_SECONDS (2 s), of what a piece of work has left",
 )
 SIBLINGS: Final = _wait(
     "siblings",
@@ -294,7 +302,7 @@ USER_CODE: Final = _wait(
 QUESTIONS: Final = _wait(
     "questions",
     "the next question of the process's owner",
-    "environments/worker.py:serve_together",
+    "environments/worker.py:serve_together cluster/fork_server.py:main",
     ends="the owner's end, which closes its pipes",
 )
 MCP: Final = _wait(
@@ -379,6 +387,12 @@ CHECKPOINT: Final = _wait(
     "run/state/saving.py:CheckpointWriter._written_files CheckpointWriter._written CheckpointWriter.written"
     " run/records/record.py:RunRecord.__init__",
 )
+CHECKPOINT_PARTS: Final = _wait(
+    "checkpoint's parts",
+    "the other ranks to write their parts of a checkpoint",
+    "engines/train/state.py:StateWriter._wait_for_others",
+    ends="WRITE_SECONDS (600 s)",
+)
 CHECKPOINT_WHOLE: Final = _wait("whole checkpoint", "the driver to make checkpoint {version} whole, in {folder}")
 WORK_AT_ONCE: Final = _wait("room for work", "work of its own to end, so that there is room for more", "loops/tasks.py:serve")
 OUTSIDE: Final = _wait(
@@ -402,9 +416,9 @@ SITUATION: Final = _wait(
 ANSWER: Final = _wait(
     "answer",
     "the answer of another process's service, where it has a name of its own",
-    "transport/peer.py:Peer.call Peer.connect cluster/wire.py:SimulatedPeer.call transport/server.py:Server.close"
-    " transfer_queue/directory.py:Places._dial Directory.describe",
-    ends="the loss of the connection, which is an error at once",
+    "transport/peer.py:Peer.call Peer.connect _connect_unix cluster/wire.py:SimulatedPeer.call transport/server.py:Server.close"
+    " transfer_queue/directory.py:Places._dial Places.call Directory.describe",
+    ends="the loss of the connection, which is an error at once, or after the patience of a queue's client",
 )
 UNIT: Final = _wait(
     "storage unit",
@@ -438,7 +452,7 @@ ARENA: Final = _wait(
 MODEL_FILES: Final = _wait(
     "model files",
     "the model's files from the driver's machine",
-    "transport/ahead.py:read_ahead run/models/model_source.py:run_module",
+    "transport/ahead.py:read_ahead run/models/model_source.py:run_module run/models/model_files.py:model_here",
     ends="CHUNK_SECONDS (60 s) without a chunk; of weights, whose wait is `PULL`, weight_sync.deadline_seconds",
 )
 LOADER: Final = _wait(
@@ -453,6 +467,12 @@ LOADER: Final = _wait(
 
 # -- beginning and ending ------------------------------------------------------------------------------------------------------
 
+DRIVER: Final = _wait(
+    "driver",
+    "the driver that torchrun's first rank has started to begin the run",
+    "cluster/torchrun.py:_wait_for_driver",
+    ends="the driver's end",
+)
 WORKERS_START: Final = _wait(
     "workers' start",
     "the cluster to start {workers} workers",
@@ -479,7 +499,8 @@ RAY: Final = _wait(
     " cluster/ray/guard.py:guard"
     " cluster/ray/node_folders.py:_hold"
     " cluster/ray/host.py:RayHost.__init__ RayHost.lacks RayHost._end_predecessor RayHost._read RayHost._wait RayHost.listen"
-    " cluster/ray/places.py:RayPlaces._leave cluster/ray/process.py:RayProcess._follow RayProcess._kill",
+    " cluster/ray/places.py:RayPlaces._leave cluster/ray/process.py:RayProcess._follow RayProcess._kill"
+    " RayProcess._order_kill",
     ends="HOST_SECONDS (30 s), UNAVAILABLE_SECONDS (60 s)",
 )
 HANDOVER: Final = _wait(
@@ -531,10 +552,10 @@ TRIAL: Final = _wait(
 HTTP: Final = _wait(
     "HTTP",
     "a client's request, or its repetition",
-    "service/app.py:Gate._paced.paced service/hosted.py:HostedRun.__init__ service/watching.py:WatchedRun.__init__"
+    "service/app.py:Gate._paced.paced service/hosted.py:HostedRun.__init__ HostedRun.farewell service/watching.py:WatchedRun.__init__"
     " service/watching.py:WatchedRun.of"
     " service/repeats.py:Repeats.begin",
-    ends="the limits of the service (service/limits.py)",
+    ends="the limits of the service (service/limits.py); FAREWELL_SECONDS (5 s), of a run that is over",
 )
 TINKER: Final = _wait(
     "Tinker's API",
