@@ -75,8 +75,8 @@ class Situations:
     # -- workers ------------------------------------------------------------------------------------------------------------
 
     def _workers(self, now: float, *, looks: bool) -> list[SeenWorker]:
-        """Workers that the run has or is to have, trainers first. `looks`: whether their processes are looked at; so they are if one
-        says nothing any more."""
+        """Workers that the run has or is to have, trainers first. `looks`: whether their processes are looked at; so they are if
+        one says nothing any more."""
         driver = self._driver
         looks = looks or any(driver.hub.is_silent(name, SILENT_SECONDS) for name in driver.hub.states)
         pids = self._pids() if looks else {}

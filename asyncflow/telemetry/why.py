@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -126,8 +126,8 @@ def paths(situation: Situation) -> list[list[Link]]:
 
 
 def standing(situation: Situation, seconds: float) -> dict[str, str]:
-    """Workers that have stood for so many seconds, whatever else moves, and why, in a sentence: they do not report, or their lane is
-    held up by a wait that has no deadline of its own. Not what takes its time: a lane that works, or that waits for work."""
+    """Workers that have stood for so many seconds, whatever else moves, and why, in a sentence: they do not report, or their lane
+    is held up by a wait that has no deadline of its own. Not what takes its time: a lane that works, or that waits for work."""
     found: dict[str, str] = {}
     of_chain = {link.text for link in chain(situation)}
     for worker in situation.workers:
@@ -139,14 +139,12 @@ def standing(situation: Situation, seconds: float) -> dict[str, str]:
     return found
 
 
-def _beside(path: list[Link], worker: SeenWorker, situation: Situation, of_chain: Set[str]) -> list[Link]:
+def _beside(path: list[Link], worker: SeenWorker, situation: Situation, of_chain: Collection[str]) -> list[Link]:
     """The path of a worker. If nobody on the chain waits for it, and something has moved since it began to wait, the watchdog does
     not end that while others move."""
-    if worker.seconds <= situation.idle + AT_WORK_SECONDS or of_chain.intersection(link.text for link in path):
+    if worker.seconds <= situation.idle + AT_WORK_SECONDS or any(link.text in of_chain for link in path):
         return path
-    return [
-        msgspec.structs.replace(link, ends=f"{link.ends}, {ALONE}") if link.ends.startswith(STALL) else link for link in path
-    ]
+    return [msgspec.structs.replace(link, ends=f"{link.ends}, {ALONE}") if link.ends.startswith(STALL) else link for link in path]
 
 
 def causes(situation: Situation) -> list[Waiting]:
@@ -174,8 +172,8 @@ def sentence(situation: Situation) -> str:
 
 
 def _told(links: Sequence[Link]) -> str:
-    told = [link is links[-1] or (STALL not in link.ends and link.ends != HELD) for link in links]
-    return "; ".join(f"{link.text} (ended by {link.ends})" if is_told else link.text for link, is_told in zip(links, told, strict=True))
+    own = [link for link in links if link is links[-1] or (STALL not in link.ends and link.ends != HELD)]
+    return "; ".join(f"{link.text} (ended by {link.ends})" if link in own else link.text for link in links)
 
 
 class _Chain:
@@ -230,7 +228,8 @@ class _Chain:
                 name, f"{name} is not there: its {pid} has ended", ends="its cluster, which starts it again or ends the run"
             )
         if worker.process in STOPPED:
-            return self._link(name, f"{name} does nothing: its {pid} is stopped (SIGSTOP) and goes on after SIGCONT", ends=restart, left=left)
+            text = f"{name} does nothing: its {pid} is stopped (SIGSTOP) and goes on after SIGCONT"
+            return self._link(name, text, ends=restart, left=left)
         if worker.silence is None:
             state = f": its {pid} is {worker.process}" if worker.process else ""
             return self._link(name, f"{name} is not connected: it has not come yet, or has gone{state}")
@@ -522,8 +521,8 @@ class _Chain:
         return math.inf if self._at.is_held or is_starting else self._at.limits.get(STALL, math.inf) - self._at.idle
 
     def _link(self, subject: str, text: str, on: str = "", ends: str = STALL, left: float | None = None) -> Link:
-        """A link, with the seconds behind each configuration key of what ends it. `left`: seconds until a deadline of its own, where
-        they are known; the watchdog's is named if it comes before, or if that one is over and has ended nothing."""
+        """A link, with the seconds behind each configuration key of what ends it. `left`: seconds until a deadline of its own,
+        where they are known; the watchdog's is named if it comes before, or if that one is over and has ended nothing."""
         limits = self._at.limits
         if left is not None and (left > self._stalls_in or left < -SILENT_SECONDS):
             ends = STALL

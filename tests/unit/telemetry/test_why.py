@@ -322,8 +322,8 @@ def test_a_worker_stands_that_is_silent_or_held_up_without_a_deadline_of_its_own
     assert standing(seen, 30.0) == {
         "rollout/0": "rollout/0 has not reported for 31 s; last heard of in generate (ended by queue.lease_seconds (120 s))",
         "rollout/1": "rollout/1 waits for storage unit 1 to store 4 rows, since 41 s (ended by queue.lease_seconds (120 s))",
-        "rollout/4": "rollout/4 waits for bytes of version 7 from the trainer's sender at a, since 90 s: 0 bytes have come, none for "
-        "35 s (ended by weight_sync.deadline_seconds (60 s))",
+        "rollout/4": "rollout/4 waits for bytes of version 7 from the trainer's sender at a, since 90 s: 0 bytes have come, "
+        "none for 35 s (ended by weight_sync.deadline_seconds (60 s))",
         "rollout/6": "rollout/6 waits for files of checkpoint 7 to be written, in here, since 41 s (ended by "
         "run.stall_timeout_seconds (300 s), once nothing else moves)",
     }
