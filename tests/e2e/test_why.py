@@ -185,7 +185,7 @@ def test_a_vllm_server_that_is_stopped_is_named(long: Long, tmp_path: Path, back
 @deep
 def test_a_vllm_server_that_is_dead_is_named_until_it_has_come_back(long: Long, tmp_path: Path, background: Background) -> None:
     python = fake_python(tmp_path)
-    config, run_dir = long(rollout={"engine": {"name": "vllm", "python": str(python)}})
+    config, run_dir = long(rollout={"engine": {"name": "vllm", "python": str(python), "start_seconds": 333.0}})
     command = background("train", config)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) >= 1, command)
     serves, comes = python.read_text(), tmp_path / "comes"
@@ -196,7 +196,8 @@ def test_a_vllm_server_that_is_dead_is_named_until_it_has_come_back(long: Long, 
         if any(word.endswith("fake_vllm.py") for word in words_of(process)):
             process.kill()
     lost = r"rollout/0 waits for a vLLM server that serves: vLLM 0 was lost \(.*\), since [\d.]+ s"
-    named(run_dir, command, r"trainer/0 waits for group \d+", rf"{lost} \[at the latest until: start_seconds of rollout.engine")
+    ends = r"\[at the latest until: start_seconds of rollout.engine, in 3[0-3]\d s\]"
+    named(run_dir, command, r"trainer/0 waits for group \d+", rf"{lost} {ends}")
     num_steps = len(rows(run_dir / "metrics.jsonl"))
     (tmp_path / "may-serve").touch()
     wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) > num_steps + 1, command)
