@@ -127,7 +127,8 @@ def paths(situation: Situation) -> list[list[Link]]:
 
 def standing(situation: Situation, seconds: float) -> dict[str, str]:
     """Workers that have stood for so many seconds, whatever else moves, and why, in a sentence: they do not report, or their lane
-    is held up by a wait that has no deadline of its own. Not what takes its time: a lane that works, or that waits for work."""
+    is held up by a wait that is no request with a deadline of its own. Not what takes its time: a lane that works, or that waits
+    for work."""
     found: dict[str, str] = {}
     of_chain = {link.text for link in chain(situation)}
     for worker in situation.workers:

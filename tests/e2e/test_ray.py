@@ -351,7 +351,7 @@ def test_a_cluster_without_room_is_named_while_the_run_waits(
 
     def says() -> re.Match[str] | None:
         said = run_command("why", run_dir).stdout if (run_dir / "now.json").exists() else ""
-        found = re.search(rf"{words} \[at the latest until: its deadline, in ([\d.]+) s\]", said)
+        found = re.search(rf"{words} \[at the latest until: start_seconds of the cluster, in ([\d.]+) s\]", said)
         return found if found is not None and float(found[1]) >= 3 else None
 
     since, left = (float(number) for number in wait_for(says, command).groups())
