@@ -248,11 +248,13 @@ def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path],
 )
 def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(changes: dict[str, Any], tmp_path: Path) -> None:
     config = tree(tmp_path, changes, {"rollout": {"num_slots": 8}})
-    for number in (3, 5):
+    kept: list[Path] = []
+    for number in (3, 4, 5):
         attempt = AttemptProcess(config)
         attempt.wait_for_steps(number)
         assert attempt.end(signal.SIGKILL if number == 3 else signal.SIGTERM) in (137, 143)
-    assert [*(attempt.run_dir / "checkpoints").glob("*/rows.afp")]
+        kept += (attempt.run_dir / "checkpoints").glob("*/rows.afp")
+    assert kept  # at one of the two stops a step had rows; at one alone, on a busy machine, it may have had none
     last = AttemptProcess(config)
     assert last.end() == 0, last.said()
     assert "resumed from" in last.said() and "lack a column" not in last.said()

@@ -81,8 +81,8 @@ random times. Processes of every role are killed, stopped, slowed, starved of me
 and the disk is full. After each attempt `--resume` goes on. [The laws](checkpoints.md#seen) are checked on what is on the disk. A
 seed gives the mode and the faults: `python -m tests.soak.run --only SEED`. Seconds are from the end of a fault to the next
 committed step, less a step: the median, and what nine of ten are under. The load is the machine's when the sitting began; a sitting
-goes on with the seeds where the last one ended, and where several go on at once, hours are those of all. Aimed for on a quiet
-machine, over all faults: a median below 3 s, nine of ten below 8 s.
+goes on with the seeds where the last one ended, and where several go on at once (neighbours of one commit and load, which slow one
+another), hours are those of all. Aimed for on a quiet machine, over all faults: a median below 3 s, nine of ten below 8 s.
 
 | date | commit | load | seeds | hours | rounds | attempts | faults | violations | seconds | after kills |
 |---|---|---|---|---|---|---|---|---|---|---|
