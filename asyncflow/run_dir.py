@@ -20,7 +20,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -307,11 +307,12 @@ def append_whole(file: FileIO, content: bytes) -> None:
         raise
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Replace the content of a file. Whatever happens, the file then holds the old content or the new one, whole."""
+def replace(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Replace the content of a file. Whatever happens, the file then holds the old content or the new one, whole. Pieces of it may
+    be made of the old one, which is there until all have been written."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        file.write(content)
+        file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

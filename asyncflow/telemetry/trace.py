@@ -8,7 +8,7 @@ workers' spans --> SpanLog --> spans.jsonl --> trace.json      (ui.perfetto.dev,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,23 +68,27 @@ class SpanLog:
 
 
 def read_spans(path: Path) -> list[Span]:
+    """Spans of a file, as `spans_in` has them."""
+    return [*spans_in(path)]
+
+
+def spans_in(path: Path) -> Iterator[Span]:
     """Spans of a file in the order written; none when it is missing. A half-written last line is left out.
 
     A `UserError` names a line that is no span.
     """
-    spans: list[Span] = []
     if not path.exists():
-        return spans
+        return
     decoder = msgspec.json.Decoder(Span)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                spans.append(decoder.decode(line))
+                span = decoder.decode(line)
             except msgspec.DecodeError as error:
                 raise UserError(f"{path} line {number} is not a span ({error}).") from error
-    return spans
+            yield span
 
 
 def join_pieces(spans: Iterable[Span]) -> list[Span]:

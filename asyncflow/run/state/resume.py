@@ -31,7 +31,7 @@ from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
 from asyncflow.telemetry.report import REPORT_FILE
 from asyncflow.telemetry.tensorboard import cut_events
-from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE, read_spans
+from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE, spans_in
 from asyncflow.telemetry.trackers import TENSORBOARD_FOLDER
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.types import Batch, UserError
@@ -104,9 +104,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # -- the run's files --------------------------------------------------------------------------------------------------------
 
 
-def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]]:
+def cut_back(run_dir: Path, resumed: Resumed, now: float) -> None:
     """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed, but for its model, which
-    stays until there is another. Returns the rows of metrics.
+    stays until there is another. A file is read line by line: a run may have any number of steps.
 
     That a model is of more steps than these is forgotten first: this attempt may be killed when it has the checkpoint of its last
     step, and no model yet, and would be taken for ended. Spans are moved so that the last one kept ends at `now`, by the clock of
@@ -114,9 +114,10 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     """
     version, rows = resumed.state.version, set() if resumed.rows is None else set(resumed.rows.indices.tolist())
     RunDir(run_dir).forget_note_above(version)
-    metrics = _keep_lines(run_dir / METRICS_FILE, lambda row: row["step"] < version)
+    _keep_lines(run_dir / METRICS_FILE, lambda row: row["step"] < version)
     cut_events(run_dir / TENSORBOARD_FOLDER, version)
-    evaluated = {row["step"] for row in _keep_lines(run_dir / EVAL_FILE, lambda row: row["step"] <= version)}
+    _keep_lines(run_dir / EVAL_FILE, lambda row: row["step"] <= version)
+    evaluated = evaluated_versions(run_dir)
 
     def is_kept(sample: Mapping[str, Any]) -> bool:
         if sample["purpose"] == "eval":
@@ -133,7 +134,6 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     for name in (CERTIFICATE_FILE, REPORT_FILE, TRACE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     control_socket(run_dir).unlink(missing_ok=True)
-    return metrics
 
 
 def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -181,19 +181,18 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield from (msgspec.json.decode(line) for line in file if line.endswith(b"\n"))
 
 
-def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
     """Keep these lines of a file. One that is not whole is no loss that a run should not go on for: nothing depends on it."""
-    if not path.exists():
-        return []
-    content, kept = [], []
-    with path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(msgspec.DecodeError):
-                if line.endswith(b"\n") and is_kept(row := msgspec.json.decode(line)):
-                    content.append(line)
-                    kept.append(row)
-    replace(path, b"".join(content))
-    return kept
+
+    def kept() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            for line in file:
+                with contextlib.suppress(msgspec.DecodeError):
+                    if line.endswith(b"\n") and is_kept(msgspec.json.decode(line)):
+                        yield line
+
+    if path.exists():
+        replace(path, kept())
 
 
 def _cut_half_line(path: Path) -> None:
@@ -204,13 +203,14 @@ def _cut_half_line(path: Path) -> None:
 
 def _cut_spans(path: Path, version: int, now: float) -> None:
     """Cut the spans back to the last commit that counts, and remove those of later steps."""
-    if not (spans := read_spans(path)):
-        return
-    ends = [span.end for span in spans if span.task in ("optim_step", "publish") and 0 <= span.step < version]
-    moment = max(ends, default=-1.0)
-    encoder, content = msgspec.json.Encoder(), []
-    for span in spans:
-        if span.start < moment and span.step < version:
-            start, end = span.start + now - moment, min(span.end, moment) + now - moment
-            content.append(encoder.encode(msgspec.structs.replace(span, start=start, end=end)) + b"\n")
-    replace(path, b"".join(content))
+    ends = (span.end for span in spans_in(path) if span.task in ("optim_step", "publish") and 0 <= span.step < version)
+    moment, encoder = max(ends, default=-1.0), msgspec.json.Encoder()
+
+    def kept() -> Iterator[bytes]:
+        for span in spans_in(path):
+            if span.start < moment and span.step < version:
+                start, end = span.start + now - moment, min(span.end, moment) + now - moment
+                yield encoder.encode(msgspec.structs.replace(span, start=start, end=end)) + b"\n"
+
+    if path.exists():
+        replace(path, kept())

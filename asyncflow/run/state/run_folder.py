@@ -278,8 +278,8 @@ class RunFolder:
         added = Checkpoints(resumed.folder.parent, keep=1).added(version)
         await asyncio.to_thread(write_added, added, state, is_whole=False)
         now = asyncio.get_running_loop().time()
-        rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
-        self.rows = StepRows(run_dir, rows)
+        await asyncio.to_thread(cut_back, run_dir, resumed, now)
+        self.rows = await asyncio.to_thread(lambda: StepRows(run_dir, metrics_of(run_dir)))
         (run_dir / KEY_FILE).unlink(missing_ok=True)
         replace(run_dir / CONFIG_FILE, dump(self._config).encode())
 
