@@ -236,7 +236,7 @@ def test_waits_are_a_graph_from_each_to_the_cause_with_their_deadlines(tmp_path,
             "Cause rollout/3",
         ]
         assert all(texts[-1].startswith("until ") and " s)" in texts[-1] for texts in words)
-        assert words[3][-1] == "until queue.lease_seconds (120 s), in 101 s, unless it renews"
+        assert words[3][-1] == "until run.stall_timeout_seconds (300 s)"  # rollout/3 reports, and so it renews its lease
         assert graph.get_by_role("listitem").count() == 5
         for width, along, across in ((1400, "x", "width"), (400, "y", "height")):  # the arrows lead to the right, or down
             page.set_viewport_size({"width": width, "height": 800})
