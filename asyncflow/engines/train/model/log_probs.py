@@ -162,9 +162,10 @@ def token_local_losses(
                 of_micro_batch = log_probs_T[begins[number] : begins[number + 1]]
                 if not bool(losses[number].loss.isfinite() & of_micro_batch.isfinite().all()):
                     sums_of_head.mute(number)
+        del logits_CV  # before the products, which may copy the gradient to fill its rows up
         if gradients is not None:
             gradients.add(p_CV, rows, together)
-        del p_CV, logits_CV  # before the next chunk's logits
+        del p_CV  # before the next chunk's logits
     total = torch.stack([sums.loss for sums in losses]).sum() if len(losses) > 1 else losses[0].loss
     if gradients is not None:
         for number in range(len(counts)) if sums_of_head is not None else ():
@@ -349,7 +350,9 @@ class _ChosenLogProbs(torch.autograd.Function):
                 torch.sub(logits_CV[own], lse_T[tokens, None], out=p_CV[own]).exp_()
                 bonus = None if grad_entropy_T is None else (grad_entropy_T[tokens], entropy_T[tokens])
                 _to_grad_logits(grad_T[tokens], bonus, p_CV[own], targets_T[tokens], logits_CV[own], head)
+            del logits_CV  # before the products, which may copy the gradient to fill its rows up
             gradients.add(p_CV, rows, together)
+            del p_CV  # before the next chunk's logits
         return *gradients.whole(), None, None, None
 
 

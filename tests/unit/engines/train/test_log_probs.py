@@ -1,11 +1,13 @@
 """Chunked log-probs and the two ways to their gradient, against a plain log-softmax over all logits."""
 
 import math
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from asyncflow.engines.train.model import products
 from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.types import LossSums
 from tests.unit.engines.train.training import token_local_loss
@@ -164,6 +166,42 @@ def test_no_logits_of_all_tokens_are_made_and_a_token_local_loss_makes_them_once
     assert watch.logits == (1 if is_local else 2) * num_tokens // chunk_tokens
 
 
+class Held(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the elements (float32) of the tensors made within it that are held at the same time, and the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and (storage := out.untyped_storage())._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes() // 4
+            weakref.finalize(storage, self.sizes.pop, storage._cdata)
+            self.most = max(self.most, sum(self.sizes.values()))
+        return out
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("takes_onednn", [True, False])
+def test_of_a_chunks_logits_so_many_are_held_and_no_copy_more(
+    is_local: bool, takes_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if takes_onednn and not torch._C._has_mkldnn:
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(products, "_TAKES_ONEDNN", takes_onednn)
+    chunk_tokens, width, vocabulary_size = 33, 2, 20_000
+    hidden_TH = torch.randn(3 * chunk_tokens, width, requires_grad=True)
+    head_VH = torch.randn(vocabulary_size, width, requires_grad=True)
+    with Held() as held:
+        backward(is_local, hidden_TH, head_VH, torch.arange(len(hidden_TH)), None, chunk_tokens)
+    # The logits, which oneDNN makes of rows that are filled up, their probabilities, and the products of both, whose sums the
+    # entropies are made of. The gradient of the head and, of one chunk, what is added to it; all else is small.
+    rows = (products.filled(chunk_tokens) if takes_onednn else chunk_tokens) + 2 * chunk_tokens
+    assert (rows - 1) * vocabulary_size < held.most < (rows + 2 * width + 1) * vocabulary_size
+
+
 @pytest.mark.parametrize("is_local", [True, False])
 def test_an_entropy_that_no_loss_uses_costs_no_operation(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
@@ -177,15 +215,22 @@ def test_an_entropy_that_no_loss_uses_costs_no_operation(is_local: bool, monkeyp
         assert made == ([(length, V) for length in (4, 5, 4, 5, 5)] if uses_entropy else [])
 
 
-def backward(is_local: bool, hidden_TH: torch.Tensor, head_VH: torch.Tensor, targets_T: torch.Tensor, weight: float | None) -> None:
-    """In chunks of at most 5 tokens; the entropy is in the metrics, and with a weight in the loss."""
+def backward(
+    is_local: bool,
+    hidden_TH: torch.Tensor,
+    head_VH: torch.Tensor,
+    targets_T: torch.Tensor,
+    weight: float | None,
+    chunk_tokens: int = 5,
+) -> None:
+    """By chunks; the entropy is in the metrics, and with a weight in the loss."""
 
     def loss(_: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossSums:
         total = log_probs.sum() if weight is None else log_probs.sum() + weight * entropy.sum()
         return LossSums(total, {"entropy": entropy.sum()})
 
     if is_local:
-        total, _, _ = token_local_loss(hidden_TH, head_VH, targets_T, loss, chunk_tokens=5)
+        total, _, _ = token_local_loss(hidden_TH, head_VH, targets_T, loss, chunk_tokens=chunk_tokens)
     else:
-        total = loss(slice(None), *log_probs_and_entropy(hidden_TH, Head(head_VH, 5), targets_T)).loss
+        total = loss(slice(None), *log_probs_and_entropy(hidden_TH, Head(head_VH, chunk_tokens), targets_T)).loss
     total.backward()
