@@ -22,7 +22,6 @@ CHUNK = 50
 FINDERS = {
     58: "06-no-clock",
     139: "24-partial-drop-forgotten-by-resync",
-    158: "10-away-and-never-told",
     211: "18-winner-told-that-it-lost",
     237: "32-dropped-taken-for-lost",
 }
