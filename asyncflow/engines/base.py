@@ -514,6 +514,18 @@ class TrainEngine(ModelTraining, LogProbEngine, Protocol):
         """
         ...
 
+    async def log_probs(
+        self,
+        prompt_ids: Array,
+        response_ids: Ragged,
+        target_ids: Ragged | None = None,
+        temperature: float | None = None,
+        rounded_to: str | None = None,
+    ) -> Ragged:
+        """See `LogProbEngine.log_probs`. `rounded_to`: under the weights as a version has them that travels in this dtype; None: as
+        they are. Nobody reads weights that were exported meanwhile."""
+        ...
+
     async def export_weights(self) -> WeightSource:
         """Current weights. Every leader iterates over them to the end, before the next `optim_step` or `discard`.
 

@@ -442,7 +442,12 @@ class SleepingTrainEngine:
         """See `TrainEngine`."""
 
     async def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+        self,
+        prompt_ids: Array,
+        response_ids: Ragged,
+        target_ids: Ragged | None = None,
+        temperature: float | None = None,
+        rounded_to: str | None = None,
     ) -> Ragged:
         """See `LogProbEngine`."""
         return await self.pass_over(prompt_ids, response_ids, self._costs.log_probs)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -331,13 +331,16 @@ class Publishing:
 
 
 async def probed(engine: TrainEngine, context: LoopContext, version: int) -> Probe | None:
-    """The engine's log-probs of the probe under its present weights, which will be this version, at temperature 1; None: nobody
+    """The engine's log-probs of the probe under its present weights, as this version will have them, at temperature 1; None: nobody
     compares them. All leaders call alike."""
     token_ids = np.array(await context.versions.probe_ids(version), np.int64)
     if not len(token_ids):
         return None
     with context.spans.busy("probe", version=version):
-        found = (await engine.log_probs(token_ids[:1], Ragged.from_arrays([token_ids[1:]], "int64"), temperature=1.0)).values
+        # An engine of the user's own need not know of it where nothing is rounded.
+        rounded: dict[str, Any] = {} if context.published_dtype is None else {"rounded_to": context.published_dtype}
+        response = Ragged.from_arrays([token_ids[1:]], "int64")
+        found = (await engine.log_probs(token_ids[:1], response, temperature=1.0, **rounded)).values
     return Probe(token_ids.tolist(), found.tolist()) if np.isfinite(found).all() else None
 
 

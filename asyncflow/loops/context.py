@@ -28,6 +28,8 @@ class LoopContext:
     shape: Shape
     spans: Recorder
     """The worker's lane."""
+    published_dtype: str | None = None
+    """Dtype that versions travel in, rounded; None: the trainer's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,7 +326,8 @@ async def compute_values(run: RunConnection, engine: CriticEngine, receiver: Wei
 
 def loop_context(run: RunConnection) -> LoopContext:
     """Context of the worker's loops."""
-    return LoopContext(run.queue, run.ledger, run.versions, make_schedule(run.config), run.shape, run.reporter.recorder)
+    schedule, published_dtype = make_schedule(run.config), run.config.weight_sync.dtype
+    return LoopContext(run.queue, run.ledger, run.versions, schedule, run.shape, run.reporter.recorder, published_dtype)
 
 
 def _sample_filter(run: RunConnection) -> Callable[[Mapping[str, Any]], None]:

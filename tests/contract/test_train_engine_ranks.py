@@ -122,6 +122,9 @@ async def lead(engine: TrainEngine, dp: int, folder: Path) -> dict[str, Any]:
         seen["steps"].append(await step(engine, batches, normaliser, dp))
     probe = STEPS[0][0]
     seen["log_probs"] = (await engine.log_probs(probe.prompt_ids, probe.response_ids)).values
+    seen["rounded"] = (await engine.log_probs(probe.prompt_ids, probe.response_ids, rounded_to="bfloat16")).values
+    again = (await engine.log_probs(probe.prompt_ids, probe.response_ids)).values
+    assert again.tolist() == seen["log_probs"].tolist(), "the weights are what they were"
     seen["weights"] = {name: tensor.numpy() for name, tensor in (await weights_of(engine)).items()}
     seen["fingerprint"] = await engine.fingerprint()
     await engine.save(folder / "model")
@@ -160,7 +163,7 @@ def test_several_processes_train_as_one(
 
     told: list[Any] = []  # log-probs of the second row of each of `TOLD`, before the second step
 
-    async def alone() -> tuple[list[tuple[float, OptimResult]], Any, Any, Any]:
+    async def alone() -> tuple[list[tuple[float, OptimResult]], Any, Any, Any, Any]:
         engine = torch_engine(path, **OPTIONS)
         steps = []
         for number, (batches, normaliser) in enumerate(zip(STEPS, NORMALISERS, strict=True)):
@@ -170,15 +173,18 @@ def test_several_processes_train_as_one(
         weights, probe = await weights_of(engine), STEPS[0][0]
         log_probs = (await engine.log_probs(probe.prompt_ids, probe.response_ids)).values
         await engine.load_state(tmp_path / "state")  # of another engine, under another layout
-        return steps, weights, log_probs, await step(engine, LAST, 20, 1)
+        rounded = (await engine.log_probs(probe.prompt_ids, probe.response_ids, rounded_to="bfloat16")).values
+        return steps, weights, log_probs, rounded, await step(engine, LAST, 20, 1)
 
-    steps, weights, log_probs, last = asyncio.run(alone())
+    steps, weights, log_probs, rounded, last = asyncio.run(alone())
     for number, (loss, result) in enumerate([*steps, last]):
         found = [(*leader["steps"], leader["last"])[number] for leader in leaders]
         assert sum(part for part, _ in found) == pytest.approx(loss, rel=1e-4)
         assert found[0][1].grad_norm == pytest.approx(result.grad_norm, rel=1e-4)
         assert found[0][1].learning_rate == result.learning_rate and not found[0][1].skipped
     np.testing.assert_allclose(first["log_probs"], log_probs, atol=1e-4)
+    np.testing.assert_allclose(first["rounded"], rounded, atol=1e-4)
+    assert np.abs(rounded - log_probs).max() > 3e-4, "rounding is seen"
     for number, leader in enumerate(leaders):
         np.testing.assert_allclose(leader["told"][1], told[0 if number == layout.dp - 1 else 1], atol=1e-4)
     before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()

@@ -59,6 +59,15 @@ def test_a_model_whose_config_is_written_whole_and_names_no_architecture(
     assert command.returncode == 0 and "finished after 1 step" in command.stdout, command.stdout + command.stderr
 
 
+def test_versions_that_travel_rounded_are_served(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """All that computes does so in float32: the version is what the workers have, and not what the trainer keeps."""
+    command = run_command("train", write_config(tmp_path, small(weight_sync={"dtype": "bfloat16"})))
+    assert command.returncode == 0 and "finished after 2 steps" in command.stdout, command.stdout + command.stderr
+    assert "no weights to serve" not in command.stdout + command.stderr
+    assert rows(tmp_path / "runs" / "test" / "metrics.jsonl")[-1]["weights/attested"] == 1.0
+    assert any(span.task == "probe" for span in read_spans(tmp_path / "runs" / "test" / "spans.jsonl")), "it was compared"
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run of three steps with two rollout workers, evaluated before and after."""

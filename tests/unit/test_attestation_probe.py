@@ -39,8 +39,8 @@ from tests.unit.test_attestation import (
 __all__ = ["path"]  # the fixture
 
 
-async def probe_by(trainer: TorchEngine, probing: Probing, tensors: Mapping[str, Tensor]) -> Probe:
-    """What a trainer with these weights makes of it, as its loop asks for it."""
+async def probe_by(trainer: TorchEngine, probing: Probing, tensors: Mapping[str, Tensor], dtype: str | None = None) -> Probe:
+    """What a trainer with these weights makes of it, as its loop asks for it. `dtype`: what versions travel in."""
     with torch.no_grad():
         for name, parameter in one_rank(trainer).policy.parameters.items():
             parameter.copy_(tensors[name])
@@ -55,6 +55,7 @@ async def probe_by(trainer: TorchEngine, probing: Probing, tensors: Mapping[str,
     context: Any = SimpleNamespace(
         versions=SimpleNamespace(probe_ids=probe_ids),
         spans=SimpleNamespace(busy=busy),
+        published_dtype=dtype,
     )
     probe = await probed(trainer, context, 2)
     assert probe is not None
@@ -160,6 +161,28 @@ async def test_right_weights_are_let_through_and_a_planted_fault_is_found_with_b
     await trainer.close()
 
 
+@pytest.mark.parametrize("has_lora", [False, True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("path", ["qwen2"], indirect=True)
+async def test_right_weights_that_travel_rounded_are_let_through_and_a_fault_is_found_within_the_same_bound(
+    path: Path, has_lora: bool
+) -> None:
+    """Both ends compute in float32: the trainer's own weights are not those that the engine was given."""
+    engine, trainer = engine_of(path, has_lora=has_lora), torch_engine(path, lora=SPEC if has_lora else None)
+    probing, tensors = new_probing(96, 64, ["float32", "float32"]), strong_version(engine, path, has_lora=has_lora)
+    sent = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    probe, of_own = [await probe_by(trainer, probing, tensors, dtype) for dtype in ("bfloat16", None)]
+    kept = await weights_of(trainer)
+    assert all(kept[name].equal(tensor) for name, tensor in tensors.items()), "the trainer's are what they were"
+    await engine.install(2, sent)
+    told = await told_by(engine, probe)
+    assert fault_of_probe(told, 2, probe, probing.tolerance) == ""
+    assert fault_of_probe(told, 2, of_own, probing.tolerance), "rounding alone moves log-probs by more"
+    swapped_rows(engine, sent)
+    assert fault_of_probe(await told_by(engine, probe), 2, probe, probing.tolerance)
+    await engine.close()
+    await trainer.close()
+
+
 @pytest.mark.parametrize("path", ["qwen2"], indirect=True)
 async def test_a_probe_is_scored_at_temperature_1_whatever_the_run_s_is(path: Path) -> None:
     slots, trainer = engine_of(path, has_lora=False), torch_engine(path, temperature=0.7)
@@ -177,7 +200,8 @@ async def test_a_probe_is_scored_at_temperature_1_whatever_the_run_s_is(path: Pa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("path", ["qwen2"], indirect=True)
-async def test_a_probe_changes_no_bit_of_the_training(path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("published", [None, "bfloat16"])
+async def test_a_probe_changes_no_bit_of_the_training(path: Path, dtype: str, published: str | None) -> None:
     prints = []
     for is_probed in (False, True):
         trainer = torch_engine(path, accumulate="exact", learning_rate=1e-3, dtype=dtype)
@@ -185,7 +209,7 @@ async def test_a_probe_changes_no_bit_of_the_training(path: Path, dtype: str) ->
             await trainer.begin_step()
             await train_on(trainer, micro_batch(), Sum(policy_gradient))
             if is_probed:
-                await probe_by(trainer, new_probing(96, 64, ["float32"]), await weights_of(trainer))
+                await probe_by(trainer, new_probing(96, 64, ["float32"]), await weights_of(trainer), published)
             await trainer.optim_step(8)
         prints.append(await trainer.fingerprint())
         await trainer.close()

@@ -147,10 +147,15 @@ class LeaderEngine(TrainingEngine[PolicyTraining], TrainEngine):
         await self.close()
 
     async def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+        self,
+        prompt_ids: Array,
+        response_ids: Ragged,
+        target_ids: Ragged | None = None,
+        temperature: float | None = None,
+        rounded_to: str | None = None,
     ) -> Ragged:
-        """See `LogProbEngine.log_probs`. The log-probs are those under the policy's current weights."""
-        return await self._lead("log_probs", prompt_ids, response_ids, target_ids, temperature)
+        """See `TrainEngine.log_probs`. The log-probs are those under the policy's current weights."""
+        return await self._lead("log_probs", prompt_ids, response_ids, target_ids, temperature, rounded_to)
 
     async def export_weights(self) -> WeightSource:
         """See `TrainEngine.export_weights`. The weights are float32."""

@@ -7,7 +7,7 @@ AdamW <- clip, norm <- sums / normaliser (optim_step) <-------------------------
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,10 +113,13 @@ class OneRank(OneModel, PolicyTraining):
         super().load_state(folder)
         self._changed()
 
-    def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    def _response_log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None, temperature: float | None
     ) -> Ragged:
         return self.policy.response_log_probs(prompt_ids, response_ids, target_ids, temperature)
+
+    def _trained(self) -> Iterable[Tensor]:
+        return self.policy.parameters.values()
 
     def _whole(self, name: str) -> Tensor:
         return self.policy.parameters[name].detach()

@@ -83,7 +83,12 @@ class OutsideTrainEngine:
         await self._desk.discard()
 
     async def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+        self,
+        prompt_ids: Array,
+        response_ids: Ragged,
+        target_ids: Ragged | None = None,
+        temperature: float | None = None,
+        rounded_to: str | None = None,
     ) -> Ragged:
         """Raises `RuntimeError`: no model is computed here."""
         raise RuntimeError("a run that is trained from outside computes no log-probs")

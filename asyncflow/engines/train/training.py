@@ -6,8 +6,9 @@ begin_step -> forward_backward, any number of times -> optim_step or discard
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,11 +104,27 @@ class PolicyTraining(Training):
     models: TriModel[Any]
     specs: Mapping[str, TensorSpec]
 
-    @abstractmethod
     def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+        self,
+        prompt_ids: Array,
+        response_ids: Ragged,
+        target_ids: Ragged | None = None,
+        temperature: float | None = None,
+        rounded_to: str | None = None,
+    ) -> Ragged:
+        """See `TrainEngine.log_probs`."""
+        with rounded(self._trained(), rounded_to):
+            return self._response_log_probs(prompt_ids, response_ids, target_ids, temperature)
+
+    @abstractmethod
+    def _response_log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None, temperature: float | None
     ) -> Ragged:
         """See `LogProbEngine.log_probs`."""
+
+    @abstractmethod
+    def _trained(self) -> Iterable[Tensor]:
+        """Memory, on this rank, of the weights that are trained, as passes read them."""
 
     def gather(self, name: str) -> Tensor | None:
         """Whole weight of that name, on the CPU, contiguous; None on all ranks but rank 0.
@@ -124,3 +141,18 @@ class PolicyTraining(Training):
     @cached_property
     def _copies(self) -> HostCopies:
         return HostCopies(self.specs)
+
+
+@contextmanager
+def rounded(weights: Iterable[Tensor], dtype: str | None) -> Iterator[None]:
+    """Context inside which weights have the values that they have in a dtype; None: their own. Nobody else reads them meanwhile."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        if dtype is not None:
+            for own in (weight.detach() for weight in weights):
+                kept.append((own, own.clone()))
+                own.copy_(own.to(getattr(torch, dtype)))
+        yield
+    finally:
+        for own, before in kept:
+            own.copy_(before)

@@ -123,12 +123,18 @@ class DeepSpeedTraining(GatheredTraining):
         self._zero.forget()
 
     @torch.no_grad()
-    def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    def _response_log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None, temperature: float | None
     ) -> Ragged:
         """See `LogProbEngine.log_probs`. With stage 3 all processes call at the same time."""
         packed = replace(pack_thrifty(prompt_ids, response_ids, self._device, target_ids), temperature=temperature)
         return Ragged(self._policy_log_probs(packed).cpu().numpy(), response_ids.offsets)
+
+    def _trained(self) -> Iterator[Tensor]:
+        for parameter in self._policy.parameters_by_name.values():
+            yield parameter  # in stage 3 nothing, but for small ones, which are always whole
+            if (part := getattr(parameter, "ds_tensor", None)) is not None:
+                yield part  # of which stage 3 gathers it
 
     def _weight(self, name: str) -> Tensor:
         return self._weights[name]

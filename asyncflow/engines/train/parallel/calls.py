@@ -23,7 +23,7 @@ ARGUMENTS: Final[dict[str, Any]] = {
     "optim_step": tuple[int],
     "discard": tuple[()],
     "set_hyperparameters": tuple[Hyperparameters],
-    "log_probs": tuple[Array, Ragged, Ragged | None, float | None],
+    "log_probs": tuple[Array, Ragged, Ragged | None, float | None, str | None],
     "gather": tuple[str],
     "fingerprint": tuple[()],
     "save": tuple[Path],

@@ -15,7 +15,7 @@ round. What a rank alone finds out later (a loss that is not finite) changes val
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -150,8 +150,8 @@ class ManyRanks(PolicyTraining):
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    def _response_log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None, temperature: float | None
     ) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
         packed = pack_thrifty(prompt_ids, response_ids, self.ranks.device, target_ids)
@@ -159,6 +159,9 @@ class ManyRanks(PolicyTraining):
         made = self._log_probs(self._policy, [packed])
         log_probs_T = self._pipeline.log_probs_from_last(made[0] if made else None, len(response_ids.values))
         return Ragged(log_probs_T.numpy(), response_ids.offsets)
+
+    def _trained(self) -> Iterable[Tensor]:
+        return self._policy.parts.values()
 
     def _whole(self, name: str) -> Tensor | None:
         return self._to_first(name, self._policy.parameters.get(name), self.specs[name].shape, torch.float32)

@@ -16,7 +16,7 @@ does not divide.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,8 +138,8 @@ class MegatronTraining(GatheredTraining):
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def log_probs(
-        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None = None, temperature: float | None = None
+    def _response_log_probs(
+        self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None, temperature: float | None
     ) -> Ragged:
         """See `LogProbEngine.log_probs`."""
         packed = replace(pack_thrifty(prompt_ids, response_ids, self._device, target_ids), temperature=temperature)
@@ -147,6 +147,9 @@ class MegatronTraining(GatheredTraining):
         last = dist.get_global_rank(self._core.pp_group, self._options.layout.pp - 1)
         dist.broadcast(log_probs_T, last, group=self._core.pp_group)
         return Ragged(log_probs_T.cpu().numpy(), response_ids.offsets)
+
+    def _trained(self) -> Iterable[Tensor]:
+        return self._policy.weights.values()
 
     def _weight(self, name: str) -> Tensor:
         return self._tensors.weight(name)

@@ -44,9 +44,10 @@ def test_the_other_calls_arrive_with_their_arguments() -> None:
     chosen = Hyperparameters(learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0, max_grad_norm=None)
     assert decode(encode(Call("set_hyperparameters", (chosen,)))).arguments == (chosen,)
     empty = Ragged(nothing, np.zeros(1, np.int64))
-    method, (prompt_ids, response_ids, target_ids, temperature) = decode(encode(Call("log_probs", (nothing, empty, empty, 0.7))))
-    assert method == "log_probs" and temperature == 0.7 and len(prompt_ids) == 0 and len(response_ids) == len(target_ids) == 0
-    assert decode(encode(Call("log_probs", (nothing, empty, None, None)))).arguments[2:] == (None, None)
+    method, (prompt_ids, *both, temperature, dtype) = decode(encode(Call("log_probs", (nothing, empty, empty, 0.7, "bfloat16"))))
+    assert (method, temperature, dtype) == ("log_probs", 0.7, "bfloat16")
+    assert len(prompt_ids) == 0 and [len(each) for each in both] == [0, 0]
+    assert decode(encode(Call("log_probs", (nothing, empty, None, None, None)))).arguments[2:] == (None, None, None)
 
 
 @pytest.mark.parametrize("training", [OneRank, ManyRanks])
