@@ -378,7 +378,7 @@ COLLECTIVE: Final = _wait(
     " engines/train/parallel/ranks.py:Ranks.broadcast Ranks.largest Ranks.receive Ranks.total"
     " engines/train/model/log_probs.py:VocabularyShard.join _Gradients.whole"
     " engines/train/adapters/megatron/engine.py:MegatronTraining._from_last_stage MegatronTraining._norm MegatronTraining._summed"
-    " MegatronTraining.log_probs engines/train/adapters/megatron/tensors.py:StageTensors._gather",
+    " MegatronTraining._response_log_probs engines/train/adapters/megatron/tensors.py:StageTensors._gather",
     ends="EXCHANGE_SECONDS (600 s)",
 )
 CHECKPOINT: Final = _wait(
