@@ -102,7 +102,8 @@ def chain(situation: Situation) -> list[Link]:
 
 def graph(situation: Situation) -> list[Link]:
     """Edges of the graph of waits: what each worker does or waits for, and on which other one."""
-    return [next(_Chain(situation).of_worker(worker.name)) for worker in situation.workers]
+    of_chain = {link.text for link in chain(situation)}
+    return [_beside(list(_Chain(situation).of_worker(each.name)), each, situation, of_chain)[0] for each in situation.workers]
 
 
 def paths(situation: Situation) -> list[list[Link]]:

@@ -299,6 +299,7 @@ def test_a_worker_that_stands_while_others_go_on_is_not_ended_by_the_watchdog() 
     first, *others = paths(goes_on)
     assert {link.ends for link in first} == {"run.stall_timeout_seconds (300 s)"}
     assert [[link.ends for link in path] for path in others] == [["run.stall_timeout_seconds (300 s), once nothing else moves"]]
+    assert graph(goes_on)[-1] == others[-1][0]
     stands = msgspec.structs.replace(goes_on, idle=250.0)
     assert paths(stands)[-1][-1].ends == "run.stall_timeout_seconds (300 s)"
 
