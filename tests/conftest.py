@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import forked
-from tests.depth import IS_DEEP, IS_SMOKE
+from tests.depth import IS_DEEP, IS_SMOKE, pairwise
 from tests.patience import patience
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     process is left with one of them at the end."""
     items.sort(key=lambda item: FOLDERS.index(next(folder for folder in FOLDERS if item.nodeid.startswith(folder))))
     if not IS_DEEP and not IS_SMOKE:
-        left = [item for item in items if item.get_closest_marker("deep")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+        kept = pairwise([item for item in items if not item.get_closest_marker("deep")])
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish() -> None:

@@ -147,6 +147,27 @@ def test_smoke_tests_are_all_that_are_marked_so_with_the_gate_s_examples(
     assert f"{ran} passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("depth", ["", "deep"])
+def test_of_a_product_of_three_parameters_the_gate_takes_what_has_every_pair(tmp_path: Path, depth: str) -> None:
+    text = (
+        "import pytest\n\nBOTH = [('x', []), ('y', []), ('z', [])]\n\n"
+        "@pytest.fixture(params=['one', 'two'])\ndef made(request):\n    return request.param\n\n"
+        "def note(*values):\n    open('seen.txt', 'a').write(' '.join(map(str, values)) + '\\n')\n\n"
+        "@pytest.mark.parametrize('first', range(3))\n@pytest.mark.parametrize(('second', 'more'), BOTH)\n"
+        "def test_it(first, second, more, made):\n    note(first, second, made)\n\n"
+        "@pytest.mark.parametrize('first', range(3))\n@pytest.mark.parametrize('second', range(4))\n"
+        "def test_of_two(first, second):\n    note(first, second)\n\ndef test_of_none():\n    note('none')\n"
+    )
+    environment = {**os.environ, "ASYNCFLOW_TESTS": depth, "PYTHONPATH": str(ROOT)}
+    subprocess.run(apart(tmp_path, text), cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    seen = [line.split() for line in (tmp_path / "seen.txt").read_text().splitlines()]
+    of_three = [values for values in seen if len(values) == 3]
+    assert len(of_three) == len(set(map(tuple, of_three))) == (3 * 3 * 2 if depth else 3 * 3)
+    assert [len(values) for values in seen].count(2) == 3 * 4 and ["none"] in seen
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert len({(values[one], values[other]) for values in of_three}) == (9 if (one, other) == (0, 1) else 6)
+
+
 @pytest.mark.parametrize(("body", "failed"), [("assert True", False), ("assert False", True), ("import no_such_module", True)])
 def test_the_gate_fails_when_a_test_does(repository: Path, monkeypatch: pytest.MonkeyPatch, body: str, failed: bool) -> None:
     (repository / "test_one.py").write_text(f"import pytest\n\n@pytest.mark.smoke\ndef test_it():\n    {body}\n")
