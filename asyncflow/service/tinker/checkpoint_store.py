@@ -194,8 +194,7 @@ class CheckpointStore:
     def forget_unfinished(self, model_id: str) -> None:
         """Remove what was written of checkpoints of a model that are not whole, while none is being saved."""
         for partial in list((self._folder / model_id).glob(f"*/*{_PARTIAL}")):
-            with contextlib.suppress(FileNotFoundError):  # somebody else's, who removes it
-                self._remove(partial)
+            self._remove(partial)
 
     def _read(self, model_id: str, kind: str, name: str) -> Checkpoint | None:
         """Checkpoint if it is there and has not expired; one that has expired is removed."""
@@ -226,7 +225,8 @@ class CheckpointStore:
     def _remove(self, folder: Path) -> None:
         gone = folder.with_name(folder.name + _OVER + _PARTIAL)  # no checkpoint's, and removed at the next start
         shutil.rmtree(gone, ignore_errors=True)
-        folder.rename(gone)
+        with contextlib.suppress(FileNotFoundError):  # another thread has seen the same, and removes it
+            folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 

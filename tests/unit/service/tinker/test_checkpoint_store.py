@@ -49,6 +49,19 @@ def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
     assert (store.find(path).model / "file").read_text() == "b"
 
 
+def test_two_who_see_that_a_checkpoint_has_expired_both_find_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, rename = CheckpointStore(tmp_path, 2), Path.rename
+    path = saved(store, "short", seconds=0)
+
+    def after_the_other(folder: Path, target: Path) -> Path:
+        rename(folder, target.with_name("the-other"))
+        return rename(folder, target)
+
+    monkeypatch.setattr(Path, "rename", after_the_other)
+    with pytest.raises(UserError, match="has expired"):
+        store.find(path)
+
+
 class CutOff(BaseException):
     """The server is killed."""
 
