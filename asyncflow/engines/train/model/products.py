@@ -13,12 +13,13 @@ others, if there are two, nor those of a sum on where its rows are: no bit depen
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from asyncflow.engines.mkl import is_intels
 
 # P rows, I inputs, O outputs.
 
@@ -115,9 +116,7 @@ class _AdoptedLinear(torch.autograd.Function):
 
 def _is_faster_here() -> bool:
     """Whether oneDNN is to be taken: a matter of the machine, not of a measurement, so that all processes do the same."""
-    has_it = torch._C._has_mkldnn and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    facts = Path("/proc/cpuinfo")
-    return has_it and facts.is_file() and "GenuineIntel" not in facts.read_text(errors="replace")
+    return torch._C._has_mkldnn and torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_intels()
 
 
 _TAKES_ONEDNN = _is_faster_here()
