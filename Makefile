@@ -24,7 +24,7 @@ test: install-dev servers
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint types layers docs collect
 	@$(MAKE) --no-print-directory unit
 
-# Everything: all seeds and parameters, all mutants, and the suites with environments of their own. Writes docs/tested.md.
+# All tests: all seeds and parameters, all mutants, and the suites with environments of their own. Writes docs/tested.md.
 test-deep: install-dev servers lint types layers
 	$(BIN)/python -m tests.suites deep $(SUITES)
 

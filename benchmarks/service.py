@@ -4,7 +4,7 @@
 
 `requests`: one server process and one client process, 32 requests at a time; a bare FastAPI echo under uvicorn, asked
 by the same library in the same run, is what it is compared with. Put to received: from a prompt that is put until a generator that
-waits has it. `bulk`: a step of 64 MB of experience, got as msgpack over HTTP, and its columns by the queue's client. `trainer` and
+waits has it. `bulk`: a step of 50 MB of experience, got as msgpack over HTTP, and its columns by the queue's client. `trainer` and
 `generator`: the quickstart with tests/e2e/outside_trainer.py and tests/e2e/outside_generator.py. `kills`: 20 deaths of server and
 clients. `fuzz`: requests of every schema.
 """
@@ -182,7 +182,7 @@ def requests(folder: Path) -> list[Figure]:
 
 
 def bulk(folder: Path) -> list[Figure]:
-    """A step of 64 MB of experience, over HTTP and through the queue."""
+    """A step of 50 MB of experience, over HTTP and through the queue."""
     prompts, group, length = 32, 16, 7_500
     model = folder / "bulk-model"
     shutil.copytree(MODEL, model)

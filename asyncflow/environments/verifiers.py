@@ -1,7 +1,8 @@
 """Environments of `verifiers` (its v1 API), unchanged, over the capture endpoint: `environment: {name: verifiers, taskset: an-id}`.
 
 A row's `idx` says which task of the taskset it is. The harness (the program that plays) and the runtime are the package's; it
-reaches the policy as any OpenAI endpoint. The reward is the sum of the trace's rewards, as the package's own evaluation has it.
+reaches the policy as any OpenAI endpoint. The reward is the sum of a trace's rewards, as the package's own evaluation has it;
+of several traces the mean.
 """
 
 from __future__ import annotations

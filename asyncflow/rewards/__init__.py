@@ -1,6 +1,7 @@
 """Rewards: a finished sample in, a number out. Scorers run in processes of their own that can be killed.
 
-`pool.py` has the processes (`sandbox/`), `worker.py` is what runs in them: the scorers, built once, then each sample in a fork.
+`pool.py` has the processes (`sandbox/`), `worker.py` is what runs in them: the scorers, built once, then each sample in a
+fork, unless all of them are stateless.
 
 `base.py` is the contract, `signatures.py` takes reward functions that were written for TRL or verl, `answers.py` finds the answer
 in a text and `number_parsing.py` the number in an answer (`units.py`, `numerals.py`); `scorings.py` has what goes with the reward

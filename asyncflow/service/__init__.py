@@ -7,5 +7,6 @@ waits for: whatever the request asks for, no longer than it allows
 is unblocked by: the run
 
 The service adds names and keys to a run, and no second state: leases, versions and steps are those of the run's own queue,
-`PolicyVersions` and ledger. FastAPI and uvicorn come with the extra `service`; nothing but this room imports them.
+`PolicyVersions` and ledger. FastAPI and uvicorn come with the extra `service`; besides this room the
+capture endpoint alone (`environments/capture/`) imports one of them, uvicorn.
 """

@@ -8,6 +8,6 @@
     audit.py    the laws, held against what crosses the wire
     seeds.py    many runs, in several processes
 
-Nothing of the data or the model is read: prompts are as long as `Costs.lengths` says. Left out: a trainer that dies, which a run
-does not outlive, and messages that are lost, which are the transport's to survive.
+Nothing of the data or the model is read: prompts are as long as `Costs.lengths` says. Left out: a trainer that dies, after
+which a real run is resumed from its newest checkpoint, and messages that are lost, which are the transport's to survive.
 """

@@ -10,7 +10,7 @@ is drawn from. Calls run between two tokens, so an install changes whole steps; 
 Some families' caches are wrong in a batch. So a few tokens are generated at the start and compared with one forward pass
 (cache_probe.py): rows go in batches if that is right, else one by one; a model whose single rows differ, too, is refused.
 
-Sums of a row may depend on the rows beside it, so no bits are promised. Slower than the embedded engine: see docs/models.md.
+Sums of a row may depend on the rows beside it, so no bits are promised. Slower than the embedded engine: see docs/rollout.md.
 """
 
 from __future__ import annotations

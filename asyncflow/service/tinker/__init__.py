@@ -8,6 +8,7 @@ consumes: requests, each of which is answered at once with the id of its result
 waits for: training requests, for those of the model with smaller numbers; samples, for weights to be installed
 is unblocked by: the engines
 
-A client computes its loss's inputs and chooses each update's hyperparameters; this server has the weights. All weights of a model
-are trained, not an adapter. What a request says is checked before anything is computed.
+A client computes its loss's inputs and chooses each update's hyperparameters; this server has the weights: a model in
+training is a low-rank adapter over the server's base, or, with `--full-weights`, all weights. What a request says is checked before
+anything is computed.
 """

@@ -85,7 +85,7 @@ def base_model(config: Config, name: str | None) -> BaseModel:
 def engine_maker(config: Config, base: BaseModel) -> MakeEngine:
     """Maker of the models' train engines. Raises `UserError` for a layout over several processes."""
     if config.layout.size > 1:
-        raise UserError("asyncflow serve --tinker trains each model in its own process, on one device: leave out plan.train")
+        raise UserError("asyncflow serve --tinker trains every model in the server's process, on one device: leave out plan.train")
     options = replace(
         train_engine_options(config, read_json(base.folder / "config.json")),
         temperature=1.0,
