@@ -87,8 +87,6 @@ def _why_none(config: Config) -> str:
         return "only train.engine=torch on one device has them"
     if config.cluster.name not in ON_ONE_MACHINE:
         return f"with cluster={config.cluster.name} it is not known which cores or devices of the trainer's machine are free"
-    if config.lora is not None and train.old in ("step_start", "previous"):
-        return f"with model.lora the old policy (train.old={train.old}) is an adapter that the trainer's own thread alone has"
     return ""
 
 

@@ -66,7 +66,10 @@ class Passes:
             self.models = TriModel(self.policy, options, frozen)
         else:
             shared = partial(SharedBaseModel, self.policy)
-            self.models = TriModel(self.policy, options, partial(shared, has_adapter=True), partial(shared, has_adapter=False))
+            old = None if first is None or self.is_apart else first.models.old_model  # whose adapter is the same memory here
+            self.models = TriModel(
+                self.policy, options, partial(shared, has_adapter=True, first=old), partial(shared, has_adapter=False)
+            )
         self._is_to_check = options.check_shared_prompt and first is None
         self.summed = SummedPasses(
             self.policy,

@@ -34,7 +34,7 @@ NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
         (2, {"plan": {"train": {"dp": 2}}}, 0),
         (2, {"cluster": "ray"}, 0),
         (2, {"model": {"path": "model", "lora": {"rank": 2}}}, 1),
-        (2, {"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "step_start"}}, 0),
+        (2, {"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "step_start"}}, 1),
     ],
 )
 def test_helpers_are_as_many_as_the_rollout_workers_have_cores_for(
@@ -56,7 +56,6 @@ def test_helpers_are_as_many_as_the_rollout_workers_have_cores_for(
         ({"train": {"engine": "deepspeed"}}, "only train.engine=torch"),
         ({"train": {"device": "cuda:1"}}, "train.device=cuda:1, and no other device is theirs .* plan.shares.helpers=rollout"),
         ({"cluster": "ray"}, "with cluster=ray it is not known"),
-        ({"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "previous"}}, r"the old policy \(train.old=previous\)"),
     ],
 )
 def test_helpers_that_cannot_be_are_refused_with_the_reason(sections: dict[str, Any], words: str) -> None:

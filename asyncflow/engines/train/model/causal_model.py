@@ -245,10 +245,13 @@ class FrozenModel(CausalModel):
 class SharedBaseModel(SharedBase):
     """Model that is not trained, over the base of a policy with an adapter: see `SharedBase`."""
 
-    def __init__(self, policy: CausalModel, *, has_adapter: bool) -> None:
+    def __init__(self, policy: CausalModel, *, has_adapter: bool, first: CausalModel | SharedBaseModel | None = None) -> None:
+        """`first`: one whose copy of the adapter is taken, whatever becomes of it."""
         assert policy.lora is not None, "the policy has an adapter"
         self.is_copy = policy.is_copy
         super().__init__(policy.parameters, policy.lora, has_adapter=has_adapter)
+        if first is not None:
+            self.parameters = first.parameters
         self._policy = policy
 
     @torch.no_grad()

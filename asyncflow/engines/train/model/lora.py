@@ -157,7 +157,9 @@ class SharedBase(ABC):
     def __init__(self, parts: Mapping[str, Tensor], switch: LoraSwitch, *, has_adapter: bool) -> None:
         """`parts`: memory of the policy's adapter, or of this process's part of it, by name. `has_adapter`: keep a copy of it."""
         self._parts, self._switch = parts, switch
-        self.parameters = {name: part.detach().clone() for name, part in parts.items()} if has_adapter else {}
+        self.parameters: Mapping[str, Tensor] = {}
+        if has_adapter:
+            self.parameters = {name: part.detach().clone() for name, part in parts.items()}
 
     def within(self) -> AbstractContextManager[None]:
         """Context inside which the policy computes as this model. No pass of the policy may be between forward and backward."""

@@ -78,6 +78,7 @@ async def trained(path: Path, passes_of_helpers: int, **changes: Any) -> tuple[A
         ("qwen3-tiny", {"tokens_per_pass": None, "has_reference": True}),
         ("llama-tiny", {"dtype": "bfloat16", "old": "step_start", "activation_checkpointing": True}),
         ("qwen2-tiny", {"lora": LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj")), "has_reference": True}),
+        ("qwen2-tiny", {"lora": LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj")), "old": "step_start"}),
     ],
 )
 async def test_bits_do_not_depend_on_who_has_computed_a_pass(name: str, changes: dict[str, Any], model_path: ModelPath) -> None:
