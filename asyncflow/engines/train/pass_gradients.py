@@ -171,7 +171,8 @@ class PassGradients:
         if self._holds:
             self._now.held_UH[number] = gradient_VH.new_empty(len(self._now.tokens_U[number]), gradient_VH.shape[1])
             self._hold([number], 0, 0, gradient_VH)
-        self._sums.add_whole(self._head_name, gradient_VH)
+        with self._locks[self._head_name]:  # somebody else may be adding a piece of it
+            self._sums.add_whole(self._head_name, gradient_VH)
 
     def _hold(self, numbers: Sequence[int], part: int, begin: int, block_BH: Tensor) -> None:
         """Hold back the rows of the micro-batch's own tokens: move them out of a block of the head's gradient."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import pytest
@@ -389,6 +390,42 @@ def test_gradients_of_one_matrix_are_added_one_after_another(model_path: ModelPa
             gradients._add_products(next(iter(model.parameters)))
         gradients.pieces.end()
         assert overlaps == [False] * 4
+
+
+@pytest.mark.parametrize("kind", ["exact", "fp32"])
+def test_a_gradient_of_the_whole_head_waits_for_a_piece_of_it(
+    kind: Literal["exact", "fp32"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper is adding the piece when the pass's thread comes with another micro-batch's gradient."""
+    head = nn.Linear(1, 1, bias=False)
+    module = nn.Sequential(head)
+    module.get_output_embeddings, module.get_input_embeddings = lambda: head, lambda: None  # type: ignore[assignment]
+    model = SimpleNamespace(module=module, parameters={"head": head.weight}, device=torch.device("cpu"))
+    sums, is_inside, overlaps = make_accumulator(kind, model.parameters), threading.Event(), []
+    add_products, add_whole, has_come = sums.add_products, sums.add_whole, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        is_inside.set()
+        overlaps.append(has_come.wait(0.2))
+        add_products(*arguments)
+        is_inside.clear()
+
+    def whole(*arguments: Any) -> None:
+        if is_inside.is_set() and threading.current_thread() is threading.main_thread():
+            has_come.set()
+        add_whole(*arguments)
+
+    monkeypatch.setattr(sums, "add_products", slow)
+    monkeypatch.setattr(sums, "add_whole", whole)
+    with helpers(allowed=1) as made:
+        gradients = PassGradients(cast(Any, model), sums)
+        gradients.pieces = made.pieces()
+        gradients.add_head(torch.full((1, 1), 5.0), torch.ones(1, 1), [(0, slice(0, 1))])
+        assert is_inside.wait(patience(60))
+        gradients.add_head_whole(1, torch.full((1, 1), 100.0))
+        gradients.pieces.end()
+    (gradient,) = sums.gradients(1)
+    assert overlaps == [False] and gradient.item() == 105.0
 
 
 def test_the_error_of_a_piece_is_raised_where_its_end_is_waited_for() -> None:
