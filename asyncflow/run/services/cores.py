@@ -100,10 +100,9 @@ class FreeCores:
     def helpers_now(self) -> tuple[int, ...]:
         """Helpers that may compute now, counted from 0: on cores the first ones, on devices those whose device is idle."""
         if not self._cores_helpers:
-            here = [name for name in self._generating() if not is_guest(name)] if self._helpers else []
-            busy = {generating_device(self._config, name) for name in here}
+            busy = {generating_device(self._config, name) for name in self._generating_here} if self._helpers else set()
             return tuple(number for number, device in enumerate(self._helpers) if device not in busy)
-        free = self._cores - self._of("trainer") - self._of_beside - self.pools["rollout"].least * len(self._generating())
+        free = self._cores - self._of("trainer") - self._of_beside - self.pools["rollout"].least * len(self._generating_here)
         return tuple(range(max(0, min(self._cores_helpers, free // self._of_helper))))
 
     @property
@@ -112,7 +111,7 @@ class FreeCores:
         pool = self.pools["rollout"]
         if not pool.is_dealt:
             return pool.least
-        return max(pool.least, (self._cores - self._of_others - self._of_training) // max(1, len(self._generating())))
+        return max(pool.least, (self._cores - self._of_others - self._of_training) // max(1, len(self._generating_here)))
 
     def threads_of(self, pool: str) -> int:
         """Number of threads that each worker of a pool may compute with now."""
@@ -173,6 +172,11 @@ class FreeCores:
         self._signal.notify()
 
     @property
+    def _generating_here(self) -> list[str]:
+        """Workers that generate on this machine: not those of `asyncflow join`, nor clients."""
+        return [name for name in self._generating() if not is_guest(name)]
+
+    @property
     def _of_others(self) -> int:
         """Threads of the workers beside trainer and rollout, which `threads_now` leaves to them all the time: its changes cost more
         than a helper's."""
@@ -196,8 +200,7 @@ class FreeCores:
         return is_other or self._is_stopping
 
     def _look(self) -> None:
-        generating = sum(not is_guest(worker) for worker in self._generating())
-        given = self._of_beside + self._of_training + self.threads_now * generating
+        given = self._of_beside + self._of_training + self.threads_now * len(self._generating_here)
         self._most_given = max(self._most_given, given)
 
 

@@ -164,6 +164,17 @@ def test_who_generates_has_the_cores_that_nobody_else_computes_on(
         assert used <= max(count, len(busy))
 
 
+@pytest.mark.parametrize("guests", ["", "rollout/outside-0 rollout/outside-1 rollout/outside-2"])
+def test_who_generates_on_another_machine_takes_no_core_of_this_one(guests: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy: set[str] = set()
+    rollout = {"num_workers": 2, "num_threads": "auto"}
+    cores, _ = cores_of(monkeypatch, 4, busy, rollout=rollout, train={"helpers": 3})
+    for working, helpers, threads in (("", 3, 4), ("rollout/0", 2, 4), ("rollout/0 rollout/1", 1, 2)):
+        busy.clear()
+        busy.update([*working.split(), *guests.split()])
+        assert (len(cores.helpers_now), cores.threads_now) == (helpers, threads), working
+
+
 def test_threads_are_counted_in_every_run_on_cores_as_the_workers_change(monkeypatch: pytest.MonkeyPatch) -> None:
     busy: set[str] = set()
     cores, signal = cores_of(monkeypatch, 2, busy, train={"helpers": 0}, rollout={"num_workers": 2})
