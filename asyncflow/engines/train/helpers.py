@@ -241,8 +241,8 @@ class _HelperCall(SharedCall):
     """Call that a thread leaves to others, and that an idle one makes if it comes to it in time."""
 
     def __init__(self, helpers: Helpers, call: Callable[[], Tensor]) -> None:
-        self._helpers, self._call = helpers, call
-        self._is_begun = self._is_dropped = False
+        self._helpers, self._is_begun = helpers, False
+        self._call: Callable[[], Tensor] | None = call  # None: nobody makes it any more
         self._result: Tensor | None = None
         helpers._offer(_SharedPieces(helpers), self._make)
 
@@ -252,13 +252,13 @@ class _HelperCall(SharedCall):
                 self._helpers._changed.wait_for(lambda: self._result is not None, seconds)
                 if self._result is None:
                     self._helpers.late_until = time.monotonic() + LATE_SECONDS
-            self._is_dropped = True
+            self._call = None  # with the rows that it reads: it may stand among the pieces that wait for long
             return self._result
 
     def _make(self) -> None:
         with self._helpers._changed:
-            if self._is_dropped:
+            if (call := self._call) is None:
                 return
             self._is_begun = True
             self._helpers._changed.notify_all()
-        self._result = self._call()
+        self._result = call()

@@ -4,6 +4,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -270,6 +271,22 @@ def test_rows_that_come_too_late_are_not_waited_for_and_none_are_cut_for_a_while
         pieces.end()
     assert not done.is_set()
     assert AT_ONCE.share(lambda: result).take(1.0) is None
+
+
+def test_rows_that_nobody_is_to_compute_any_more_are_not_held() -> None:
+    """Their part stands among the pieces until a helper comes to it, which may be much later."""
+    has_begun, may_end = threading.Event(), threading.Event()
+    with helpers(allowed=1) as made:
+        pieces, rows = made.pieces(), torch.ones(3)
+        pieces.add(lambda: (has_begun.set(), may_end.wait(patience(60))))
+        assert has_begun.wait(patience(60))
+        part, is_held = pieces.share(partial(torch.neg, rows)), weakref.ref(rows)
+        del rows
+        assert is_held() is not None and len(made._waiting) == 1
+        assert part.take(0.0) is None
+        assert is_held() is None and len(made._waiting) == 1
+        may_end.set()
+        pieces.end()
 
 
 @pytest.mark.parametrize("kind", ["exact", "fp32"])
