@@ -46,7 +46,8 @@ _PAUSE_SECONDS: Final = 0.02
 
 class Helpers:
     """Threads, one for each of `passes`; each computes with `num_threads`. `on_pass` is told of what a helper has computed, in the
-    helper's thread: start and end in seconds of CLOCK_MONOTONIC, of a pass, or of pieces as if they had followed one another."""
+    helper's thread: start and end in seconds of CLOCK_MONOTONIC, of a pass, or of pieces as if they had followed one another.
+    What it raises is raised by `compute`: the one under way, or else the next."""
 
     def __init__(self, passes: Sequence[Passes], num_threads: int) -> None:
         self.passes = passes
@@ -90,7 +91,7 @@ class Helpers:
             results[number] = by(passes, number)
 
         with self._changed:
-            self._work, self._left, self._error = work, [*reversed(range(1, count))], None
+            self._work, self._left = work, [*reversed(range(1, count))]
             self._changed.notify_all()
         number = 0 if count else None
         try:
@@ -102,9 +103,11 @@ class Helpers:
                 self._left.clear()
                 self._is_waiting = True
             self._take_pieces_until(lambda: not self._taken)
-            self._is_waiting = False
-        if self._error is not None:
-            raise self._error
+            with self._changed:
+                self._is_waiting = False
+                error, self._error = self._error, None
+        if error is not None:
+            raise error
         return [results[number] for number in range(count)]
 
     def pieces(self) -> Pieces:
@@ -177,12 +180,12 @@ class Helpers:
                 elif not has_paused:
                     of, piece = self._waiting.popleft()
             if seconds and of is not last:
-                self.on_pass(began, began + seconds)
+                self._report(began, began + seconds)
                 seconds = 0.0
             start = time.monotonic()
             if taken is not None:
                 self._compute_pass(number, own, work, taken)
-                self.on_pass(start, time.monotonic())
+                self._report(start, time.monotonic())  # before `compute` may return, so that it is among its step's
                 with self._changed:
                     self._taken.discard(number)
                     self._changed.notify_all()
@@ -196,10 +199,20 @@ class Helpers:
     def _compute_pass(self, number: int, own: Passes, work: Callable[[Passes, int], None], taken: int) -> None:
         try:
             work(own, taken)
-        except BaseException as error:  # raised in the compute thread
-            with self._changed:
-                self._error = self._error or error
-                self._left.clear()
+        except BaseException as error:
+            self._fail(error)
+
+    def _report(self, start: float, end: float) -> None:
+        try:
+            self.on_pass(start, end)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the round that is under way, or the next one, with an error, which is raised in the compute thread."""
+        with self._changed:
+            self._error = self._error or error
+            self._left.clear()
 
 
 class _SharedPieces(Pieces):

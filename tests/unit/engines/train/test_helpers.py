@@ -5,12 +5,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import pytest
 import torch
@@ -38,6 +39,8 @@ from tests.unit.engines.train.training import (
     untied,
     weights_of,
 )
+
+T = TypeVar("T")
 
 OWN, OTHERS = object(), [object(), object()]
 """Of tests without a model: what the compute thread and two helpers compute with."""
@@ -531,3 +534,56 @@ def test_the_first_error_ends_the_round_and_the_next_one_is_whole(who: object) -
         with pytest.raises(ArithmeticError, match="pass"):
             made.compute(4, by, as_passes(OWN))
         assert made.compute(4, lambda passes, number: number, as_passes(OWN)) == [0, 1, 2, 3]
+
+
+def test_a_report_of_a_pass_that_fails_ends_the_round_with_its_error() -> None:
+    with helpers(allowed=1) as made:
+        has_begun = threading.Event()
+
+        def by(passes: Passes, number: int) -> int:
+            if passes is OTHERS[0]:
+                has_begun.set()
+            assert has_begun.wait(patience(60))
+            return number
+
+        made.on_pass = _failing
+        with pytest.raises(ArithmeticError, match="a report"):
+            _in_time(partial(made.compute, 2, by, as_passes(OWN)))
+        made.on_pass = lambda start, end: None
+        has_begun.clear()
+        assert _in_time(partial(made.compute, 2, by, as_passes(OWN))) == [0, 1]  # by the same helper
+
+
+def test_a_report_of_pieces_that_fails_ends_the_next_round_with_its_error() -> None:
+    with helpers(allowed=1) as made:
+        made.on_pass = _failing
+        for _ in range(2):  # what was computed for the first is reported when the helper comes to the second
+            pieces, is_done = made.pieces(), threading.Event()
+            pieces.add(is_done.set)
+            assert is_done.wait(patience(60))
+            _in_time(pieces.end)
+        made.allow(())
+        with made._changed:
+            assert made._changed.wait_for(lambda: made._error is not None, patience(60))
+        made.on_pass = lambda start, end: None
+        with pytest.raises(ArithmeticError, match="a report"):
+            made.compute(2, lambda passes, number: number, as_passes(OWN))
+        assert made.compute(2, lambda passes, number: number, as_passes(OWN)) == [0, 1]
+
+
+def _failing(start: float, end: float) -> None:
+    raise ArithmeticError("a report")
+
+
+def _in_time(call: Callable[[], T]) -> T:
+    """What a call returns or raises, in a thread that may wait for ever."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result(patience(20))
