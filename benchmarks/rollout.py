@@ -21,8 +21,8 @@ Install, with the model of 4.2M: the same weights, into the engine's buffers (wi
 of their bytes; and again with the first token after it, whose pass packs the weights, less a first token without an install.
 
 Shared prompts: 16 responses of 64 tokens to one prompt of 512, in slots that have the prompt's keys in common, and in slots that
-have a copy each; the same decode steps, one of the one kind and one of the other in turn. With the model above, and with one of
-SmolLM2-135M's shape and random weights.
+have a copy each; the same decode steps, one of the one kind and one of the other in turn; and the resident memory of both caches.
+With the model above, and with one of SmolLM2-135M's shape and random weights.
 
 Tail: whole batches with `speculation: auto` and without, in turn; the tail is the time from the moment in which nine tenths of the
 responses are there until all are. The same tokens and log-probs to the bit, or it stops. The quickstart's model on the quickstart's
@@ -234,8 +234,18 @@ SMOLLM2 = {
 }
 
 
-def compare_sharing(fields: dict[str, Any]) -> tuple[float, float]:
-    """Blocks of the cache, and seconds of a decode step, of slots that share a prompt's keys, over those of slots with copies."""
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's pages that are in memory, by the highest bit of each one's entry (Linux, proc_pid_pagemap(5))."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(tensor.data_ptr() // page * 8)
+        entries = np.frombuffer(file.read(tensor.nbytes // page * 8), np.uint64)
+    return int((entries >> np.uint64(63)).sum()) * page
+
+
+def compare_sharing(fields: dict[str, Any]) -> tuple[float, float, float]:
+    """Blocks of the cache, seconds of a decode step, and resident memory of the cache, of slots that share a prompt's keys, over
+    those of slots with copies."""
     prompt, slots, seconds = np.random.default_rng(0).integers(0, 1024, 512), list(range(16)), np.zeros((2, 64))
     decoders = []
     for _ in range(2):
@@ -253,7 +263,8 @@ def compare_sharing(fields: dict[str, Any]) -> tuple[float, float]:
                 decoder.decode(np.arange(16), np.full(16, len(prompt) + step))
                 seconds[which, step] = time.process_time() - began
     shared, copied = (decoder.cache.most_blocks for decoder in decoders)
-    return shared / copied, float(np.median(seconds[0] / seconds[1]))
+    resident = [resident_bytes(decoder.cache.tensor) for decoder in decoders]
+    return shared / copied, float(np.median(seconds[0] / seconds[1])), resident[0] / resident[1]
 
 
 def texts(name: str, num_prompts: int) -> list[str]:
@@ -434,6 +445,7 @@ def compare_prompts() -> list[Figure]:
     return [
         *(Figure(f"cache, shared prompt / copies, {name}", each[0], "", "<= 0.25") for name, each in sharing.items()),
         *(Figure(f"decode step, shared prompt / copies, {name}", each[1], "", "<= 0.8") for name, each in sharing.items()),
+        *(Figure(f"cache's memory, shared prompt / copies, {name}", each[2], "", "<= 0.25") for name, each in sharing.items()),
     ]
 
 

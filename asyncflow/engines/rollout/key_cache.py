@@ -9,6 +9,8 @@ T = tokens that are stored, N = rows of a decode step, H = query heads, K = key/
 
 from __future__ import annotations
 
+import math
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncflow.devices import CPU
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.types import Array
 
@@ -28,7 +31,8 @@ AttendRows = Callable[[int, Tensor], Tensor]
 
 
 class KeyCache(ABC):
-    """The cache of `num_slots` slots of `max_context` tokens. A block that no slot has ever had takes no memory on a CPU."""
+    """The cache of `num_slots` slots of `max_context` tokens. A block that no slot has ever had takes no memory on a CPU, but for
+    the page that it may share with one."""
 
     def __init__(self, config: DecoderConfig, *, num_slots: int, max_context: int, like: Tensor) -> None:
         """`config`: of the model, whose layers and heads the cache has. `like`: a tensor of the dtype and on the device of the
@@ -40,14 +44,15 @@ class KeyCache(ABC):
         per_slot = -(-max_context // BLOCK)
         # Zeros, because what lies beyond a slot's last key is multiplied too, by zero.
         shape = (config.num_hidden_layers, 2, num_slots * per_slot, BLOCK * self._kv_heads * head_dim)
-        self.tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.tensor = _zeros(shape, like)
         """Keys and values of each layer and block: [layers, 2, blocks, elements]."""
         self._table = np.zeros((num_slots, per_slot), np.int64)  # blocks of each slot, in order
         self._counts = np.zeros(num_slots, np.int64)  # how many it has
         self._users = np.zeros(num_slots * per_slot, np.int64)  # slots that have a block
         self._free = list(range(num_slots * per_slot - 1, -1, -1))  # those given back last are taken first
         self.most_blocks = 0
-        """Blocks that were in use at once, at most."""
+        """Blocks that were in use at once, at most: the first ones of the cache. No other one was ever written to, since those that
+        were given back are taken first."""
 
     @property
     def block_bytes(self) -> int:
@@ -98,7 +103,7 @@ class KeyCache(ABC):
 
     def clear(self) -> None:
         """Forget everything, and what is not finite with it."""
-        self.tensor.zero_()
+        self.tensor[:, :, : self.most_blocks] = 0  # the others have no memory yet
         for slot in range(len(self._table)):
             self.release(slot)
 
@@ -119,3 +124,14 @@ class KeyCache(ABC):
             self._users[block] = 1
         self._counts[slot] = max(count, self._counts[slot])
         self.most_blocks = max(self.most_blocks, len(self._users) - len(self._free))
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros, on a CPU in pages that come when they are first written to. `torch.zeros` writes to each of them, and so does malloc
+    where it keeps memory that was freed (run/worker_start.py)."""
+    num_bytes = math.prod(shape) * like.element_size()
+    if like.device.type != CPU or not num_bytes:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    # Private: what a process that is forked writes is its own. It begins at a page, and goes when the tensor goes.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
