@@ -170,7 +170,7 @@ class Slots:
                 # The last token's own are computed when it is decoded.
                 rows = [[*self._requests[r].prompt_ids, *self._tokens[r, : self._counts[r] - 1]] for r in pending]
                 self._decoder.prefill([np.array(row, np.int64) for row in rows], self._slots[pending, None].tolist())
-                self.num_computed += num_tokens
+                self.num_computed += sum(map(len, rows))
                 pending.clear()
 
     def step(self) -> None:

@@ -546,6 +546,14 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
         for parameter in shifted.parameters():
             parameter.add_(0.05)
     engine = SlotEngine(path, num_slots=6, max_context=224, stop_ids=(), kv_on_install=kv_on_install)
+    prefills, counted, compute_again = count_calls(engine._decoder, "prefill"), list[int](), engine._slots._compute_keys_again
+
+    def noted() -> None:
+        before = engine.num_computed
+        compute_again()
+        counted.append(engine.num_computed - before)
+
+    engine._slots._compute_keys_again = noted  # type: ignore[method-assign]
     async with held_in_step(engine, 20, responses(engine, range(9), 80)) as task:  # three wait for a slot
         install = asyncio.create_task(engine.install(7, tensors_of(shifted)))
     await install
@@ -557,6 +565,8 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
         is_new.append(np.abs(response.logprobs[first:] - expected[first:]).max() < 1e-4)
     await engine.close()
     assert sum(is_new) == (9 if kv_on_install == "recompute" else 3)
+    assert sum(counted) == sum(len(tokens) for prompts, *_ in prefills for tokens in prompts)
+    assert len(counted) == (kv_on_install == "recompute")
 
 
 async def test_timings_say_what_was_computed(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
