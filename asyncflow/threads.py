@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from asyncflow import mkl
+
 T = TypeVar("T")
 
 PLACE_LINES: Final = 5
@@ -67,6 +69,7 @@ def thread_environment(count: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",  # numpy's, which starts threads when it is imported, and multiplies nothing large here
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **mkl.environment(),
     }
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from setproctitle import getproctitle
 
+from asyncflow.mkl import keep_bits_of_rows
 from asyncflow.registry import load
 from asyncflow.threads import thread_environment as threads
 
@@ -162,6 +163,7 @@ def _run(
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     getproctitle()  # it finds where a title goes as long as the environment is where it was
     set_environment(environment)
+    keep_bits_of_rows()  # as the import of its engines would have it
     os.chdir(folder)
     sys.argv = arguments
     fork_workers_from_here()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from asyncflow.engines.mkl import is_intels
+from asyncflow.mkl import is_intels
 
 # P rows, I inputs, O outputs.
 

@@ -22,9 +22,13 @@ def is_intels() -> bool:
     return "GenuineIntel" in (facts.read_text(errors="replace") if facts.is_file() else platform.processor())
 
 
+def environment() -> dict[str, str]:
+    """What MKL is told by a process's environment; what the user has told it stays."""
+    return {VARIABLE: os.environ.get(VARIABLE, STRICT)} if is_intels() else {}
+
+
 def keep_bits_of_rows() -> None:
-    """Tell MKL, in this process and in those that it starts, unless the user has told it something else."""
-    if is_intels():
-        os.environ.setdefault(VARIABLE, STRICT)
-    elif os.environ.get(VARIABLE) == STRICT:  # said by a driver on another machine
+    """Tell MKL in this process."""
+    os.environ.update(environment())
+    if os.environ.get(VARIABLE) == STRICT and not is_intels():  # said by a driver on another machine
         del os.environ[VARIABLE]

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from asyncflow.engines import mkl
+from asyncflow import mkl
+from asyncflow.threads import thread_environment
 
 NARROW = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 SHAPES = ((64, 64), (100, 36), (128, 384), (576, 192), (1536, 576), (896, 4864), (16, 576), (576, 16))
@@ -45,5 +46,6 @@ def test_it_is_told_on_intels_processors_alone_and_what_the_user_has_said_stays(
     monkeypatch.delenv(mkl.VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(mkl.VARIABLE, before)
+    assert thread_environment(1).get(mkl.VARIABLE) == (after if is_intels else None)
     mkl.keep_bits_of_rows()
     assert os.environ.get(mkl.VARIABLE) == after
