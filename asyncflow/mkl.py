@@ -1,8 +1,7 @@
 """MKL's products of matrices, which torch takes on x86 CPUs: on one thread a row has the same bits, whichever rows are beside it.
 
 On Intel's processors MKL has kernels of its own for few rows, with other bits, unless it is told not to take them; it reads what it
-is told when it computes for the first time. Products of few rows, and of small matrices, take up to a tenth longer then. On others
-it has no such kernels.
+is told when it computes for the first time. Products of small matrices take a little longer then. On others it has no such kernels.
 """
 
 from __future__ import annotations
