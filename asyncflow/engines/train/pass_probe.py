@@ -32,12 +32,14 @@ def one_by_one(why: str) -> str:
 class ProbePass:
     """Passes of the probe: a micro-batch `alone`, and `together` with others that are muted, with the opposite loss."""
 
-    def __init__(self, pack: Callable[[np.ndarray, Ragged], Packed], vocabulary: int) -> None:
+    def __init__(self, pack: Callable[[np.ndarray, Ragged], Packed], vocabulary: int, lengths: Sequence[int]) -> None:
+        """`lengths`: of the responses of the micro-batch."""
+
         def packed(first: int, prompt_tokens: int, lengths: Sequence[int]) -> Packed:
             tokens = np.arange(first, first + prompt_tokens + sum(lengths)) * 7919 % vocabulary
             return pack(tokens[:prompt_tokens], Ragged(tokens[prompt_tokens:], np.cumsum([0, *lengths])))
 
-        self.alone = packed(1, 7, (9, 4, 2))
+        self.alone = packed(1, 7, lengths)
         self.together = joined([packed(50, 3, (5,)), self.alone, packed(90, 13, (21, 3, 17, 8))])
 
     def of_log_probs(self, packed: Packed, hidden_TH: Tensor, head: Head) -> Tensor:
@@ -65,16 +67,22 @@ class ProbePass:
             sums.mute(2)
 
 
+LENGTHS = ((9, 4, 2), (2, 1))
+"""Of two micro-batches; libraries may have kernels of their own for few rows."""
 ProbeLoss = Callable[[ProbePass, Packed, PassGradients | None], Tensor]
 """Loss of a pass of the probe, which may be run backward. `PassGradients`: where the pass's gradients go; None: to autograd."""
 
 
 def probe(model: CausalModel, sums: ExactAccumulator, gradients: PassGradients, loss: ProbeLoss) -> bool:
-    """Compute a micro-batch alone, and among others with the opposite loss. Returns whether both add up to 0, to the bit.
+    """Compute micro-batches alone, and among others with the opposite loss. Returns whether both add up to 0, to the bit.
 
     The sums are empty before and after.
     """
-    passes = ProbePass(model.pack, model.module.get_input_embeddings().weight.shape[0])
+    vocabulary = model.module.get_input_embeddings().weight.shape[0]
+    return all(_is_right(ProbePass(model.pack, vocabulary, lengths), sums, gradients, loss) for lengths in LENGTHS)
+
+
+def _is_right(passes: ProbePass, sums: ExactAccumulator, gradients: PassGradients, loss: ProbeLoss) -> bool:
     try:
         torch.autograd.backward(loss(passes, passes.alone, None))
         sums.add()

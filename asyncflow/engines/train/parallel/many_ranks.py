@@ -50,7 +50,7 @@ from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.sharded_model import ShardedModel, SharedBaseShards
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
 from asyncflow.engines.train.pass_gradients import PassGradients
-from asyncflow.engines.train.pass_probe import OTHER_BITS, ProbePass, one_by_one
+from asyncflow.engines.train.pass_probe import LENGTHS, OTHER_BITS, ProbePass, one_by_one
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
@@ -252,8 +252,11 @@ class ManyRanks(PolicyTraining):
 
     def _probe(self, gradients: PassGradients) -> bool:
         """See `pass_probe.probe`: whether it is so on all ranks."""
-        policy, device = self._policy, self.ranks.device
-        probes = ProbePass(partial(pack_thrifty, device=device), policy.module.config.vocab_size)
+        pack, vocabulary = partial(pack_thrifty, device=self.ranks.device), self._policy.module.config.vocab_size
+        return all(self._is_right(ProbePass(pack, vocabulary, lengths), gradients) for lengths in LENGTHS)
+
+    def _is_right(self, probes: ProbePass, gradients: PassGradients) -> bool:
+        policy = self._policy
 
         def compute(packed: Packed, of_pass: PassGradients | None) -> None:
             state = None if of_pass is None else of_pass.begin(packed)
