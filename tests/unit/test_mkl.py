@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import asyncflow.engines  # noqa: F401 - which tells MKL
 from asyncflow import mkl
 from asyncflow.threads import thread_environment
 
