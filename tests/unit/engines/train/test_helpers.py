@@ -426,7 +426,7 @@ def test_a_gradient_of_the_whole_head_waits_for_a_piece_of_it(
 
     def slow(*arguments: Any) -> None:
         is_inside.set()
-        overlaps.append(has_come.wait(0.2))
+        overlaps.append(has_come.wait(patience(0.2)))
         add_products(*arguments)
         is_inside.clear()
 
