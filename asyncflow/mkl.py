@@ -22,7 +22,7 @@ def is_intels() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """What MKL is told by a process's environment; what the user has told it stays."""
+    """Variable of a process's environment that tells MKL; what the user has told it stays."""
     return {VARIABLE: os.environ.get(VARIABLE, STRICT)} if is_intels() else {}
 
 

@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +219,9 @@ def main() -> int:
         return finish(measured(folder, options.steps, num_spans, chromium), options.json)
 
 
-def measured(folder: Path, steps: int, num_spans: int, chromium: str) -> list[Figure]:
+@contextmanager
+def page_of(folder: Path, chromium: str) -> Iterator[tuple[Page, str, int]]:
+    """Page of a browser, the address at which `asyncflow watch` serves a folder, and the process number of that."""
     command = [sys.executable, "-m", "asyncflow", "watch", str(folder), "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -225,28 +229,32 @@ def measured(folder: Path, steps: int, num_spans: int, chromium: str) -> list[Fi
         (address,) = re.findall(r"http\S+", server.stdout.readline())
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-            page = browser.new_page(viewport={"width": 1360, "height": 900})
-            page.add_init_script(f"({SEEN})()")
-            began = time.perf_counter()
-            figures, chart, moved = opened(page, address, steps)
-            page.wait_for_function("() => !document.getElementById('status').textContent.includes('reading')", timeout=600_000)
-            whole = time.perf_counter() - began
-            pause = longest_pause(page)
-            again = statistics.median(opened(page, address, steps)[2] for _ in range(3))
-            page.wait_for_timeout(4000)
-            drag, scroll = dragged(page), scrolled(page)
-            before = page.inner_text("#gantt-level")
-            page.keyboard.press("a")
-            began = time.perf_counter()
-            page.wait_for_function("() => document.getElementById('gantt-view').textContent.startsWith('0.00 s')")
-            page.wait_for_function("before => document.getElementById('gantt-level').textContent !== before", arg=before)
-            everything = time.perf_counter() - began
-            page.wait_for_timeout(2000)
-            drag_all = dragged(page)
+            yield browser.new_page(viewport={"width": 1360, "height": 900}), address, server.pid
             browser.close()
     finally:
         server.terminate()
         server.wait()
+
+
+def measured(folder: Path, steps: int, num_spans: int, chromium: str) -> list[Figure]:
+    with page_of(folder, chromium) as (page, address, _):
+        page.add_init_script(f"({SEEN})()")
+        began = time.perf_counter()
+        figures, chart, moved = opened(page, address, steps)
+        page.wait_for_function("() => !document.getElementById('status').textContent.includes('reading')", timeout=600_000)
+        whole = time.perf_counter() - began
+        pause = longest_pause(page)
+        again = statistics.median(opened(page, address, steps)[2] for _ in range(3))
+        page.wait_for_timeout(4000)
+        drag, scroll = dragged(page), scrolled(page)
+        before = page.inner_text("#gantt-level")
+        page.keyboard.press("a")
+        began = time.perf_counter()
+        page.wait_for_function("() => document.getElementById('gantt-view').textContent.startsWith('0.00 s')")
+        page.wait_for_function("before => document.getElementById('gantt-level').textContent !== before", arg=before)
+        everything = time.perf_counter() - began
+        page.wait_for_timeout(2000)
+        drag_all = dragged(page)
     return [
         Figure("spans", num_spans, ""),
         Figure("opened for the first time: figures", figures, "s", "<= 2"),

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 from figures import Figure, finish, parser
-from playwright.sync_api import sync_playwright
+from watch import page_of
 
 from asyncflow.telemetry.run_reader import RunReader
 
@@ -87,7 +87,7 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 def ratios(seconds: list[tuple[str, float]]) -> dict[str, list[float]]:
-    """Of each turn that somebody looks, over the mean of those beside it in which nobody does."""
+    """Ratio of each turn in which somebody looks to the mean of those beside it in which nobody does, by who looks."""
     found = defaultdict[str, list[float]](list)
     for (_, before), (who, watched), (_, after) in zip(seconds[::2], seconds[1::2], seconds[2::2], strict=False):
         found[who].append(watched / statistics.fmean((before, after)))
@@ -110,22 +110,16 @@ def main() -> int:
 def measured(scratch: Path, steps: int, each: int, chromium: str) -> list[Figure]:
     folder = scratch / "watched"
     settings = [f"run.dir={scratch}", f"run.name={folder.name}", f"run.steps={steps}"]
-    asyncflow = [sys.executable, "-m", "asyncflow"]
-    run = subprocess.Popen([*asyncflow, "train", str(RECIPE), *settings], cwd=RECIPE.parent.parent, stdout=subprocess.DEVNULL)
-    server = None
+    command = [sys.executable, "-m", "asyncflow", "train", str(RECIPE), *settings]
+    run = subprocess.Popen(command, cwd=RECIPE.parent.parent, stdout=subprocess.DEVNULL)
     try:
         while not folder.is_dir() and run.poll() is None:
             time.sleep(0.1)
-        server = subprocess.Popen([*asyncflow, "watch", str(folder), "--no-browser"], stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        (page_address,) = re.findall(r"http\S+", server.stdout.readline())
-        address, key = re.findall(r"(.*)/watch/#key=(.*)", page_address)[0]
         turns: list[tuple[str, int, int]] = []  # who looks, from which step on, to which
         busy = defaultdict[str, list[float]](list)
-        of_server = psutil.Process(server.pid)
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-            page = browser.new_page(viewport={"width": 1360, "height": 900})
+        with page_of(folder, chromium) as (page, page_address, pid):
+            address, key = re.findall(r"(.*)/watch/#key=(.*)", page_address)[0]
+            of_server = psutil.Process(pid)
             first = FIRST
             while first + each <= steps and run.poll() is None:
                 who = TURNS[len(turns) % len(TURNS)]
@@ -141,14 +135,12 @@ def measured(scratch: Path, steps: int, each: int, chromium: str) -> list[Figure
                     client.close()
                 turns.append((who, first, first + each))
                 first += each
-            browser.close()
         if run.wait():
             raise RuntimeError("the run failed")
     finally:
-        for process in (run, server):
-            if process is not None and process.poll() is None:
-                process.terminate()
-                process.wait()
+        if run.poll() is None:
+            run.terminate()
+            run.wait()
     reader = RunReader(folder)
     reader.read_all()
     by_step = [row["perf/step_seconds"] for row in reader.rows]

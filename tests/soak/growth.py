@@ -147,8 +147,7 @@ def slopes(taken: Sequence[Taken], seconds: Mapping[int, float], what: Windows) 
             if number == 0 and name in WITH_QUEUE:
                 noise += ROW_BYTES * min(REMEMBERED, ROWS_PER_STEP * (what.late.stop - what.early.start))
             found.append(Slope(f"{name}: {kind}", before, after, noise, what.distance))
-    # Beside a checkpoint that is being copied there are some more for a moment, which one window sees and another does not.
-    before, after = (statistics.median(each.shared for each in window) for window in (early, late))
+    before, after = (max(each.shared for each in window) for window in (early, late))
     found.append(Slope("files in shared memory", before, after, 0.0, what.distance))
     before, after = (_quick(seconds, window) for window in what)
     return [*found, Slope("seconds a step", before, after, SECONDS_SHARE * before, what.distance)]

@@ -66,7 +66,7 @@ def test_noise_is_no_growth() -> None:
         (leaks, "driver: resident bytes"),
         (keeps_handles, "trainer/0: file handles 41 -> 4"),
         (keeps_threads, "trainer/0: threads 9.5 -> 15"),
-        (keeps_files, "files in shared memory 3 -> 4"),
+        (keeps_files, "files in shared memory 4 -> 5"),
     ],
 )
 def test_what_grows_is_named(change: Change, words: str) -> None:
