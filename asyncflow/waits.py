@@ -452,7 +452,8 @@ ARENA: Final = _wait(
 MODEL_FILES: Final = _wait(
     "model files",
     "the model's files from the driver's machine",
-    "transport/ahead.py:read_ahead run/models/model_source.py:run_module run/models/model_files.py:model_here",
+    "transport/ahead.py:read_ahead run/models/model_source.py:run_module run/models/hub_parts.py:fetch"
+    " run/models/model_files.py:model_here",
     ends="CHUNK_SECONDS (60 s) without a chunk; of weights, whose wait is `PULL`, weight_sync.deadline_seconds",
 )
 LOADER: Final = _wait(

@@ -26,6 +26,7 @@ class Hub:
     private: frozenset[str] = frozenset()
     holds: str = ""  # a file that does not come
     cuts: tuple[str, int] | None = None  # a file whose connection breaks after so many bytes, once
+    stands: tuple[str, int] | None = None  # a file of which no more than so many bytes come, once
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
     pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     url: str = ""
@@ -123,13 +124,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.of.holds == name and self.command == "GET":
             threading.Event().wait(60)  # the test ends whoever asks
             return
-        if self.of.cuts is not None and self.of.cuts[0] == name and self.command == "GET":
-            end, self.of.cuts = self.of.cuts[1], None
+        for fault in (self.of.cuts, self.of.stands):
+            if fault is None or fault[0] != name or self.command != "GET":
+                continue
             self.send_response(200)
             for key, value in {"Content-Length": str(len(content)), **headers}.items():
                 self.send_header(key, value)
             self.end_headers()
-            self.wfile.write(content[:end])
+            self.wfile.write(content[: fault[1]])
+            if fault is self.of.stands:
+                threading.Event().wait(60)  # the test ends whoever asks
+            self.of.cuts = self.of.stands = None
             self.close_connection = True
             return
         self._answer(206 if begin else 200, content[begin:], **headers)
@@ -171,4 +176,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """SHA-256 of large files, as the Hub has it, and another hash of all others."""
+    is_large = file.suffix in (".safetensors", ".gguf", ".bin")
+    return (hashlib.sha256 if is_large else hashlib.sha1)(file.read_bytes()).hexdigest()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import statistics
 import sys
@@ -56,6 +57,8 @@ EVERY: Final = 50
 """Steps of a simulated run between two samples."""
 STOP_SECONDS: Final = 90.0
 FIRST, WINDOW = 500, 500
+LOOKS: Final = 20
+"""At files in shared memory, between two looks at all else."""
 LEAST: Final = 8
 """Samples of a window from which on it is compared."""
 ROW_BYTES: Final = 640
@@ -67,8 +70,9 @@ MEMORY_SHARE, MEMORY_BYTES, POOLED, SECONDS_SHARE = 1 / 16, 8 << 20, 2, 0.5
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What a run takes of the machine after a step. `processes`: resident bytes, file handles and threads of each; `shared`: its
-    files in shared memory; `seconds`: real ones of a step of a simulated run, mean since the last sample."""
+    """What a run takes of the machine after a step. `processes`: resident bytes, file handles and threads of each; `shared`: the
+    most files that it has had in shared memory since the sample before; `seconds`: real ones of a step of a simulated run, mean
+    since then."""
 
     sitting: int
     step: int
@@ -175,7 +179,7 @@ def sit(mode: str, folder: Path, steps: int, until: float) -> None:
     config, log = folder / "config.yaml", folder / "taken.jsonl"
     config.write_text(yaml.safe_dump(tree(mode, folder, steps)))
     number = 1 + max((each.sitting for each in read(log)), default=-1)
-    attempt, known, told = Attempt(config, folder / "said.log"), num_steps(folder / "run"), False
+    attempt, known, told, shared = Attempt(config, folder / "said.log"), num_steps(folder / "run"), False, 0
     with log.open("ab") as file:
         while attempt.is_running():
             if time.monotonic() > until and not told:
@@ -187,9 +191,11 @@ def sit(mode: str, folder: Path, steps: int, until: float) -> None:
             if (found := num_steps(folder / "run")) > known and not told:
                 known = found
                 with contextlib.suppress(psutil.NoSuchProcess, OSError):
-                    sample = Taken(number, found, processes(attempt.driver), shared_files(attempt.driver))
-                    file.write(msgspec.json.encode(sample) + b"\n")
-            time.sleep(0.1)
+                    file.write(msgspec.json.encode(Taken(number, found, processes(attempt.driver), shared)) + b"\n")
+                    shared = 0
+            for _ in range(LOOKS):  # a checkpoint's files, for one, are there for a moment
+                shared = max(shared, shared_files(attempt.driver))
+                time.sleep(0.1 / LOOKS)
     if attempt.status not in (0, 143):
         raise SystemExit(f"{mode} has failed: {(folder / 'said.log').read_text()[-800:]}")
 
@@ -273,7 +279,8 @@ def processes(driver: psutil.Process) -> dict[str, tuple[int, int, int]]:
 
 def shared_files(driver: psutil.Process) -> int:
     """Number of files of a run in shared memory: weights that travel, and checkpoints."""
-    return sum(1 for folder in Path("/dev/shm").glob(f"asyncflow-{driver.pid}-*") for _ in folder.rglob("*"))
+    folders = Path("/dev/shm").glob(f"asyncflow-{driver.pid}-*")
+    return sum(len(there) + len(files) for folder in folders for _, there, files in os.walk(folder))
 
 
 def read(path: Path) -> list[Taken]:

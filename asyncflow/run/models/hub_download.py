@@ -2,9 +2,9 @@
 
     owner/name, revision, file --> which files are missing, how many bytes --> the cache's folder of that commit
 
-A process of its own, which Ctrl-C ends at once: files that are whole stay, and a connection that breaks is continued. Only files
-that a run needs are taken, of the first level; a file that is named is taken wherever it is. With HF_HUB_OFFLINE=1, or where the
-Hub cannot be reached, the cache is taken; HF_HOME, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own.
+A process of its own, which Ctrl-C ends at once: what has come stays (`hub_parts.py`), and a connection that breaks is continued.
+Only files that a run needs are taken, of the first level; a file that is named is taken wherever it is. With HF_HUB_OFFLINE=1, or
+where the Hub cannot be reached, the cache is taken; HF_HOME, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
 from tqdm import tqdm
 
 from asyncflow.model_folder import holds_language_model, read_json, why_not_causal
+from asyncflow.run.models.hub_parts import fetch, parts_of
 from asyncflow.types import UserError
 from asyncflow.user_file import status_of
 
@@ -63,14 +64,19 @@ def download(
                 f"{name} has no weights in safetensors format: write them with transformers' save_pretrained, or name one of its "
                 f"GGUF files, such as {repo}/NAME.gguf, if it has any"
             )
-        if file is None and files:
-            first = {**where, "allow_patterns": ["config.json"], "tqdm_class": _bar(name, 0, report)}
+        if file is None:
+            first = {**where, "allow_patterns": [*FACTS], "tqdm_class": _bar(name, 0, report)}
             _check_causal(Path(snapshot_download(**first)), name)
-            files = [each for each in files if each.filename != "config.json"]
-        total = sum(file.file_size for file in files)
+            files = [each for each in files if not _is_of(each.filename, FACTS)]
+        total, parts = sum(file.file_size for file in files), parts_of(repo, files)
         if total:
-            report(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB")
-        return _with_file(snapshot_download(**where, tqdm_class=_bar(name, total, report)), name, file)
+            here = sum(part.here for part in parts)
+            rest = f", of which {here / 1e6:,.0f} MB are here" if here else ""
+            report(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB{rest}")
+        bar = _bar(name, total, report)
+        if parts:
+            fetch(parts, bar, report)
+        return _with_file(snapshot_download(**where, tqdm_class=bar), name, file)
     except UserError:
         raise
     except RevisionNotFoundError as error:
@@ -89,21 +95,21 @@ def download(
         why = "HF_HUB_OFFLINE is set" if is_offline else "the Hugging Face Hub cannot be reached"
         raise UserError(
             f"{name} is no folder here, {why}, and the cache does not have all of it: name a folder, or begin again where the Hub "
-            f"can be reached (files that are whole stay)"
+            f"can be reached (what has come stays)"
         ) from error
     except Exception as error:  # of many libraries: the Hub's, its HTTP client's
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{name} cannot be had from the Hugging Face Hub: {lines[0]} (files that are whole stay)") from error
+        raise UserError(f"{name} cannot be had from the Hugging Face Hub: {lines[0]} (what has come stays)") from error
 
 
 def _has_weights(repo: str, revision: str | None) -> bool:
     """Whether there are files of weights to be taken, by the Hub's list; no file is asked for."""
-
-    def is_of(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatch(name, pattern) for pattern in patterns)
-
     names = HfApi().list_repo_files(repo, revision=revision)
-    return any(is_of(name, WEIGHTS) and not is_of(name, NOT_TAKEN) for name in names)
+    return any(_is_of(name, WEIGHTS) and not _is_of(name, NOT_TAKEN) for name in names)
+
+
+def _is_of(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _check_causal(folder: Path, name: str) -> None:
@@ -136,9 +142,10 @@ def _bar(name: str, total: int, report: Callable[[str], None]) -> type[tqdm]:
         def update(self, count: float | None = 1) -> bool | None:
             nonlocal reported
             drawn = super().update(count)
-            if self.unit == "B" and total and (share := int(REPORTS * self.n / total)) > reported and share < REPORTS:
+            here, whole = round(self.n / 1e6), round(total / 1e6)
+            if self.unit == "B" and here < whole and (share := int(REPORTS * self.n / total)) > reported:
                 reported = share
-                report(f"  {name}: {self.n / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+                report(f"  {name}: {here:,} of {whole:,} MB")
             return drawn
 
     return DownloadBar

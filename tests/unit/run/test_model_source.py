@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -206,6 +209,45 @@ def test_a_download_that_was_killed_keeps_the_files_that_are_whole(hub: Hub, tmp
     hub.asked.clear()
     assert (fetched(NAME, tmp_path) / WEIGHTS).read_bytes() == (MODEL / WEIGHTS).read_bytes()
     assert {path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path} == {WEIGHTS}
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_download_that_was_ended_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path, how: signal.Signals) -> None:
+    content = np.random.default_rng(0).bytes(25 << 20)
+    (hub.revisions[NAME]["main"] / WEIGHTS).write_bytes(content)
+    hub.stands = (WEIGHTS, 22 << 20)
+    process = subprocess.Popen([sys.executable, "-m", "asyncflow.run.models.hub_download", NAME], stderr=subprocess.DEVNULL)
+    deadline, here = time.monotonic() + patience(60), 0
+    try:
+        while here < 20 << 20:  # it is written 10 MiB at a time
+            assert time.monotonic() < deadline and process.poll() is None, "the first part has not come"
+            here = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*.incomplete"))
+            time.sleep(0.02)
+        process.send_signal(how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience(0.5))  # it may wait for what stands: who has started it kills it then
+    finally:
+        process.kill()
+        process.wait()
+    hub.stands = None
+    hub.asked.clear()
+    lines: list[str] = []
+    assert (fetched(NAME, tmp_path, lines) / WEIGHTS).read_bytes() == content
+    asked = [asked for method, path, asked in hub.asked if method == "GET" and path.endswith(WEIGHTS)]
+    assert asked == [f"bytes={here}-"] and "26 MB, of which 21 MB are here" in lines[0], lines
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize("what", ["another", "longer"])
+def test_a_part_of_something_else_is_found_by_the_hash(hub: Hub, tmp_path: Path, what: str) -> None:
+    content = (MODEL / WEIGHTS).read_bytes()
+    name = f"{hashlib.sha256(content).hexdigest()}.incomplete"
+    part = tmp_path / "cache" / "hub" / "models--somebody--tiny-model" / "blobs" / name
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(1000) if what == "another" else content + b"more")
+    lines: list[str] = []
+    assert (fetched(NAME, tmp_path, lines) / WEIGHTS).read_bytes() == content
+    assert ("has not its hash: it is taken again" in "".join(lines)) == (what == "another") and not part.exists()
 
 
 def test_gguf_files(tmp_path: Path) -> None:
