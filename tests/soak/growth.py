@@ -10,9 +10,11 @@ simulated runs, each in one process, of as many steps as one likes.
 
 A slope is what has come between the two, by the steps between their middles. Within noise is, from the one to the other: a
 sixteenth of the resident memory and 8 MiB on top of it (allocators give back late, in steps), two file handles and two threads (of
-libraries' pools), no file in shared memory, and half of a step's time, whose quickest quarter is compared since other work shares
-the machine. In the process that has the queue, besides, what this remembers of rows, their groups and leases, for requests that
-come again: `ROW_BYTES` a row, of the last `REMEMBERED` rows. The exit code is 1 if a slope is steeper.
+libraries' pools), and half of a step's time, whose quickest quarter is compared since other work shares the machine. Of the files
+in shared memory no more may come, neither of those that are there at any time, nor of the most at once, which is compared with the
+first half: what is there for a moment (two whole checkpoints, before the older one goes) is not seen in every window. In the process
+that has the queue, besides, what this remembers of rows, their groups and leases, for requests that come again: `ROW_BYTES` a row,
+of the last `REMEMBERED` rows. The exit code is 1 if a slope is steeper.
 """
 
 from __future__ import annotations
@@ -151,8 +153,11 @@ def slopes(taken: Sequence[Taken], seconds: Mapping[int, float], what: Windows) 
             if number == 0 and name in WITH_QUEUE:
                 noise += ROW_BYTES * min(REMEMBERED, ROWS_PER_STEP * (what.late.stop - what.early.start))
             found.append(Slope(f"{name}: {kind}", before, after, noise, what.distance))
-    before, after = (max(each.shared for each in window) for window in (early, late))
-    found.append(Slope("files in shared memory", before, after, 0.0, what.distance))
+    before, after = (min(each.shared for each in window) for window in (early, late))
+    found.append(Slope("files in shared memory, at any time", before, after, 0.0, what.distance))
+    half = [each for each in taken if each.step < (what.early.start + what.late.stop) / 2]
+    before, after = (max(each.shared for each in window) for window in (half, late))
+    found.append(Slope("files in shared memory, at most", before, after, 0.0, what.distance))
     before, after = (_quick(seconds, window) for window in what)
     return [*found, Slope("seconds a step", before, after, SECONDS_SHARE * before, what.distance)]
 
