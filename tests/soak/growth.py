@@ -11,10 +11,10 @@ simulated runs, each in one process, of as many steps as one likes.
 A slope is what has come between the two, by the steps between their middles. Within noise is, from the one to the other: a
 sixteenth of the resident memory and 8 MiB on top of it (allocators give back late, in steps), two file handles and two threads (of
 libraries' pools), and half of a step's time, whose quickest quarter is compared since other work shares the machine. Of the files
-in shared memory no more may come, neither of those that are there at any time, nor of the most at once, which is compared with the
-first half: what is there for a moment (two whole checkpoints, before the older one goes) is not seen in every window. In the process
-that has the queue, besides, what this remembers of rows, their groups and leases, for requests that come again: `ROW_BYTES` a row,
-of the last `REMEMBERED` rows. The exit code is 1 if a slope is steeper.
+in shared memory no more may come, neither of those that are there at any time, nor of the most at once, which is compared with
+the first half: what is there for a moment (two whole checkpoints, before the older one goes) is not seen in every window. In the
+process that has the queue, besides, what this remembers of rows, their groups and leases, for requests that come again: `ROW_BYTES`
+a row, of the last `REMEMBERED` rows. The exit code is 1 if a slope is steeper.
 """
 
 from __future__ import annotations
