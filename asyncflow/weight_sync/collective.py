@@ -21,7 +21,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 SOCKET_FILE = "sender.sock"
 GATHER_SECONDS = 5.0
+LAST_WORDS_SECONDS: Final = 5.0
+"""For which the members of a broadcast that has failed may say how it ended for them."""
 """Seconds that workers which have asked wait for those that have not."""
 
 
@@ -196,10 +198,10 @@ class CollectiveSender(ServedSender):
             own = Seat(self._epoch, 0, len(asked) + 1)
             await self._broadcast_thread.run(self._send, own, asyncio.get_running_loop(), file)
         except (RuntimeError, WeightSyncError, TimeoutError) as error:
-            why, patience_seconds = reason(error), 1.0  # the others find out as soon
+            why, patience_seconds = reason(error), LAST_WORDS_SECONDS  # the others find out as soon
         await self._until(lambda: not self._missing, patience_seconds)
         if unreached := self._missing | self._lost:
-            names = ", ".join(sorted(map(_name, unreached)))
+            names = ", ".join(sorted(map(_name, self._lost or unreached)))  # the silent ones may only be slow to say it
             log.warning("version %d did not reach %s (%s): the next broadcast is a new group's", version, names, why)
             self._break(why)
 

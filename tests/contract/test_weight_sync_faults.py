@@ -78,6 +78,34 @@ async def test_a_receiver_that_is_killed_keeps_nobody_waiting_and_comes_back(
     await sender.close()
 
 
+async def test_a_receiver_that_is_slow_to_say_how_a_broadcast_ended_is_not_named_for_one_that_has_died(
+    options: Options, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 90)
+    monkeypatch.setattr(collective, "LAST_WORDS_SECONDS", 0.5)
+    given = options(num_receivers=2)
+    sync = make("collective", given)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    assert isinstance(receiver, collective.CollectiveReceiver)
+    receive, deadline = receiver._receive, time.monotonic() + patience(60)
+
+    def slow(*arguments: Any) -> Any:
+        try:
+            return receive(*arguments)
+        finally:
+            while "did not reach" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    monkeypatch.setattr(receiver, "_receive", slow)
+    manifest = await sender.publish(0, HeldWeights(weights(0)))
+    with running("receiver", "collective", json.dumps(given), "rollout/1", str(signal.SIGKILL), str(NUM_BYTES // 3)) as dying:
+        dying.tell(encoded(manifest))
+        assert await fetched(receiver, manifest) == digest(weights(0))
+    assert "version 0 did not reach rollout/1" in caplog.text and "rollout/0" not in caplog.text
+    await receiver.close()
+    await sender.close()
+
+
 async def test_a_member_that_hangs_holds_up_a_broadcast_until_the_deadline(
     options: Options, caplog: pytest.LogCaptureFixture
 ) -> None:
