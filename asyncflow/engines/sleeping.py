@@ -97,7 +97,7 @@ class SleepingRolloutEngine:
         """Start the engine's task, inside a running event loop. `cores`: those it computes on; without them it has its own.
 
         `max_context`: prompt and response tokens of one slot. `kv_on_install`: with `recompute`, an install also takes the time of
-        a prefill of all unfinished responses. `num_parked`: slots of the cache beyond `num_slots`.
+        a prefill of all unfinished responses, and of their prompts once each. `num_parked`: slots of the cache beyond `num_slots`.
         """
         self.num_slots, self.max_context = num_slots, max_context
         self.installed_version = version
@@ -222,7 +222,10 @@ class SleepingRolloutEngine:
             if slot.spans[-1][0] == slot.count:  # two installs without a token between them
                 slot.spans.pop()
             slot.spans.append((slot.count, version))
-        tokens = sum(slot.request.prompt_tokens + slot.count for slot in self._active) if self._recomputes else 0
+        tokens = 0
+        if self._recomputes:  # a prompt once for all of its slots
+            prompts = {slot.request for slot in self._active}
+            tokens = sum(request.prompt_tokens for request in prompts) + sum(slot.count for slot in self._active)
         return self._costs.install() + (self._costs.prefill(tokens) if tokens else 0.0)
 
     def _set_paused(self, is_paused: bool) -> float:

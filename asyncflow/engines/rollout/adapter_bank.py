@@ -159,7 +159,7 @@ class AdapterBank:
 
     def rows_of(self, numbers: Array) -> tuple[AdapterRows, ...]:
         """Rows of each adapter in a pass, whose rows have these numbers (int64 [T])."""
-        if not self._bound:
+        if not self._bound or not len(numbers):
             return ()
         first = int(numbers[0])
         if (numbers == first).all():

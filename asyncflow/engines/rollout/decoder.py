@@ -253,9 +253,7 @@ class Decoder:
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[Sequence[int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys are what each of its slots has from then on."""
-        none = np.empty(0, np.int64)
-        pieces = [PromptPiece(first, 0, prompt) for prompt, (first, *_) in zip(prompts, slots, strict=True)]
-        logits_PV = self.fill(none, none, none, none, pieces)
+        logits_PV = self.compute([PromptPiece(first, 0, prompt) for prompt, (first, *_) in zip(prompts, slots, strict=True)])
         for prompt, (first, *others) in zip(prompts, slots, strict=True):
             self.cache.share(first, others, len(prompt))
         return logits_PV
@@ -315,9 +313,14 @@ class Decoder:
 
         return self._computed(inputs_NX[:, 0], inputs_NX[:, 1], adapted, attend)
 
+    def compute(self, pieces: Sequence[PromptPiece]) -> Tensor:
+        """`fill` with pieces alone, of which there are some."""
+        none = np.empty(0, np.int64)
+        return self.fill(none, none, none, none, pieces)
+
     def fill(self, tokens: Array, positions: Array, slots: Array, wanted: Array, pieces: Sequence[PromptPiece]) -> Tensor:
         """`decode`, if there are any rows, with pieces of prompts beside them in the pass: the logits of the rows that are wanted,
-        then those after each piece's last token."""
+        then those after the last token of each piece whose logits are."""
         if not pieces:
             return self.decode(tokens, positions, slots, wanted)
         num_rows, lengths = len(tokens), np.array([len(piece.tokens) for piece in pieces])
@@ -340,11 +343,12 @@ class Decoder:
             attended += [self._prompts.attend(layer, each, q_THD, k_TKD, v_TKD) for each in tiles]
             return torch.cat(attended).index_select(0, rows_T)
 
-        last = np.append(wanted, ends - 1)
-        last = np.append(last, np.full(padded(len(last)) - len(last), num_tokens - 1))
+        last = np.append(wanted, ends[[piece.wants_logits for piece in pieces]] - 1)
+        num_wanted = len(last)
+        last = np.append(last, np.full(padded(num_wanted) - num_wanted, num_tokens - 1))
         adapters = self._adapters_of(np.append(slots, inert + self._inert_slot))
         logits_TV = self._forward(np.append(tokens, inert), np.append(positions, inert), adapters, attend, last)
-        return logits_TV[: len(wanted) + len(pieces)]
+        return logits_TV[:num_wanted]
 
     def _adapters_of(self, slots: Array) -> Array:
         """Number of the adapter of each row of a pass (int64 [T]) by its slot; inert rows have the first one's."""

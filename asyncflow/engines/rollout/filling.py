@@ -10,8 +10,9 @@ that episodes end; else what was claimed first goes first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -111,7 +112,8 @@ class MissingKeys:
                 count = min(count, left // CHUNK * CHUNK if left >= CHUNK or work.num_tokens else CHUNK)
             if count <= 0:
                 return work
-            work.pieces.append((prompt, PromptPiece(prompt.claims[0].slots[0], first, prompt.token_ids[first : first + count])))
+            tokens, is_last = prompt.token_ids[first : first + count], first + count == len(prompt.token_ids)
+            work.pieces.append((prompt, PromptPiece(prompt.claims[0].slots[0], first, tokens, wants_logits=is_last)))
         return work
 
     def fed(self, work: PassWork) -> list[Claim]:
@@ -165,3 +167,10 @@ class MissingKeys:
         self._prompts.clear()
         self._turns.clear()
         return claims
+
+
+def in_passes(pieces: Sequence[PromptPiece], num_tokens: int) -> Iterator[list[PromptPiece]]:
+    """Pieces, in order, by the passes that compute them: in each those that begin within so many tokens, the last one whole."""
+    begins = accumulate((len(piece.tokens) for piece in pieces), initial=0)
+    for _, some in groupby(zip(begins, pieces, strict=False), lambda each: each[0] // num_tokens):
+        yield [piece for _, piece in some]

@@ -103,10 +103,10 @@ def _find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> s
 
 
 def _dependence_of_pieces(decoder: Decoder, max_context: int) -> str:
-    tokens, none = _tokens(decoder, min(CUT, max_context)), np.zeros(0, np.int64)
+    tokens = _tokens(decoder, min(CUT, max_context))
     whole, in_pieces = decoder.prefill([tokens], [[0]]), torch.empty(0)
     for first in range(0, len(tokens), CHUNK):
-        in_pieces = decoder.fill(none, none, none, none, [PromptPiece(0, first, tokens[first : first + CHUNK])])
+        in_pieces = decoder.compute([PromptPiece(0, first, tokens[first : first + CHUNK])])
     return "" if torch.equal(whole, in_pieces) else f"the logits after a prompt of {len(tokens)} tokens depend on its pieces"
 
 

@@ -26,20 +26,25 @@ CHUNK = 128  # tokens of a prompt whose queries attend in one call of the kernel
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Tokens (int64) of a prompt that one pass computes, from position `first` on, a multiple of `CHUNK`. The slot has the keys
-    before it."""
+    """Tokens (int64) of a sequence that one pass computes, from position `first` on. The slot has the keys before it.
+    `wants_logits`: those after its last token are wanted."""
 
     slot: int
     first: int
     tokens: Array
+    wants_logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of prompts that begin at one position and have as many blocks: they attend in one call. P tiles of L tokens, E keys."""
+    """Tiles of prompts that begin at one position and have as many blocks: they attend in one call. P tiles of L tokens, E keys.
 
-    rows_PL: Tensor  # int64: the pass's row of each query; of a tile's last token again and again until its block is full
-    keys_PE: Tensor | None  # int64: the pass's row of each key, likewise; None: keys before the pass are among them
+    What a piece lacks of a tile is filled up, so that a token's place in the call is the same whatever pass it is in: with the
+    first token of the piece, where this begins within the tile, and with the tile's last one until its block is full.
+    """
+
+    rows_PL: Tensor  # int64: the pass's row of each query
+    keys_PE: Tensor | None  # int64: the pass's row of each key; None: keys before the pass are among them
     blocks_PB: Tensor | None  # int64: then the blocks of the cache that have them
     mask_LE: Tensor | None  # bool: which keys a query attends to; None: the first ones, up to its own
 
@@ -53,23 +58,26 @@ class PromptAttention:
     def tiles(self, pieces: Sequence[PromptPiece], begin: int, num_inert: int) -> tuple[list[Tiles], Tensor]:
         """Tiles of pieces whose tokens are the rows of a pass from `begin` on, by the calls that they attend in; and the way back:
         the row of each token of the pass (int64 [T]) in what `begin` rows and these calls give, one after another."""
-        calls: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = {}  # of each tile its slot, row and number of tokens
+        # Of each tile its slot, the row that position 0 would have, where its piece begins, and where the tile ends.
+        calls: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
         end = begin
         for piece in pieces:
-            for offset in range(0, len(piece.tokens), CHUNK):
-                count = min(CHUNK, len(piece.tokens) - offset)
-                call = piece.first + offset, count + -count % BLOCK, bool(piece.first)
-                calls.setdefault(call, []).append((piece.slot, end + offset, count))
+            stop, row = piece.first + len(piece.tokens), end - piece.first
+            for position in range(piece.first // CHUNK * CHUNK, stop, CHUNK):
+                until = min(position + CHUNK, stop)
+                call = position, until - position + -until % BLOCK, bool(piece.first)
+                calls.setdefault(call, []).append((piece.slot, row, piece.first, until))
             end += len(piece.tokens)
         tiles, rows_T, made = [], np.arange(end + num_inert), begin
         rows_T[end:] = 0
         for (position, size, has_before), members in calls.items():
-            slots, rows, counts = np.array(members).T
-            for number, (_, row, count) in enumerate(members):
-                rows_T[row : row + count] = made + number * size + np.arange(count)
-            made += len(members) * size
-            num_keys, last = position + size, position + counts[:, None] - 1
-            keys_PE = (rows - position)[:, None] + np.minimum(np.arange(num_keys), last)
+            slots, rows, firsts, untils = np.array(members).T
+            for _, row, first, until in members:
+                first = max(position, first)
+                rows_T[row + first : row + until] = made - position + np.arange(first, until)
+                made += size
+            num_keys = position + size
+            keys_PE = rows[:, None] + np.clip(np.arange(num_keys), firsts[:, None], untils[:, None] - 1)
             tiles.append(
                 Tiles(
                     rows_PL=self._on_device(keys_PE[:, position:]),

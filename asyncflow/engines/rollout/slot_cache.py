@@ -81,8 +81,9 @@ class SlotCache(KeyCache):
         shape = (*blocks_PB.shape, self._kv_heads)
         keys, values = (half.index_select(0, blocks_PB.view(-1)) for half in self.tensor[layer])
         k_PBKDL, v_PBKLD = keys.view(*shape, self._head_dim, BLOCK), values.view(*shape, BLOCK, self._head_dim)
-        k_PEKD, v_PEKD = k_PBKDL.permute(0, 1, 4, 2, 3).flatten(1, 2), v_PBKLD.transpose(2, 3).flatten(1, 2)
-        return k_PEKD.transpose(1, 2), v_PEKD.transpose(1, 2)
+        # One block alone would not be copied, and the kernel sums in an order that depends on how the keys lie.
+        k_PBLKD, v_PBLKD = k_PBKDL.permute(0, 1, 4, 2, 3).contiguous(), v_PBKLD.transpose(2, 3).contiguous()
+        return k_PBLKD.flatten(1, 2).transpose(1, 2), v_PBLKD.flatten(1, 2).transpose(1, 2)
 
     def step(self, slots: Array, positions: Array) -> StepPlaces:
         """The step of `attending`."""

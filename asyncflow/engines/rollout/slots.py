@@ -30,7 +30,8 @@ from asyncflow.engines.base import NO_TOKENS, Response, Timing
 from asyncflow.engines.rollout.adapter_bank import INSTALLED
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.drafts import LONGEST, NO_DRAFT, Draft, Drafting, FinishedTexts, continuation, joined
-from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
+from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork, in_passes
+from asyncflow.engines.rollout.prompt_attention import PromptPiece
 from asyncflow.engines.rollout.requests import ParkedSlot, SlotRequest
 from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
 from asyncflow.engines.rollout.slot_options import SlotOptions
@@ -158,20 +159,30 @@ class Slots:
             self._compute_keys_again()
 
     def _compute_keys_again(self) -> None:
-        """Keys and values of every response under way, by the weights installed now, some `tokens_of_prompts` at a time. Those of
-        parked slots are computed by their next turns."""
+        """Keys and values of every response under way, by the weights installed now, some `tokens_of_prompts` at a time: of each
+        prompt once, for all of its rows, then of what stands behind it. Those of parked slots are computed by their next turns."""
         for key in list(self._parked):
             self.forget(key)
-        pending: list[int] = []
-        for row in range(self._num_active):
-            pending.append(row)
-            num_tokens = int((self._prompt_lengths[pending] + self._counts[pending]).sum())
-            if num_tokens >= self._tokens_of_prompts or row == self._num_active - 1:
-                # The last token's own are computed when it is decoded.
-                rows = [[*self._requests[r].prompt_ids, *self._tokens[r, : self._counts[r] - 1]] for r in pending]
-                self._decoder.prefill([np.array(row, np.int64) for row in rows], self._slots[pending, None].tolist())
-                self.num_computed += sum(map(len, rows))
-                pending.clear()
+        groups: dict[tuple[int, int], list[int]] = {}  # rows whose prompts have the same keys
+        for row, request in enumerate(self._requests):
+            groups.setdefault((id(request.prompt_ids), request.adapter), []).append(row)
+        rows_of = {int(self._slots[rows[0]]): rows for rows in groups.values()}
+        prompts = [PromptPiece(slot, 0, self._requests[rows[0]].prompt_ids) for slot, rows in rows_of.items()]
+        for pieces in in_passes(prompts, self._tokens_of_prompts):
+            for piece, logits_V in zip(pieces, self._decoder.compute(pieces), strict=True):
+                rows = rows_of[piece.slot]
+                self._share(self._slots[rows].tolist(), [self._requests[row] for row in rows], logits_V)
+        self._is_current[: self._num_active] = True
+        # The last token's own are computed when it is decoded.
+        slots, firsts, counts = (array.tolist() for array in (self._slots, self._prompt_lengths, self._counts))
+        behind = [
+            PromptPiece(slots[row], firsts[row], self._tokens[row, : counts[row] - 1], wants_logits=False)
+            for row in range(self._num_active)
+            if counts[row] > 1
+        ]
+        for pieces in in_passes(behind, self._tokens_of_prompts):
+            self._decoder.compute(pieces)
+        self.num_computed += sum(len(piece.tokens) for piece in (*prompts, *behind))
 
     def step(self) -> None:
         """Give free rows to what waits; then a token for every active row, and some of the keys that others lack."""
@@ -288,23 +299,31 @@ class Slots:
         self.num_computed += len(active) + work.num_tokens
         found = list(logits[: len(active)])
         of_turns = {id(claim): logits_V for (claim, _), logits_V in zip(fed, logits[len(active) :], strict=False)}
-        of_prompts = zip(work.pieces, logits[len(active) + len(fed) :], strict=True)
+        of_prompts = iter(logits[len(active) + len(fed) :])
         for claim in self._filling.fed(work):
             self._occupy(claim)
             found.append(of_turns[id(claim)])
-        for (prompt, piece), logits_V in of_prompts:
+        for prompt, piece in work.pieces:
             if not self._filling.has_computed(prompt, piece):
                 continue
-            first, *others = (slot for claim in prompt.claims for slot in claim.slots)
-            self._decoder.cache.share(first, others, len(prompt.token_ids))
-            first_logits_V = logits_V.clone()  # a view would keep the whole pass's until the request's last row ends
+            logits_V = next(of_prompts)
+            slots = [slot for claim in prompt.claims for slot in claim.slots]
+            self._share(slots, [claim.request for claim in prompt.claims], logits_V)
             for claim in prompt.claims:
-                claim.request.first_logits_V = first_logits_V
                 if claim.has_all:
                     self._occupy(claim)
                     found += [logits_V] * len(claim.slots)
         if found:
             self._append(np.arange(self._num_active), torch.stack(found))
+
+    def _share(self, slots: Sequence[int], requests: Sequence[SlotRequest], logits_V: Tensor) -> None:
+        """Let slots have in common the prompt of their requests, which the first of them has, and the requests the logits after
+        it."""
+        first, *others = slots
+        self._decoder.cache.share(first, others, len(requests[0].prompt_ids))
+        first_logits_V = logits_V.clone()  # a view would keep the whole pass's until the request's last row ends
+        for request in requests:
+            request.first_logits_V = first_logits_V
 
     def _sibling(self, request: SlotRequest) -> int | None:
         """An active row's slot that has the keys of the request's prompt under the installed weights."""

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.key_cache import BLOCK
 from asyncflow.engines.rollout.linears import MIN_ROWS, Linear, PackedLinear, can_pack
+from asyncflow.engines.rollout.prompt_attention import PromptPiece
 from tests.conftest import ROOT
 from tests.depth import deep, few
 from tests.patience import patience
@@ -144,6 +146,35 @@ def test_bfloat16_prompts_are_computed_to_the_bits_of_transformers(saved: tuple[
     for prompt, response, logits_V in zip(prompts, responses, ours, strict=True):
         row = torch.tensor(np.concatenate([prompt, response]))[None]
         assert torch.equal(logits_V, model(row, use_cache=False).logits[0, len(prompt) - 1].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_piece_may_begin_anywhere_behind_the_prompt(saved: tuple[PreTrainedModel, Path], dtype: torch.dtype) -> None:
+    """Keys, values and logits are those of the whole sequence in one pass, to the bit, whatever else is in the passes."""
+    if dtype == torch.bfloat16 and not can_pack(dtype, torch.device("cpu")):
+        pytest.skip("this machine has no bfloat16 products")
+    decoder = load(saved[1], dtype)
+    begins, ends = [1, 31, 33, 70, 128, 130], [2, 33, 100, 170, 200, 224]
+    sequences, _ = prompts_and_responses(tuple(ends), 1)
+
+    def kept() -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for slot, end in enumerate(ends):
+            blocks = decoder.cache.blocks(np.array([slot]), -(-end // BLOCK))
+            halves = [decoder.cache.read(layer, blocks) for layer in range(len(decoder.layers))]
+            found.append(tuple(torch.stack([half[which][0, :, :end] for half in halves]) for which in (0, 1)))
+        return found
+
+    whole, expected = decoder.prefill(sequences, [[slot] for slot in range(6)]), kept()
+    decoder.cache.clear()
+    prompts = [PromptPiece(slot, 0, sequences[slot][:begin], wants_logits=False) for slot, begin in enumerate(begins)]
+    assert not len(decoder.compute(prompts))
+    behind = [PromptPiece(slot, begin, sequences[slot][begin:], wants_logits=slot > 1) for slot, begin in enumerate(begins)]
+    logits_PV = decoder.compute(behind[::-1])
+    assert torch.equal(logits_PV, whole[2:].flip(0))
+    for one, other in zip(kept(), expected, strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
 @torch.inference_mode()

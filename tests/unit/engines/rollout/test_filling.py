@@ -13,8 +13,8 @@ import torch
 from asyncflow.engines.base import NO_TOKENS, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.engine import SlotEngine
-from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork
-from asyncflow.engines.rollout.prompt_attention import CHUNK
+from asyncflow.engines.rollout.filling import Claim, MissingKeys, PassWork, in_passes
+from asyncflow.engines.rollout.prompt_attention import CHUNK, PromptPiece
 from asyncflow.engines.rollout.requests import SlotRequest
 from tests.depth import few
 from tests.unit.engines.rollout.models import llama
@@ -93,6 +93,13 @@ def test_a_request_that_is_cancelled_gives_its_slots_back_and_others_go_on_in_th
     assert passes(filling, 1000) == [[(1, 0, 300)]]
     filling.add(claim_of(second, 1))
     assert filling.cancel(second) == [1] and not filling.num_rows and not filling.next(1000).num_tokens
+
+
+def test_pieces_are_computed_in_passes_of_some_tokens() -> None:
+    pieces = [PromptPiece(slot, 0, np.arange(length)) for slot, length in enumerate((100, 40, 120, 1, 300, 5, 90))]
+    found = [[piece.slot for piece in some] for some in in_passes(pieces, 128)]
+    assert found == [[0, 1], [2], [3, 4], [5, 6]], "the last one of a pass is whole"
+    assert list(in_passes([], 128)) == []
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.engine import SlotEngine
-from asyncflow.engines.rollout.linears import can_pack
+from asyncflow.engines.rollout.key_cache import KeyCache
+from asyncflow.engines.rollout.linears import can_pack, padded
 from tests.generating import KEY, PROMPT, responses, under_way
 from tests.patience import patience
 
@@ -546,12 +547,14 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
         for parameter in shifted.parameters():
             parameter.add_(0.05)
     engine = SlotEngine(path, num_slots=6, max_context=224, stop_ids=(), kv_on_install=kv_on_install)
-    prefills, counted, compute_again = count_calls(engine._decoder, "prefill"), list[int](), engine._slots._compute_keys_again
+    filled, counted, compute_again = count_calls(engine._decoder, "fill"), list[int](), engine._slots._compute_keys_again
 
     def noted() -> None:
+        filled.clear()
         before = engine.num_computed
         compute_again()
         counted.append(engine.num_computed - before)
+        counted.append(sum(len(piece.tokens) for *_, pieces in filled for piece in pieces))
 
     engine._slots._compute_keys_again = noted  # type: ignore[method-assign]
     async with held_in_step(engine, 20, responses(engine, range(9), 80)) as task:  # three wait for a slot
@@ -565,8 +568,58 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
         is_new.append(np.abs(response.logprobs[first:] - expected[first:]).max() < 1e-4)
     await engine.close()
     assert sum(is_new) == (9 if kv_on_install == "recompute" else 3)
-    assert sum(counted) == sum(len(tokens) for prompts, *_ in prefills for tokens in prompts)
-    assert len(counted) == (kv_on_install == "recompute")
+    # The prompt once for six slots, and what has been drawn in each but the last token.
+    assert counted == ([len(PROMPT) + 6 * 20] * 2 if kv_on_install == "recompute" else [])
+
+
+async def test_a_prompt_is_computed_once_after_an_install_and_shared_as_before(saved: tuple[PreTrainedModel, Path]) -> None:
+    """By samples that wait, too. No response depends on who shares its prompt."""
+    model, path = saved
+    lengths = (70, 110)  # two whole blocks, and three
+    made: list[dict[tuple[int, int], Response]] = []
+    for groups in (
+        [(0, [0, 1, 2]), (1, [0, 1, 2, 3, 4])],  # the last two wait
+        [(0, [0]), (0, [1]), (0, [2]), (1, [0]), (1, [1]), (1, [2]), (1, [3]), (1, [4])],
+    ):
+        options: dict[str, Any] = {"kv_on_install": "recompute", "prefill_chunk": 4096, "stop_ids": ()}
+        engine = SlotEngine(path, num_slots=6, max_context=224, **options)
+        cache, filled, heads = engine._decoder.cache, count_calls(engine._decoder, "fill"), count_calls(engine._decoder, "_logits")
+
+        async def group(number: int, samples: Sequence[int], engine: SlotEngine = engine) -> dict[tuple[int, int], Response]:
+            prompt = np.arange(lengths[number]) % 61
+            found = await responses(engine, samples, 12 + 20 * number, prompt=prompt, key=SampleKey(3, number))
+            return {(number, sample): response for sample, response in found.items()}
+
+        def num_filled(filled: list[tuple] = filled) -> int:
+            return sum(len(piece.tokens) for *_, pieces in filled for piece in pieces)
+
+        def num_blocks(cache: KeyCache = cache) -> int:
+            return len({block for slot in range(6) for block in cache._table[slot, : cache._counts[slot]].tolist()})
+
+        await engine.pause()
+        running = [asyncio.create_task(group(*each)) for each in groups]
+        await asyncio.sleep(0)
+        for _ in range(8):
+            await asyncio.wrap_future(engine._hand_in(engine._slots.step))
+        before = num_blocks()
+        filled.clear()
+        heads.clear()
+        await engine.install(1, tensors_of(model, 0.05))
+        num_prompts = len(groups) if len(groups) == len(lengths) else 6
+        # The first token came with the prompt, and the last one's keys come with the next.
+        assert num_filled() == num_prompts // 2 * sum(lengths) + 6 * 7
+        assert num_blocks() == before == num_prompts // 2 * (2 + 3) + 6
+        assert sum(len(h_TE) for (h_TE,) in heads) == padded(num_prompts), "logits that nobody reads"
+        filled.clear()
+        await engine.resume()
+        made.append({key: response for each in running for key, response in (await each).items()})
+        assert num_filled() == (0 if num_prompts == 2 else 2 * lengths[1])
+        await engine.close()
+    together, apart = made
+    assert len(together) == 8 and all(len(together[key].version_spans) == 1 for key in ((1, 3), (1, 4)))
+    for key, response in together.items():
+        assert np.array_equal(response.token_ids, apart[key].token_ids)
+        assert np.array_equal(response.logprobs.view(np.int32), apart[key].logprobs.view(np.int32))
 
 
 async def test_timings_say_what_was_computed(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
