@@ -182,7 +182,7 @@ async def slow_real() -> list[Figure]:
     engine = SlotEngine(MODEL, num_slots=SLOTS, num_parked=AT_ONCE - SLOTS, max_context=CONTEXT, stop_ids=())
     try:
         before = await full_step(engine, 0)
-        steady = await slow(engine, lambda: engine._slots._num_active, before)
+        steady = await slow(engine, lambda: engine._slots._rows.num, before)
         return steady.figures("real", statistics.fmean((before, await full_step(engine, EPISODES))))
     finally:
         await engine.close()

@@ -29,14 +29,14 @@ class LognormalSlots(SlotEngine):
     def __init__(self, model_path: Path, *, median: float, sigma: float, **options: Any) -> None:
         """See `SlotEngine`."""
         super().__init__(model_path, stop_ids=(), **options)
-        slots, occupy = self._slots, self._slots._occupy
+        rows, begin = self._slots._rows, self._slots._rows.begin
 
-        def occupy_for_a_while(claim: Claim) -> None:
-            taken = slice(slots._num_active, slots._num_active + len(claim.slots))
-            occupy(claim)
-            slots._limits[taken] = np.minimum(slots._limits[taken], lengths(slots._keys[taken], median, sigma))
+        def begin_for_a_while(claim: Claim, version: int) -> None:
+            taken = slice(rows.num, rows.num + len(claim.slots))
+            begin(claim, version)
+            rows.limits[taken] = np.minimum(rows.limits[taken], lengths(rows.keys[taken], median, sigma))
 
-        slots._occupy = occupy_for_a_while  # type: ignore[method-assign]
+        rows.begin = begin_for_a_while  # type: ignore[method-assign]
 
 
 def lengths(keys: Array, median: float, sigma: float) -> Array:

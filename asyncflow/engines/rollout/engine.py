@@ -200,7 +200,7 @@ class SlotEngine(ThreadedEngine):
         return InstalledWeights(self._decoder)
 
     def timings(self) -> Sequence[Timing]:
-        """See `RolloutEngine`: all prefills, and all decode steps, `slots.TIMED_TOGETHER` of them at a time."""
+        """See `RolloutEngine`: all prefills, and all decode steps, `pass_timings.TIMED_TOGETHER` of them at a time."""
         return self._slots.take_timings()
 
     async def close(self) -> None:

@@ -137,9 +137,9 @@ async def test_a_request_keeps_the_logits_behind_its_prompt_and_no_others(saved:
         slots, fill = engine._slots, engine._slots._fill
 
         def watched(work: Any) -> None:
-            num_active = slots._num_active
+            num_active = slots._rows.num
             fill(work)
-            kept.extend((num_active, request.first_logits_V) for request in slots._requests)
+            kept.extend((num_active, request.first_logits_V) for request in slots._rows.requests)
 
         slots._fill = watched
         async with held_in_step(engine, 3, responses(engine, [0])) as first:
@@ -483,7 +483,7 @@ async def test_leaving_early_frees_the_slots(saved: tuple[PreTrainedModel, Path]
         async with contextlib.aclosing(stream):
             await anext(stream)
         made = await asyncio.wait_for(responses(engine, range(3)), patience(5))
-        assert engine._slots._num_active == 0 and not engine._slots.is_busy  # nothing runs on in the thread
+        assert engine._slots._rows.num == 0 and not engine._slots.is_busy  # nothing runs on in the thread
     assert all(np.array_equal(made[sample].token_ids, expected[sample].token_ids) for sample in range(3))
 
 
@@ -623,7 +623,7 @@ async def test_a_prompt_is_computed_once_after_an_install_and_shared_as_before(s
 
 
 async def test_timings_say_what_was_computed(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow.engines.rollout.slots.TIMED_TOGETHER", 1)
+    monkeypatch.setattr("asyncflow.engines.rollout.pass_timings.TIMED_TOGETHER", 1)
     began = time.monotonic()
     async with opened(saved[1], num_slots=2) as engine:
         await responses(engine, range(3), length=4)
