@@ -394,7 +394,8 @@ class Driver:
     # -- what ledger, versions and queue know ------------------------------------------------------------------------------
 
     def _generating(self) -> set[str]:
-        """Workers whose engines generate, or are about to: they hold rows, or install weights."""
+        """Workers whose engines generate, or are about to: they hold rows, or install weights. While the last rows are scored, or
+        wait for environments, the processes below the worker compute on its cores in the engine's place."""
         installing = (worker for versions in self.all_versions for worker in versions.installing)
         known = self.transfer_queue.controllers
         holding = (worker for task in ("rollout", EVALUATE_TASK) if task in known for worker in known[task].holders())
