@@ -27,7 +27,7 @@ AT_ONCE: Final = 8  # files, as many as huggingface_hub takes
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A file of weights on its way. `url`: with the commit; `blob`: where the cache has it when it is whole; `size`: its bytes."""
 
     url: str
@@ -46,7 +46,7 @@ class Part:
         return self.path.stat().st_size if self.path.exists() else 0
 
 
-def parts_of(repo: str, files: Iterable[DryRunFileInfo]) -> list[Part]:
+def parts_of(repo: str, files: Iterable[DryRunFileInfo]) -> list[FilePart]:
     """Those of the missing files that have a hash and are not too large for HTTP."""
     name, cache = repo_folder_name(repo_id=repo, repo_type="model"), Path(constants.HF_HUB_CACHE)
     parts = []
@@ -55,11 +55,11 @@ def parts_of(repo: str, files: Iterable[DryRunFileInfo]) -> list[Part]:
         facts = get_hf_file_metadata(url)
         if facts.size and facts.size <= constants.MAX_HTTP_DOWNLOAD_SIZE and SHA256.fullmatch(facts.etag or ""):
             blob, lock = cache / name / "blobs" / str(facts.etag), cache / ".locks" / name / f"{facts.etag}.lock"
-            parts.append(Part(url, blob, lock, facts.size))
+            parts.append(FilePart(url, blob, lock, facts.size))
     return parts
 
 
-def fetch(parts: Sequence[Part], bars: type[tqdm], report: Callable[[str], None]) -> None:
+def fetch(parts: Sequence[FilePart], bars: type[tqdm], report: Callable[[str], None]) -> None:
     """Make blobs of them. `bars`: one is made, of all their bytes, which begins with what is here; `report`: takes a line about a
     file with a wrong hash, which is left to huggingface_hub. Raises the errors of its HTTP client, after which the parts stay."""
     whole, lock = bars(unit="B", total=sum(part.size for part in parts), initial=sum(part.here for part in parts)), threading.Lock()
@@ -80,7 +80,7 @@ def fetch(parts: Sequence[Part], bars: type[tqdm], report: Callable[[str], None]
                 report(f"  what has come of {part.url} has not its hash: it is taken again")
 
 
-def _fetch(part: Part, bar: type[tqdm]) -> bool:
+def _fetch(part: FilePart, bar: type[tqdm]) -> bool:
     """Whether the blob is there."""
     for path in (part.blob, part.lock):
         path.parent.mkdir(parents=True, exist_ok=True)
