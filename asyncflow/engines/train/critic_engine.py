@@ -1,6 +1,7 @@
 """Critic's engine: values of responses, and the training of the model that computes them, on one device.
 
     micro-batches -> pass (summed_passes.py) -> the model's layers -> hidden_TH -> . head_1H -> values_T -> losses -> one_rank.py
+                     some in helpers
 
 The value before a response token comes from the same hidden state that predicts the token. A new head is zero, so the first values
 are all 0 and favour nothing. The language model's own output layer is not a part of it, unless it is tied to the embedding.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +33,7 @@ from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.one_rank import OneModel
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.pass_probe import ProbePass
-from asyncflow.engines.train.summed_passes import SummedPasses
+from asyncflow.engines.train.summed_passes import ModelPasses, SummedPasses
 from asyncflow.types import Array, HeldWeights, Ragged, UserError, ValueBatch, ValueObjective, WeightSource
 
 HEAD: Final = "value_head.weight"
@@ -65,29 +67,21 @@ class TorchCritic(TrainingEngine["CriticTraining"], CriticEngine):
         await self._thread.run(self.training.install, tensors)
 
 
-class CriticTraining(OneModel):
+class CriticTraining(OneModel["CriticPasses"]):
     """`Training` of a model of values."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model, see `TorchCritic`."""
-        self.model = ValueModel(model_path, options)
-        sums = make_accumulator(options.accumulate, self.model.parameters)
-        super().__init__(self.model.parameters, options, sums=sums)
-        with self.model.head_of_probe():
-            self._passes = SummedPasses(self.model, sums, options.tokens_per_pass, self._probe_loss, has_head=False)
-        self.remark = "\n".join(filter(None, (self.model.remark, self._passes.remark)))
+        first = CriticPasses(model_path, options)
+        self.model: ValueModel = first.model
+        self.remark: str = "\n".join(filter(None, (first.model.remark, first.summed.remark)))
+        super().__init__(self.model.parameters, options, first, partial(CriticPasses, model_path, first=first))
 
     @torch.no_grad()
     def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `CriticEngine.values`. The layout is the same as in training, so that the bits are the same."""
         packed = self.model.pack(prompt_ids, response_ids)
         return Ragged(self.model.values(packed).cpu().numpy(), response_ids.offsets)
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
-        """See `CriticEngine.forward_backward`. Raises `ValueError` for a micro-batch without values."""
-        packed = [self.model.pack(each.prompt_ids, each.response_ids) for each in micro_batches]
-        passes = self._passes.cut(packed)
-        return [result for one in passes for result in self._compute(micro_batches[one], packed[one], objective)]
 
     @torch.no_grad()
     def install(self, tensors: Mapping[str, Tensor]) -> None:
@@ -104,10 +98,30 @@ class CriticTraining(OneModel):
         self.model.module.save_pretrained(path)
         save_file({HEAD: self.model.parameters[HEAD].detach().cpu().contiguous()}, path / HEAD_FILE)
 
-    def _compute(
+
+class CriticPasses(ModelPasses):
+    """`ModelPasses` of a critic."""
+
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions, first: CriticPasses | None = None) -> None:
+        """Load the model, see `TorchCritic`. `first`: compute with its weights, in another thread on the same device."""
+        self.model: ValueModel = ValueModel(model_path, options, None if first is None else first.model)
+        with self.model.head_of_probe():
+            self.summed = SummedPasses(
+                self.model,
+                make_accumulator(options.accumulate, self.model.parameters),
+                options.tokens_per_pass,
+                self._probe_loss,
+                has_head=False,
+                first=None if first is None else first.summed,
+            )
+
+    def pack(self, micro_batch: MicroBatch) -> Packed:
+        return self.model.pack(micro_batch.prompt_ids, micro_batch.response_ids)
+
+    def compute(
         self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: ValueObjective
     ) -> list[MicroBatchResult]:
-        """Compute a pass."""
+        """See `CriticEngine.forward_backward`. Raises `ValueError` for a micro-batch without values."""
         together = joined(packed)
 
         def loss(gradients: PassGradients | None) -> PassLoss:
@@ -119,9 +133,9 @@ class CriticTraining(OneModel):
             finite = [loss for loss, result in made if result.is_finite]
             return PassLoss(torch.stack(finite).sum() if finite else values[0].sum() * 0.0, [result for _, result in made])
 
-        if (made := self._passes.backward(together, loss)) is not None:
+        if (made := self.summed.backward(together, loss)) is not None:
             return made.results
-        return [self._compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
+        return [self.compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
 
     @staticmethod
     def _loss(
@@ -160,15 +174,19 @@ class CriticTraining(OneModel):
 class ValueModel(CausalModel):
     """Causal language model with a value head, `HEAD` [1, H], instead of its output layer."""
 
-    def __init__(self, path: Path | str, options: TrainEngineOptions) -> None:
-        """Load the model as `CausalModel` does, and its head from `HEAD_FILE` in the same folder, if that is there.
+    def __init__(self, path: Path | str, options: TrainEngineOptions, first: ValueModel | None = None) -> None:
+        """Load the model as `CausalModel` does, and its head from `HEAD_FILE` in the same folder, if that is there. `first`: take
+        that one's, whatever becomes of them.
 
         Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
         """
-        super().__init__(path, replace(options, lora=None))
-        self.remark = probe(self)
+        super().__init__(path, replace(options, lora=None), first=first)
+        self.remark = probe(self) if first is None else ""
         prefix = self.module.base_model_prefix + "."
         self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
+        if first is not None:
+            self.parameters[HEAD] = nn.Parameter(first.parameters[HEAD].data)
+            return
         size = self.module.config.hidden_size
         self.parameters[HEAD] = nn.Parameter(torch.zeros(1, size, device=self.device))
         if (file := Path(path) / HEAD_FILE).exists():

@@ -11,7 +11,8 @@ is unblocked by: the compute thread, with a round or a piece; the driver, when c
 A thread that is free takes the next pass; one that finds none takes pieces of the passes that are left. A helper looks at its
 leave before each one: a core is given back within a pass. With exact sums no bit depends on which took what: each helper computes
 with as many threads as the engine itself, a pass leaves no trace of its company, exact sums leave none of their order, and a
-piece is the same product wherever it is computed. A helper on another device (passes.py) takes passes alone.
+piece is the same product wherever it is computed. A helper on another device (passes.py) takes passes alone; one of a rank of
+several (parallel/many_ranks.py) pieces alone.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from asyncflow.engines.train.passes import Passes
 from asyncflow.engines.train.pieces import Pieces, SharedCall
 from asyncflow.threads import end_at_exit
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 MOST_WAITING: Final = 4
@@ -44,12 +45,12 @@ _PAUSE_SECONDS: Final = 0.02
 """Seconds without a piece after which a helper reports those that it has computed."""
 
 
-class Helpers:
-    """Threads, one for each of `passes`; each computes with `num_threads`. `on_pass` is told of what a helper has computed, in the
-    helper's thread: start and end in seconds of CLOCK_MONOTONIC, of a pass, or of pieces as if they had followed one another.
-    What it raises is raised by `compute`: the one under way, or else the next."""
+class Helpers(Generic[P]):
+    """Threads, one for each of `passes`, by which it computes whole ones. Each computes with `num_threads`. `on_pass` is told of
+    what a helper has computed, in the helper's thread: start and end in seconds of CLOCK_MONOTONIC, of a pass, or of pieces as if
+    they had followed one another. What it raises is raised by `compute`: the one under way, or else the next."""
 
-    def __init__(self, passes: Sequence[Passes], num_threads: int) -> None:
+    def __init__(self, passes: Sequence[P], num_threads: int) -> None:
         self.passes = passes
         self.on_pass: Callable[[float, float], None] = lambda start, end: None
         self._changed = threading.Condition()
@@ -59,7 +60,7 @@ class Helpers:
         self._taken: set[int] = set()  # helpers that compute a pass
         self._waiting: deque[tuple[_SharedPieces, Callable[[], object]]] = deque()
         self._is_waiting = False  # whether the compute thread has no pass left
-        self._work: Callable[[Passes, int], None] = lambda passes, number: None
+        self._work: Callable[[P, int], None] = lambda passes, number: None
         self._error: BaseException | None = None
         self.late_until = 0.0
         """Time until which rows are not cut (CLOCK_MONOTONIC), after a part of some has come too late."""
@@ -80,14 +81,14 @@ class Helpers:
             self._allowed = frozenset(numbers).intersection(range(len(self.passes)))
             self._changed.notify_all()
 
-    def compute(self, count: int, by: Callable[[Passes, int], T], own: Passes) -> list[T]:
+    def compute(self, count: int, by: Callable[[P, int], T], own: P) -> list[T]:
         """Compute `by` for passes 0 to `count` - 1, here with `own` and in the helpers with theirs. Returns the results in order.
 
         Raises the first error, when nobody computes any more.
         """
         results: dict[int, T] = {}
 
-        def work(passes: Passes, number: int) -> None:
+        def work(passes: P, number: int) -> None:
             results[number] = by(passes, number)
 
         with self._changed:
@@ -110,9 +111,10 @@ class Helpers:
             raise error
         return [results[number] for number in range(count)]
 
-    def pieces(self) -> Pieces:
-        """Pieces of one thread, some of which helpers take, or the compute thread while it waits for them."""
-        return _SharedPieces(self)
+    def pieces(self, *, cuts_rows: bool = True) -> Pieces:
+        """Pieces of one thread, some of which helpers take, or the compute thread while it waits for them. `cuts_rows`: also parts
+        of a product's rows, which may still read a weight when nobody waits for them any more."""
+        return _SharedPieces(self, cuts_rows)
 
     def close(self) -> None:
         """End the threads."""
@@ -160,7 +162,7 @@ class Helpers:
             of.error = of.error or error
             self._changed.notify_all()
 
-    def _serve(self, number: int, own: Passes, num_threads: int) -> None:
+    def _serve(self, number: int, own: P, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # counts for the thread that sets it
         began = seconds = 0.0  # of the pieces that it has not reported, which are all of `last`
         last: _SharedPieces | None = None
@@ -196,7 +198,7 @@ class Helpers:
                 seconds += time.monotonic() - start
                 del piece
 
-    def _compute_pass(self, number: int, own: Passes, work: Callable[[Passes, int], None], taken: int) -> None:
+    def _compute_pass(self, number: int, own: P, work: Callable[[P, int], None], taken: int) -> None:
         try:
             work(own, taken)
         except BaseException as error:
@@ -218,8 +220,8 @@ class Helpers:
 class _SharedPieces(Pieces):
     """Pieces of a thread, which leaves them to others where there are some that have nothing else to do."""
 
-    def __init__(self, helpers: Helpers) -> None:
-        self._helpers = helpers
+    def __init__(self, helpers: Helpers[Any], cuts_rows: bool = False) -> None:
+        self._helpers, self._cuts_rows = helpers, cuts_rows
         self.num_left = 0
         self.error: BaseException | None = None
 
@@ -227,7 +229,7 @@ class _SharedPieces(Pieces):
         return ([item] for item in items)
 
     def parts(self, num_rows: int, work: int) -> list[slice]:
-        count = min(num_rows // ROWS, work // LEAST_WORK)
+        count = min(num_rows // ROWS, work // LEAST_WORK) if self._cuts_rows else 1
         if count > 1:
             with self._helpers._changed:
                 count = min(count, 1 + self._helpers._takers()) if time.monotonic() > self._helpers.late_until else 1
@@ -253,7 +255,7 @@ class _SharedPieces(Pieces):
 class _HelperCall(SharedCall):
     """Call that a thread leaves to others, and that an idle one makes if it comes to it in time."""
 
-    def __init__(self, helpers: Helpers, call: Callable[[], Tensor]) -> None:
+    def __init__(self, helpers: Helpers[Any], call: Callable[[], Tensor]) -> None:
         self._helpers, self._is_begun = helpers, False
         self._call: Callable[[], Tensor] | None = call  # None: nobody makes it any more
         self._result: Tensor | None = None

@@ -47,6 +47,8 @@ class TrainingEngine(ModelTraining, Generic[T]):
         """The engine leaves the ranks of `training` when it is closed."""
         self.training, self._ranks = training, training.ranks
         self.device, self.data_parallel_rank = options.device, training.data_parallel_rank
+        self.helpers = training.helpers
+        """Helpers of this process, if it has any."""
         self._end = ""  # what ended the exchange with the other ranks
         # The count holds for GEMMs only when it is set inside the thread that calls them.
         self._thread = ComputeThread("train-engine", setup=lambda: self._set_up(options.num_threads))
@@ -89,10 +91,12 @@ class TrainingEngine(ModelTraining, Generic[T]):
         await self._lead("load_state", folder)
 
     async def close(self) -> None:
-        """Stop the compute thread; the ranks that follow this one close, too."""
+        """Stop the compute thread and the helpers; the ranks that follow this one close, too."""
         if self._ranks is not None and not self._end:
             await self._thread.run(self._leave)
         self._thread.close()
+        if self.helpers is not None:
+            self.helpers.close()
 
     async def _lead(self, method: str, *arguments: Any, objective: object = None) -> Any:
         """Make a call on this rank and on those that follow it."""

@@ -1,4 +1,4 @@
-"""Training on one device: of a critic (critic_engine.py), and of a policy if `TorchEngine` has one rank.
+"""Training on one device, with its helpers: of a critic (critic_engine.py), and of a policy if `TorchEngine` has one rank.
 
 micro-batches -> pack (packing.py) -> passes (passes.py), some of them in helpers (helpers.py) -> gradient sums (accumulate.py)
                                                                                                     |
@@ -7,9 +7,11 @@ AdamW <- clip, norm <- sums / normaliser (optim_step) <-------------------------
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,85 +19,55 @@ from torch import Tensor, nn
 from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.lora_files import write_lora
-from asyncflow.engines.train.accumulate import Accumulator, make_accumulator
+from asyncflow.engines.train.accumulate import Accumulator
 from asyncflow.engines.train.device_weights import CopyStream, DeviceWeights
 from asyncflow.engines.train.helpers import Helpers
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.passes import Frozen, Passes
 from asyncflow.engines.train.state import EngineState, fingerprint_of
+from asyncflow.engines.train.summed_passes import ModelPasses
 from asyncflow.engines.train.training import PolicyTraining, Training
-from asyncflow.types import Array, HeldWeights, Objective, Ragged, WeightSource
+from asyncflow.types import Array, HeldWeights, Ragged, WeightSource
+
+P = TypeVar("P", bound=ModelPasses)
 
 
-class OneModel(Training):
-    """`Training` of one model on one device: its gradient sums, its optimiser, and the state of both."""
+class OneModel(Training, Generic[P]):
+    """`Training` of one model on one device: its passes, some of them in helpers, its optimiser, and the state of both."""
+
+    helpers: Helpers[P] | None
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         options: TrainEngineOptions,
+        passes: P,
+        of_helper: Callable[[TrainEngineOptions], P],
         old: Frozen | None = None,
-        sums: Accumulator | None = None,
     ) -> None:
-        """`parameters`: float32, tied ones once. `old`: the old policy, if it is a separate model. `sums`: of their gradients."""
+        """`parameters`: float32, tied ones once. `of_helper`: makes passes over the weights of `passes`, for another thread, maybe
+        on another device. `old`: the old policy, if it is a separate model."""
         self._parameters, self._device = parameters, options.device
-        self._sums = sums or make_accumulator(options.accumulate, parameters)
+        self.passes: P = passes
+        self._sums: Accumulator = passes.sums
         self._optimizer = Optimizer(parameters, options)
         self._state = EngineState(parameters, self._optimizer, None if old is None else old.parameters)
-
-    def fingerprint(self) -> Mapping[str, str]:
-        tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self._parameters.items()}
-        tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
-        return fingerprint_of(tensors.items())
-
-    def weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`. Call it in the compute thread: copies from a device wait for that thread's work."""
-        device = torch.device(self._device)
-        if device.type == CPU:
-            return HeldWeights(self._parameters)
-        return DeviceWeights(self._parameters, CopyStream(device))
-
-    def _update(self, normaliser: int) -> OptimResult:
-        gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
-        result = self._optimizer.update(gradients, self._sums.norm(gradients))
-        self._sums.clear()
-        return result
-
-    def _clear(self) -> None:
-        self._sums.clear()
-
-
-class OneRank(OneModel, PolicyTraining):
-    """`PolicyTraining` in plain PyTorch, on one device."""
-
-    models: TriModel[Frozen]
-
-    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
-        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here."""
-        self._model_path, self._lora = Path(model_path), options.lora
-        self.passes = first = Passes(model_path, options)
-        self.policy, self.models, self.remark = first.policy, first.models, first.remark
-        super().__init__(self.policy.parameters, options, self.models.old_model, first.sums)
-        self.helpers: Helpers | None = None
+        self.helpers = None
         if options.helpers:
-            others = [Passes(model_path, replace(options, device=device), first) for device in options.helpers]
+            others = [of_helper(replace(options, device=device)) for device in options.helpers]
             self.helpers = Helpers(others, options.num_threads)
-            if not any(passes.is_apart for passes in others):  # another device would have to be sent what a piece reads
+            if not any(each.is_apart for each in others):  # another device would have to be sent what a piece reads
                 self._sums.pieces = self._optimizer.pieces = self.helpers.pieces()
-                for passes in (first, *others):
-                    passes.summed.share(self.helpers.pieces())
-        self.specs = HeldWeights(self.policy.parameters).specs
+                for each in (passes, *others):
+                    each.summed.share(self.helpers.pieces())
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Any) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt changes the numbers."""
-        packed = [self.policy.pack(each.prompt_ids, each.response_ids, each.target_ids) for each in micro_batches]
+        packed = [self.passes.pack(each) for each in micro_batches]
 
-        def compute(passes: Passes, number: int) -> list[MicroBatchResult]:
-            of_pass = micro_batches[cut[number]]
-            if passes.is_apart:
-                return passes.compute_apart(of_pass, objective)
-            return passes.compute(of_pass, packed[cut[number]], objective)
+        def compute(passes: P, number: int) -> list[MicroBatchResult]:
+            return passes.compute(micro_batches[cut[number]], packed[cut[number]], objective)
 
         if self.helpers is None:
             cut = self.passes.summed.cut(packed)
@@ -113,6 +85,56 @@ class OneRank(OneModel, PolicyTraining):
         super().load_state(folder)
         self._changed()
 
+    def fingerprint(self) -> Mapping[str, str]:
+        tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self._parameters.items()}
+        tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
+        return fingerprint_of(tensors.items())
+
+    def weights(self) -> WeightSource:
+        """See `TrainEngine.export_weights`. Call it in the compute thread: copies from a device wait for that thread's work."""
+        device = torch.device(self._device)
+        if device.type == CPU:
+            return HeldWeights(self._parameters)
+        return DeviceWeights(self._parameters, CopyStream(device))
+
+    def _update(self, normaliser: int) -> OptimResult:
+        for passes in self._of_helpers:
+            self._sums.join(passes.sums)
+        self._changed()
+        gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
+        result = self._optimizer.update(gradients, self._sums.norm(gradients))
+        self._sums.clear()
+        return result
+
+    def _clear(self) -> None:
+        for passes in (self.passes, *self._of_helpers):
+            passes.sums.clear()
+        self._changed()
+
+    @property
+    def _of_helpers(self) -> Sequence[P]:
+        return () if self.helpers is None else self.helpers.passes
+
+    def _changed(self) -> None:
+        """Note that the weights of the model, or of the old one, may have changed."""
+        for passes in self._of_helpers:
+            passes.is_behind = True
+
+
+class OneRank(OneModel[Passes], PolicyTraining):
+    """`PolicyTraining` in plain PyTorch, on one device."""
+
+    models: TriModel[Frozen]
+
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
+        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here."""
+        self._model_path, self._lora = Path(model_path), options.lora
+        first = Passes(model_path, options)
+        self.policy, self.models, self.remark = first.policy, first.models, first.remark
+        of_helper = partial(Passes, model_path, first=first)
+        super().__init__(self.policy.parameters, options, first, of_helper, self.models.old_model)
+        self.specs = HeldWeights(self.policy.parameters).specs
+
     def _response_log_probs(
         self, prompt_ids: Array, response_ids: Ragged, target_ids: Ragged | None, temperature: float | None
     ) -> Ragged:
@@ -129,24 +151,3 @@ class OneRank(OneModel, PolicyTraining):
             self.policy.module.save_pretrained(path)
         else:
             write_lora(path, self._lora, self._model_path, {name: self._whole(name).cpu().numpy() for name in self.specs})
-
-    def _update(self, normaliser: int) -> OptimResult:
-        for passes in self._of_helpers:
-            self._sums.join(passes.sums)
-        self._changed()
-        return super()._update(normaliser)
-
-    def _clear(self) -> None:
-        super()._clear()
-        for passes in self._of_helpers:
-            passes.sums.clear()
-        self._changed()
-
-    @property
-    def _of_helpers(self) -> Sequence[Passes]:
-        return () if self.helpers is None else self.helpers.passes
-
-    def _changed(self) -> None:
-        """Note that the weights of the policy, or of the old one, may have changed."""
-        for passes in self._of_helpers:
-            passes.is_behind = True

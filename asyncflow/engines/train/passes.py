@@ -29,16 +29,14 @@ from asyncflow.engines.train.model.packing import Packed, joined
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.pass_probe import ProbePass
-from asyncflow.engines.train.summed_passes import SummedPasses
+from asyncflow.engines.train.summed_passes import ModelPasses, SummedPasses
 from asyncflow.types import Objective
 
 Frozen = FrozenModel | SharedBaseModel
 
 
-class Passes:
-    """Passes of one thread. `summed`: how they are cut, and where their gradients go."""
-
-    summed: SummedPasses
+class Passes(ModelPasses):
+    """`ModelPasses` of a policy, with its frozen models."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions, first: Passes | None = None) -> None:
         """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here.
@@ -50,7 +48,6 @@ class Passes:
         self.is_behind = True
         self._first = first
         self.is_apart = first is not None and first.device != self.device
-        """Whether these are on another device than the weights."""
         self.policy: CausalModel = CausalModel(model_path, options, first=None if first is None else first.policy)
         self.remark = probe(self.policy) if first is None else ""
         self.models: TriModel[Frozen]
@@ -78,13 +75,25 @@ class Passes:
             self._probe_loss,
             first=None if first is None else first.summed,
         )
-        self.sums = self.summed.sums
         self.remark = "\n".join(filter(None, (self.remark, self.summed.remark)))
+
+    def pack(self, micro_batch: MicroBatch) -> Packed:
+        return self.policy.pack(micro_batch.prompt_ids, micro_batch.response_ids, micro_batch.target_ids)
 
     def compute(
         self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: Objective
     ) -> list[MicroBatchResult]:
-        """Compute micro-batches together, and add their gradients to the sums: of all that are finite. `packed`: on this device."""
+        if not self.is_apart:
+            return self._compute(micro_batches, packed, objective)
+        device = self.policy.device
+        with nullcontext() if device.index is None else torch.get_device_module(device.type).device(device.index):
+            if self.is_behind:
+                self._catch_up()
+            return self._compute(micro_batches, [self.pack(each) for each in micro_batches], objective)
+
+    def _compute(
+        self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: Objective
+    ) -> list[MicroBatchResult]:
         together = joined(packed)
         shared = next((batch for batch, p in zip(micro_batches, packed, strict=True) if p.layout.has_prompt), None)
         if self._is_to_check and shared is not None:
@@ -98,16 +107,7 @@ class Passes:
 
         if (made := self.summed.backward(together, loss)) is not None:
             return made.results
-        return [self.compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
-
-    def compute_apart(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """`compute` on another device than that of the weights, with copies of them."""
-        device = self.policy.device
-        with nullcontext() if device.index is None else torch.get_device_module(device.type).device(device.index):
-            if self.is_behind:
-                self._catch_up()
-            packed = [self.policy.pack(each.prompt_ids, each.response_ids, each.target_ids) for each in micro_batches]
-            return self.compute(micro_batches, packed, objective)
+        return [self._compute([one], [p], objective)[0] for one, p in zip(micro_batches, packed, strict=True)]
 
     @torch.no_grad()
     def _catch_up(self) -> None:

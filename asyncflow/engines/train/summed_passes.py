@@ -9,11 +9,14 @@ the rows of several micro-batches in one batch, with plain sums alone: there the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from asyncflow.devices import CPU
+from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.engines.train.accumulate import ExactAccumulator, PlainAccumulator
 from asyncflow.engines.train.model.causal_model import CausalModel
 from asyncflow.engines.train.model.micro_step import PassLoss
@@ -98,3 +101,27 @@ class SummedPasses:
         if why and exact:
             self.most_tokens = self._gradients = None
             self.remark = one_by_one(why)
+
+
+class ModelPasses(ABC):
+    """Passes of a policy, or of a critic, in one thread. `summed`: how they are cut, and where their gradients go."""
+
+    summed: SummedPasses
+    is_apart = False
+    """Whether these are on another device than the weights."""
+    is_behind = False
+    """Whether the weights may have changed since the last pass, where there are copies of them."""
+
+    @property
+    def sums(self) -> ExactAccumulator | PlainAccumulator:
+        """Sums that the gradients go to."""
+        return self.summed.sums
+
+    @abstractmethod
+    def pack(self, micro_batch: MicroBatch) -> Packed:
+        """Packed tokens of a micro-batch, on the model's device."""
+
+    @abstractmethod
+    def compute(self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed], objective: Any) -> list[MicroBatchResult]:
+        """Compute micro-batches together, and add their gradients to the sums: of all that are finite. `packed`: on the device of
+        the weights."""

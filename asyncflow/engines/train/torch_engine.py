@@ -13,7 +13,6 @@ import torch
 
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.helpers import Helpers
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.training import PolicyTraining
@@ -43,17 +42,10 @@ class TorchEngine(LeaderEngine):
             training = ManyRanks(model_path, options)
         super().__init__(training, options)
         self.remark = training.remark
-        self.helpers: Helpers | None = training.helpers if isinstance(training, OneRank) else None
-        """Helpers of the engine, if it was made with any."""
 
     async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         """Make a call in the compute thread, between those of the engine."""
         return await self._thread.run(call, *arguments)
-
-    async def close(self) -> None:
-        await super().close()
-        if self.helpers is not None:
-            self.helpers.close()
 
     async def export_weights(self) -> WeightSource:
         """See `TrainEngine.export_weights`. The weights are float32. With one rank nothing is gathered or, on the CPU, copied."""

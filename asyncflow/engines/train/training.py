@@ -24,6 +24,7 @@ from asyncflow.engines.train.state import EngineState
 from asyncflow.types import Array, Ragged, TensorSpec
 
 if TYPE_CHECKING:
+    from asyncflow.engines.train.helpers import Helpers
     from asyncflow.engines.train.parallel.ranks import Ranks
 
 
@@ -39,6 +40,8 @@ class Training(ABC):
     """Rank of the data-parallel group, from 0, in its leader; None in a rank that follows."""
     models: TriModel[Any] | None = None
     """The policy with its frozen models; None for a critic."""
+    helpers: Helpers[Any] | None = None
+    """Helpers of this process, if it was made with any."""
     _optimizer: Optimizer
     _state: EngineState
     """State in a checkpoint. An engine that keeps another one overrides the three methods that use it."""

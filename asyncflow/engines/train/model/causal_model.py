@@ -99,7 +99,7 @@ class CausalModel:
         self.parameters = self._weights if lora is None else {name: w for name, w in self._weights.items() if w.requires_grad}
         if shared is not None:
             for name, parameter in self.parameters.items():
-                parameter.data = shared.parameters[name].data
+                parameter.data = shared._weights[name].data
         elif lora is not None:
             for name, tensor in initial_lora(shapes, lora, options.seed).items():
                 self.parameters[name].data.copy_(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from asyncflow.algorithms.ppo import PPO
-from asyncflow.engines.base import MicroBatch, MicroBatchResult
-from asyncflow.engines.train.critic_engine import HEAD, HEAD_FILE, TorchCritic
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult
+from asyncflow.engines.train.critic_engine import HEAD, HEAD_FILE, CriticPasses, TorchCritic
+from asyncflow.engines.train.helpers import Helpers
 from asyncflow.types import Ragged, RunError, UserError
+from tests.patience import patience
 from tests.unit.engines.train.conftest import micro_batch
-from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, train_options, untied
+from tests.unit.engines.train.training import (
+    MakeMicroBatch,
+    ModelPath,
+    hold_back,
+    leave_pieces_to_helpers,
+    train_options,
+    untied,
+)
 
 CRITIC = PPO(value_clip=None).critic
 
@@ -249,3 +259,110 @@ async def test_of_a_pass_the_micro_batch_that_is_not_finite_adds_nothing(
     assert of_alone == pytest.approx(norm, rel=1e-5) and (accumulate == "fp32") == (alone != expected)
     _, of_none, results, _ = await trained_in_passes(path, [bad, bad], monkeypatch, **in_pass)
     assert not any(result.is_finite for result in results) and of_none == 0.0
+
+
+async def updated(engine: TorchCritic, num_updates: int = 2) -> tuple[Mapping[str, str], list[MicroBatchResult]]:
+    """Hashes after updates of two rounds each, and the results; the engine is closed."""
+    batches = [of_critic(micro_batch(i, lengths, prompt), seed=i) for i, (lengths, prompt) in enumerate(SHAPES)]
+    with torch.no_grad():
+        engine.training.model.parameters[HEAD].copy_(torch.linspace(-0.3, 0.3, 128)[None])
+    results = []
+    for _ in range(num_updates):
+        await engine.begin_step()
+        for some in (batches[:4], batches[4:]):
+            results += await engine.forward_backward(some, CRITIC)
+        assert not (await engine.optim_step(40)).skipped
+    found = await engine.fingerprint()
+    await engine.close()
+    return found, results
+
+
+def helpers_of(engine: TorchCritic) -> Helpers[CriticPasses]:
+    assert engine.helpers is not None
+    return engine.helpers
+
+
+HELPED: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2-tiny", {}),
+    ("qwen3-tiny", {"tokens_per_pass": None}),
+    ("llama-tiny", {"dtype": "bfloat16", "activation_checkpointing": True}),
+    ("untied", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), HELPED)
+async def test_bits_do_not_depend_on_who_has_computed_a_pass_of_it(
+    name: str, changes: dict[str, Any], model_path: ModelPath, tmp_path: Path
+) -> None:
+    """The compute thread takes no second pass of a round before helpers have computed so many."""
+    path = untied(model_path("qwen2-tiny"), tmp_path / "untied") if name == "untied" else model_path(name)
+    options = {"accumulate": "exact", "tokens_per_pass": 40, **changes}
+    expected = await updated(critic(path, **options))
+    for count in (1, 2):
+        engine = critic(path, **options, helpers=("cpu",) * count)
+        hold_back(engine, count)
+        assert await updated(engine) == expected
+
+
+async def test_a_helper_of_it_that_leaves_after_a_pass_has_the_same_bits(model_path: ModelPath) -> None:
+    options = {"accumulate": "exact", "tokens_per_pass": 40}
+    expected = await updated(critic(model_path("qwen2-tiny"), **options))
+    engine = critic(model_path("qwen2-tiny"), **options, helpers=("cpu",))
+    made, computed, has_left = helpers_of(engine), list[float](), threading.Event()
+    next_of_own = made._next
+
+    def leave(start: float, end: float) -> None:
+        computed.append(end - start)
+        made.allow(())
+        has_left.set()
+
+    def held() -> int | None:
+        assert has_left.wait(patience(60))
+        return next_of_own()
+
+    made.on_pass, made._next = leave, held  # type: ignore[method-assign]
+    made.allow(range(1))
+    assert await updated(engine) == expected
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize("most", [None, 5])
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize(("name", "changes"), HELPED[::2])
+async def test_helpers_take_pieces_of_its_only_pass_and_of_its_update_with_the_same_bits(
+    name: str, changes: dict[str, Any], accumulate: str, most: int | None, model_path: ModelPath
+) -> None:
+    """`most`: pieces after which the only helper leaves, in the middle of a pass."""
+    options = {"accumulate": accumulate, "tokens_per_pass": 10_000, "max_grad_norm": 0.1, **changes}
+    expected = await updated(critic(model_path(name), **options))
+    engine = critic(model_path(name), **options, helpers=("cpu",) * (1 if most else 2))
+    made, training, in_updates = helpers_of(engine), engine.training, 0
+    made.allow(range(2))
+    takers, optim_step = leave_pieces_to_helpers(made, most), training.optim_step
+
+    def counted(normaliser: int) -> OptimResult:
+        nonlocal in_updates
+        before = len(takers)
+        result = optim_step(normaliser)
+        in_updates += len(takers) - before
+        return result
+
+    training.optim_step = counted  # type: ignore[method-assign]
+    training.passes.summed.cut = lambda packed, *_: [slice(0, len(packed))]  # type: ignore[method-assign]
+    assert await updated(engine) == expected
+    of_helpers = [taker for taker in takers if taker.startswith("train-helper")]
+    if most is None:
+        assert 0 < in_updates < len(of_helpers) == len(takers)
+    else:
+        assert len(of_helpers) == most and not in_updates
+
+
+async def test_an_error_of_a_helper_of_it_is_the_call_s(model_path: ModelPath) -> None:
+    engine = critic(model_path("qwen2-tiny"), helpers=("cpu",), tokens_per_pass=None)
+    good = [of_critic(micro_batch(i), seed=i) for i in range(2)]
+    hold_back(engine, 1)
+    with pytest.raises(ValueError, match="has no values"):
+        await engine.forward_backward([good[0], replace(good[1], values=None)], CRITIC)
+    await engine.discard()
+    assert len(await engine.forward_backward(good, CRITIC)) == 2
+    await engine.close()

@@ -33,6 +33,7 @@ from tests.unit.engines.train.training import (
     Sum,
     assert_same,
     hold_back,
+    leave_pieces_to_helpers,
     policy_gradient,
     torch_engine,
     train_options,
@@ -133,24 +134,6 @@ async def test_helpers_read_the_weights_that_an_update_has_made(model_path: Mode
     await engine.close()
 
 
-def _leave_all_pieces_to_helpers(made: Helpers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let nobody but helpers take a piece that was left to others. Returns the names of the threads that take them."""
-    takers: list[str] = []
-    compute = made._compute_piece
-
-    def noted(*arguments: Any) -> None:
-        takers.append(threading.current_thread().name)
-        compute(*arguments)
-
-    def wait_until(is_over: Any) -> None:
-        with made._changed:
-            assert made._changed.wait_for(is_over, patience(60))
-
-    monkeypatch.setattr(made, "_compute_piece", noted)
-    monkeypatch.setattr(made, "_take_pieces_until", wait_until)
-    return takers
-
-
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -162,7 +145,7 @@ def _leave_all_pieces_to_helpers(made: Helpers, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 async def test_helpers_take_pieces_of_the_only_pass_and_of_the_update_with_the_same_bits(
-    name: str, changes: dict[str, Any], accumulate: str, model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, changes: dict[str, Any], accumulate: str, model_path: ModelPath, tmp_path: Path
 ) -> None:
     path = untied(model_path("qwen2-tiny"), tmp_path / "untied") if name == "untied" else model_path(name)
     found, done = [], []
@@ -176,7 +159,7 @@ async def test_helpers_take_pieces_of_the_only_pass_and_of_the_update_with_the_s
         takers: list[str] = []
         if (made := engine.helpers) is not None:
             made.allow(range(2))
-            takers = _leave_all_pieces_to_helpers(made, monkeypatch)
+            takers = leave_pieces_to_helpers(made)
         for number in range(2):
             await engine.begin_step()
             done.append(await engine.forward_backward([micro_batch(number, (9, 4, 7), 6)], Sum(with_entropy)))

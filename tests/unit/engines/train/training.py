@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from asyncflow.config import parse
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.frozen_engine import FrozenEngine
+from asyncflow.engines.train.helpers import Helpers
+from asyncflow.engines.train.leader_engine import TrainingEngine
 from asyncflow.engines.train.model.log_probs import Head, VocabularyShard, token_local_losses
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
@@ -146,7 +148,29 @@ def moved_less(left: dict[str, Tensor], right: dict[str, Tensor], before: Any, s
             assert (left[name] - right[name]).norm() < share * (right[name] - before[name]).norm(), name
 
 
-def hold_back(engine: TorchEngine, passes_of_helpers: int) -> None:
+def leave_pieces_to_helpers(made: Helpers[Any], most: int | None = None) -> list[str]:
+    """Let nobody but helpers take a piece that was left to others, until they have taken `most`: then they leave. Returns the names
+    of the threads that take pieces."""
+    takers: list[str] = []
+    compute, take = made._compute_piece, made._take_pieces_until
+
+    def noted(*arguments: Any) -> None:
+        takers.append(threading.current_thread().name)
+        if len(takers) == most:
+            made.allow(())
+        compute(*arguments)
+
+    def take_later(is_over: Callable[[], bool]) -> None:
+        with made._changed:
+            assert made._changed.wait_for(lambda: is_over() or not made.allowed, patience(60))
+        take(is_over)
+
+    made._compute_piece = noted  # type: ignore[method-assign]
+    made._take_pieces_until = take_later  # type: ignore[method-assign]
+    return takers
+
+
+def hold_back(engine: TrainingEngine[Any], passes_of_helpers: int) -> None:
     """Let the compute thread take a second pass of each round only when the helpers have computed so many."""
     made = engine.helpers
     assert made is not None
