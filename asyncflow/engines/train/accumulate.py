@@ -83,7 +83,7 @@ class Accumulator(ABC):
     """Gradient sums of one step. An exception leaves them unusable until `clear`."""
 
     pieces: Pieces = AT_ONCE
-    """Pieces by which `join` and `gradients` add up and divide."""
+    """Pieces by which `join` and `gradients` add up and divide. What is added from outside may be some of them, too."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """`parameters`: by name, float32, all on one device, tied ones once."""
@@ -370,18 +370,22 @@ def order_free_norm(gradients: Sequence[Tensor], pieces: Pieces = AT_ONCE) -> fl
     If the gradients are sharded over processes, each process calls the three parts itself: `norm_of` takes the maximum of all
     `largest_magnitude` and the sum of all `sum_of_squares`. These are the same, to the bit, however the elements are sharded.
     """
-    peaks = pieces.over(largest_magnitude, gradients)
-    largest = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
-    return norm_of(sum(pieces.over(partial(sum_of_squares, largest=largest), gradients)), largest)
+    largest = largest_magnitude(gradients, pieces)
+    return norm_of(sum_of_squares(gradients, largest, pieces), largest)
 
 
-def largest_magnitude(gradients: Sequence[Tensor]) -> float:
+def largest_magnitude(gradients: Sequence[Tensor], pieces: Pieces = AT_ONCE) -> float:
     """Largest |g| over all elements; 0 if there are none, NaN or infinite if an element is."""
-    peaks = [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients if gradient.numel()]
-    return torch.stack(peaks).max().item() if peaks else 0.0
+
+    def largest(some: Sequence[Tensor]) -> float:
+        peaks = [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in some if gradient.numel()]
+        return torch.stack(peaks).max().item() if peaks else 0.0
+
+    of_parts = pieces.over(largest, gradients)
+    return math.nan if any(map(math.isnan, of_parts)) else max(of_parts, default=0.0)
 
 
-def sum_of_squares(gradients: Sequence[Tensor], largest: float) -> int:
+def sum_of_squares(gradients: Sequence[Tensor], largest: float, pieces: Pieces = AT_ONCE) -> int:
     """Sum of the rounded g**2 in steps of the grid `_square_grids(largest)[1]`; an exact Python integer, below 2**66 per element.
 
     `largest`: at least the largest magnitude of these gradients. The sum is 0 if it is not finite.
@@ -389,8 +393,11 @@ def sum_of_squares(gradients: Sequence[Tensor], largest: float) -> int:
     One grid would lose many small squares beside a single large one. So a second grid takes what the first one rounds away. An
     element is off by 2**-65 of the largest square at most: 10**10 elements by 3e-10 of the whole, and the norm by half of that.
     """
-    if not math.isfinite(largest):
-        return 0
+    return sum(pieces.over(partial(_squares, largest=largest), gradients)) if math.isfinite(largest) else 0
+
+
+def _squares(gradients: Sequence[Tensor], largest: float) -> int:
+    """`sum_of_squares` of some of them. `largest` is finite."""
     coarse, fine = _square_grids(largest)
     sums = []
     for gradient in gradients:

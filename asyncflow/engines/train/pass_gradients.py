@@ -112,10 +112,13 @@ class PassGradients:
 
     @contextmanager
     def within(self, state: PassState) -> Iterator[None]:
-        """Context of a pass, or of a part of one: gradients of weights go to the sums."""
+        """Context of a pass, or of a part of one: gradients of weights go to the sums, and are there at its end."""
         self._state = state
         try:
-            yield
+            try:
+                yield
+            finally:
+                self.pieces.end()
         finally:
             self._state = None
 
@@ -123,11 +126,8 @@ class PassGradients:
     def of(self, packed: Packed) -> Iterator[None]:
         """Context of a whole pass, forward and backward. Raises `RangeError` at its end."""
         with self.within(self.begin(packed)):
-            try:
-                yield
-            finally:
-                self.pieces.end()
-            self._sums.end_pass()
+            yield
+        self._sums.end_pass()
 
     def loss_with(self, total: Tensor, head_VH: Tensor) -> Tensor:
         """Same loss, for whose sake autograd gets zeros for the output layer, too, if it gets any."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -41,6 +42,7 @@ from asyncflow.engines.train.accumulate import (
     make_accumulator,
 )
 from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.types import UserError
 
 if TYPE_CHECKING:
@@ -117,6 +119,10 @@ class Sums(ABC):
         """Sums that gradients of passes of several micro-batches go to."""
 
     @abstractmethod
+    def share(self, pieces: Pieces) -> None:
+        """Add up and divide by these pieces, which those of passes are among (pass_gradients.py)."""
+
+    @abstractmethod
     def is_zero(self) -> bool:
         """Whether this rank's part of every sum is 0. For exact sums."""
 
@@ -167,6 +173,9 @@ class HandedSums(Sums):
         assert isinstance(self._accumulator, ExactAccumulator), "the others take passes as they are"
         return self._accumulator
 
+    def share(self, pieces: Pieces) -> None:
+        self._accumulator.pieces = pieces
+
     def is_zero(self) -> bool:
         return self.of_passes().is_zero()
 
@@ -198,12 +207,15 @@ class ExactSums(Sums):
 
     def __init__(self, policy: ShardedModel, ranks: Ranks) -> None:
         super().__init__(policy)
-        self._ranks = ranks
+        self._ranks, self._pieces = ranks, AT_ONCE
         self._units = [_ExactUnit(unit, ranks.layout.dp) for unit in self._trained]
         self._of_pass = PassSums({name: shape for unit in self._trained for name, shape in unit.shapes.items()}, ranks.device)
 
     def of_passes(self) -> ExactAccumulator:
         return self._of_pass
+
+    def share(self, pieces: Pieces) -> None:
+        self._pieces = self._of_pass.pieces = pieces
 
     def is_zero(self) -> bool:
         return not any(unit.sums_E is not None and bool(unit.sums_E.any()) for unit in self._units)
@@ -224,16 +236,20 @@ class ExactSums(Sums):
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         self._check_range()
-        gradients = []
+        parts: list[Tensor] = []
+
+        def divide(part: Tensor, sums_X: Tensor) -> None:
+            part.grad = divided(sums_X[: part.numel()].view(part.shape), normaliser)
+
         for unit in self._units:
             if unit.sums_E is None:
                 continue
             for name, place in unit.places.items():
-                part = self._parts[name]
-                part.grad = divided(unit.sums_E[place][: part.numel()].view(part.shape), normaliser)
-                gradients.append(part.grad)
+                parts.append(self._parts[name])
+                self._pieces.add(partial(divide, parts[-1], unit.sums_E[place]))
             unit.sums_E = None
-        return gradients
+        self._pieces.end()
+        return [part.grad for part in parts if part.grad is not None]
 
     def clear(self) -> None:
         for unit in self._units:
@@ -265,6 +281,7 @@ class PassSums(ExactAccumulator):
 
     def take(self, name: str) -> Tensor | None:
         """A parameter's sum, float64, which is let go; None if nothing was added to it."""
+        self.pieces.end()  # somebody may still be adding to it
         return self._sums.pop(name, None)
 
     def end_pass(self) -> None:

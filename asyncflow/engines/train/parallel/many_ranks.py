@@ -29,6 +29,7 @@ from torch import Tensor
 from asyncflow.engines.base import EXCHANGE_SECONDS, MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.lora_files import write_lora
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
+from asyncflow.engines.train.helpers import Helpers
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.packing import (
     INERT_TOKENS,
@@ -51,6 +52,7 @@ from asyncflow.engines.train.parallel.sharded_model import ShardedModel, SharedB
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
 from asyncflow.engines.train.pass_gradients import PassGradients
 from asyncflow.engines.train.pass_probe import LENGTHS, OTHER_BITS, ProbePass, one_by_one
+from asyncflow.engines.train.pieces import AT_ONCE, Pieces
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
@@ -142,9 +144,10 @@ class ManyRanks(PolicyTraining):
                 part.grad = torch.zeros_like(part)
             self._pipeline.add_tied_(part.grad)
         counted = [part.grad for part in self._counted.values() if part.grad is not None]
-        (largest,) = self.ranks.largest([largest_magnitude(counted)])
+        (largest,) = self.ranks.largest([largest_magnitude(counted, self._pieces)])
         own_fill_tokens = self._fill_tokens if self.ranks.is_leader else 0
-        squares, num_added, fill_tokens = self.ranks.total([sum_of_squares(counted, largest), self._num_added, own_fill_tokens])
+        own_squares = sum_of_squares(counted, largest, self._pieces)
+        squares, num_added, fill_tokens = self.ranks.total([own_squares, self._num_added, own_fill_tokens])
         # Where every micro-batch was refused, there is nothing to step by.
         result = self._optimizer.update(gradients if num_added else [], norm_of(squares, largest))
         self._clear()
@@ -223,6 +226,9 @@ class ManyRanks(PolicyTraining):
         if is_exact and (self._tokens_per_pass is not None or self._most_fill):
             self._prepare_passes()
         self._optimizer = Optimizer(policy.parts, options)
+        self._pieces: Pieces = AT_ONCE
+        if options.helpers:
+            self._leave_pieces_to(Helpers([None] * len(options.helpers), options.num_threads))
         self._counted = {
             name: part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
         }
@@ -249,6 +255,15 @@ class ManyRanks(PolicyTraining):
         else:
             self._tokens_per_pass, self._most_fill = None, 0.0
             self.remark = one_by_one(why or "another stage has weights of another kind")
+
+    def _leave_pieces_to(self, helpers: Helpers[None]) -> None:
+        """Have helpers take pieces of passes and of the update. No whole pass: what ranks gather and add up has one order, the same
+        on all of them; and no rows of a product: a weight is let go as soon as this rank has used it."""
+        self.helpers = helpers
+        self._pieces = self._optimizer.pieces = pieces = helpers.pieces(cuts_rows=False)
+        self._sums.share(pieces)
+        if self._gradients is not None:
+            self._gradients.pieces = pieces
 
     def _probe(self, gradients: PassGradients) -> bool:
         """See `pass_probe.probe`: whether it is so on all ranks."""

@@ -110,6 +110,41 @@ def test_ranks_make_the_next_step_while_the_weights_that_they_have_gathered_are_
         assert alone == made
 
 
+@pytest.mark.parametrize(
+    ("layout", "family", "changes", "most"),
+    [
+        (Layout(dp=2), "qwen2-tiny", {}, None),
+        (Layout(dp=2), "llama-tiny", {"dtype": "bfloat16", "activation_checkpointing": True}, 5),
+        (Layout(dp=2), "qwen2-tiny", {"accumulate": "fp32"}, None),
+        (Layout(pp=2), "qwen2-tiny", {"pipeline_micro_batches": 2}, None),
+        pytest.param(Layout(dp=2), "qwen2-tiny", {"lora": LORA, "old": "step_start"}, None, marks=depth.deep),
+        pytest.param(Layout(pp=2), "qwen2-tiny", {}, 5, marks=depth.deep),
+        pytest.param(Layout(tp=2), "qwen2-tiny", {}, None, marks=depth.deep),
+        pytest.param(Layout(dp=2, pp=2), "deep", {}, None, marks=depth.deep),
+    ],
+    ids=str,
+)
+def test_helpers_of_ranks_take_pieces_with_the_same_bits(
+    ranks: Processes, model_path: ModelPath, deep: Path, layout: Layout, family: str, changes: dict[str, Any], most: int | None
+) -> None:
+    """`most`: pieces after which a rank's helper leaves, in the middle of a pass. With plain sums, or under tensor parallelism,
+    only the update has pieces."""
+    path = deep if family == "deep" else model_path(family)
+    options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000, **changes}
+    steps = on_ranks.make_steps(layout.dp, num_steps=2)
+    alone = ranks.run(on_ranks.train, path, steps, layout, options, size=layout.size)
+    helped = ranks.run(on_ranks.train_helped, path, steps, layout, options, most, size=layout.size)
+    for expected, (found, taken) in zip(alone, helped, strict=True):
+        if expected is not None:
+            assert (found.results, found.updates, found.fingerprint) == (expected.results, expected.updates, expected.fingerprint)
+        has_passes = options["accumulate"] == "exact" and layout.tp == 1
+        if most is None:
+            assert (taken["forward_backward"] > 0) == has_passes and taken["optim_step"] > 0
+        else:
+            assert taken == {"forward_backward": most, "optim_step": 0}
+    assert alone[0].fingerprint
+
+
 @pytest.mark.parametrize("is_shared", in_gate(True, of=[True, False]), ids=["shared", "rows"])
 @pytest.mark.parametrize(
     ("layout", "family", "family_in_rows"),

@@ -37,7 +37,7 @@ from asyncflow.weight_sync.shared_memory import SharedMemory
 from asyncflow.weight_sync.staging import Filling
 from tests.patience import patience
 from tests.unit.engines.train.parallel.processes import end_itself
-from tests.unit.engines.train.training import torch_engine, train_options, weights_of
+from tests.unit.engines.train.training import leave_pieces_to_helpers, torch_engine, train_options, weights_of
 
 Round = list[list[MicroBatch]]  # of each data-parallel group its micro-batches
 
@@ -152,6 +152,31 @@ def train_alone(path: Path, steps: list[list[Round]], options: dict[str, Any], o
     made = asyncio.run(_train(torch_engine(path, **options), joined, objective))
     assert made is not None
     return made
+
+
+def train_helped(
+    path: Path, steps: list[list[Round]], layout: Layout, options: dict[str, Any], most: int | None
+) -> tuple[Made | None, dict[str, int]]:
+    """As `train`, with two helpers on each rank, which take all pieces that are left to them, or `most` of them. Returns also how
+    many they have taken, of passes (`forward_backward`) and of updates (`optim_step`)."""
+    engine = torch_engine(path, layout=layout, helpers=("cpu",) * (1 if most else 2), **options)
+    made, taken, training = engine.helpers, dict[str, int](), engine.training
+    assert made is not None
+    made.allow(range(2))
+    takers = leave_pieces_to_helpers(made, most)
+
+    def counted(method: str, call: Any) -> Any:
+        def count(*arguments: Any) -> Any:
+            before = len(takers)
+            result = call(*arguments)
+            taken[method] = taken.get(method, 0) + sum(taker.startswith("train-helper") for taker in takers[before:])
+            return result
+
+        return count
+
+    for method in ("forward_backward", "optim_step"):
+        setattr(training, method, counted(method, getattr(training, method)))
+    return asyncio.run(_train(engine, steps, Clipped())), taken
 
 
 async def _train(engine: TorchEngine, steps: list[list[Round]], objective: Objective) -> Made | None:
