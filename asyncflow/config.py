@@ -402,9 +402,10 @@ class TrainConfig(Section):
     """Tokens up to which micro-batches that are ready, also of several groups, are computed in one pass; null: each by itself. The
     automatic number goes by the model's width and the device; with `responses_per_micro_batch` it is null."""
     helpers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Threads that take training passes beside the trainer's own while cores are free, each with `num_threads` (CPU). By default as
-    many as fit on the rollout workers' cores, which are free while these have nothing to generate. No bit of exact sums depends on
-    them. On accelerators: one on each device of rollout with `plan.shares.helpers`, else none."""
+    """Threads that take training passes, or pieces of them, beside the trainer's own while cores are free, each with `num_threads`
+    (CPU): of each of its ranks, and of the critic. By default as many as fit on the rollout workers' cores, which are free while
+    these have nothing to generate. No bit of exact sums depends on them. On accelerators: one on each device of rollout with
+    `plan.shares.helpers`, else none."""
     skip_zero_advantages: bool | Literal["auto"] = "auto"
     """Do not compute micro-batches whose advantages are all 0, as those of a group whose rewards are all equal: they count in the
     normaliser, and their gradient is 0. By default where the loss has no gradient there."""

@@ -40,7 +40,7 @@ from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.pool import RewardPool
-from asyncflow.run.helper_devices import num_helpers
+from asyncflow.run.helper_devices import num_passing
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.settings import Choice
@@ -140,14 +140,14 @@ def leaves_out_equal_rewards(config: Config) -> bool:
 def update_plan(config: Config, fields: Mapping[str, Any] = NO_FIELDS) -> UpdatePlan:
     """The updates of a step, for the ledger. `fields`: of the model's `config.json`.
 
-    A rank trains a group in a round, and more that are there up to the tokens of a pass, or of as many passes as helpers compute
-    beside it; in a pipeline it trains as many as make up the micro-batches that go through it together, or as many passes. Where
-    passes are one micro-batch each, helpers have some of their own all the same."""
+    A rank trains a group in a round, and more that are there up to the tokens of a pass, or, if it is the only one, of as many
+    passes as helpers compute beside it; in a pipeline it trains as many as make up the micro-batches that go through it together,
+    or as many passes. Where passes are one micro-batch each, helpers have some of their own all the same."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
-    num_passes = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1 + num_helpers(config)
+    num_passes = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1 + num_passing(config)
     groups = -(-num_passes // pieces) if config.layout.pp > 1 else 1
     tokens = tokens_per_pass(config, fields)
-    if tokens is None and kind_of(config.train.device) != CPU and num_helpers(config):
+    if tokens is None and kind_of(config.train.device) != CPU and num_passing(config):
         tokens = PASS_TOKENS
     return UpdatePlan(
         config.layout.dp,

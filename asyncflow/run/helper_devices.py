@@ -1,6 +1,6 @@
-"""Devices of a run's generators, and of the helpers that its trainer has on them: from the configuration alone.
+"""Devices of a run's generators, and of the helpers of its trainer and its critic: from the configuration alone.
 
-cores of this machine ------------------------> helpers: threads of the trainer (train.helpers)
+cores of this machine ------------------------> helpers: threads of each rank of the trainer, and of the critic (train.helpers)
 plan.shares.helpers=rollout: accelerators ----> a helper on each that generates, while that one has nothing to generate
 """
 
@@ -26,7 +26,7 @@ def generating_device(config: Config, name: str) -> str:
 
 
 def helper_devices(config: Config) -> tuple[str, ...]:
-    """Device of each helper that may compute beside the trainer's own thread.
+    """Device of each helper that may compute beside the own thread of the trainer, of each of its ranks where there are several.
 
     Raises `UserError` where the run asks for some, and can have none.
     """
@@ -47,12 +47,30 @@ def helper_devices(config: Config) -> tuple[str, ...]:
     if not on_cores:
         of_workers = [generating_device(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
         return tuple(dict.fromkeys(of_workers))[: None if train.helpers == "auto" else train.helpers]
+    return (train.device,) * _num_fitting(config, config.layout.size)
+
+
+def num_critic_helpers(config: Config) -> int:
+    """Number of helpers that a critic has, on cores: those of a trainer on one device, whatever the run's own is."""
+    if kind_of(config.train.critic.device) != CPU or config.cluster.name not in ON_ONE_MACHINE:
+        return 0
+    return _num_fitting(config, 1)
+
+
+def num_passing(config: Config) -> int:
+    """Number of the trainer's helpers that take whole passes: with several ranks none does."""
+    return num_helpers(config) if config.layout.size == 1 else 0
+
+
+def _num_fitting(config: Config, num_workers: int) -> int:
+    """Number of helpers of each of so many workers, on cores: by itself as many as fit on the rollout workers'."""
+    train, rollout = config.train, config.rollout
     if train.helpers != "auto":
-        return (train.device,) * train.helpers
-    if kind_of(config.rollout.device) != CPU:
-        return ()
-    of_rollout = config.rollout.num_workers * config.rollout.least_threads
-    return (train.device,) * max(0, min(of_rollout, num_cores() - train.least_threads) // train.least_threads)
+        return train.helpers
+    if kind_of(rollout.device) != CPU:
+        return 0
+    each = num_workers * train.least_threads
+    return max(0, min(rollout.num_workers * rollout.least_threads, num_cores() - each) // each)
 
 
 def with_helpers(config: Config) -> Config:
@@ -71,20 +89,20 @@ def num_on_devices(config: Config) -> int:
 
 
 def num_on_cores(config: Config) -> int:
-    """Number of the helpers that are on cores of the trainer's machine."""
+    """Number of the helpers, of each rank, that are on cores of the trainer's machine."""
     return num_helpers(config) - num_on_devices(config)
 
 
 def num_helpers(config: Config) -> int:
-    """Number of helpers. Raises `UserError` as `helper_devices`."""
+    """Number of helpers, of each rank. Raises `UserError` as `helper_devices`."""
     return len(helper_devices(config))
 
 
 def _why_none(config: Config) -> str:
     """Reason why a run can have no helpers at all; "" if it can."""
     train = config.train
-    if train.engine.name != "torch" or config.layout.size > 1:
-        return "only train.engine=torch on one device has them"
+    if train.engine.name != "torch":
+        return "only train.engine=torch has them"
     if config.cluster.name not in ON_ONE_MACHINE:
         return f"with cluster={config.cluster.name} it is not known which cores or devices of the trainer's machine are free"
     return ""
@@ -93,6 +111,8 @@ def _why_none(config: Config) -> str:
 def _why_not_on_devices(config: Config) -> str:
     """Reason why helpers cannot be on the devices that generate; "" if they can."""
     train, rollout = config.train, config.rollout
+    if config.layout.size > 1:
+        return "a trainer of several ranks has none on devices"
     if "helpers" not in config.plan.shares:
         return f"train.device={train.device}, and no other device is theirs to compute on: plan.shares.helpers=rollout names some"
     if rollout.engine.name in ROLLOUT_ENGINE_DEVICES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -174,17 +174,14 @@ async def train_worker(name: str, run_dir: Path) -> None:
         engine = await asyncio.to_thread(train_engine, run)
         if (rank := engine.data_parallel_rank) is None:
             spans.waiting("leader")
-            await engine.follow(make_algorithm(run.config), partial(_call_state, spans))
+            async with background(*_lending(run, "trainer", engine)):
+                await engine.follow(make_algorithm(run.config), partial(_call_state, spans))
             return
         sender = None
         if rank == 0:
             base = await asyncio.to_thread(base_sum, run.config, Path(run.job.model))
             sender = weight_sync(run, run.config.train.device, base=base).sender(uuid.uuid4().hex)
-        helpers: Helpers | None = getattr(engine, "helpers", None)
-        async with (
-            _with_threads(run, "trainer", engine),
-            background(*([] if helpers is None else [lend(run.cores, helpers, spans)])),
-        ):
+        async with _with_threads(run, "trainer", engine), background(*_lending(run, "trainer", engine)):
             saving = await train_steps(run, engine, sender)
         with spans.busy("save"), RunDir(run_dir).saving_model(is_first=rank == 0) as folder:
             await engine.save(folder)
@@ -210,6 +207,12 @@ async def _with_threads(run: RunConnection, pool: str, engine: object) -> AsyncI
     run.reporter.why_not_deterministic = run.reporter.why_not_deterministic or why
     async with background(*following):
         yield
+
+
+def _lending(run: RunConnection, pool: str, engine: object) -> list[Coroutine[Any, Any, None]]:
+    """Coroutine that lends cores, or devices, to an engine's helpers; none where it has no helpers."""
+    helpers: Helpers[Any] | None = getattr(engine, "helpers", None)
+    return [] if helpers is None else [lend(run.cores, pool, helpers, run.reporter.recorder)]
 
 
 def _call_state(spans: Recorder, call: str) -> AbstractContextManager[None]:
@@ -275,7 +278,7 @@ async def critic_worker(name: str, run_dir: Path) -> None:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(partial(critic_engine, run.config, Path(run.job.model), is_trained=True))
         sender = critic_weight_sync(run).sender(uuid.uuid4().hex) if run.config.plan.values.num_workers else None
-        async with _with_threads(run, "critic", engine):
+        async with _with_threads(run, "critic", engine), background(*_lending(run, "critic", engine)):
             saving, version = await critic_steps(run, engine, sender)
         with run.reporter.recorder.busy("save"), RunDir(run_dir).saving_model(CRITIC_DIR, version=version) as folder:
             await engine.save(folder)

@@ -51,7 +51,7 @@ from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.device_shares import shared_devices, workers_with_devices
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import critic_fields, critic_tokens_per_pass, episode_limits, make_schedule, shape_of, tokens_per_pass
-from asyncflow.run.helper_devices import num_helpers, num_on_cores
+from asyncflow.run.helper_devices import num_on_cores, num_passing
 from asyncflow.run.in_worker.connection import RunConnection, background, joined
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.preparation.checks import check_choices
@@ -377,7 +377,7 @@ class SimulatedJob(Job):
                 return
             fields = read_json(Path(self.config.model.path) / "config.json")
             num_parts = self.config.train.pipeline_micro_batches if layout.pp > 1 else 1
-            passes = SleepingPasses(tokens_per_pass(self.config, fields), num_helpers(self.config), num_parts)
+            passes = SleepingPasses(tokens_per_pass(self.config, fields), num_passing(self.config), num_parts)
             engine = SleepingTrainEngine(
                 self._costs_of(name),
                 learning_rate=self.config.train.learning_rate,
@@ -387,7 +387,8 @@ class SimulatedJob(Job):
                 **self._place_of(name, TRAIN),
             )
             sender = self._sync.sender(name) if rank == 0 else None
-            async with background(*([lend(run.cores, passes, run.reporter.recorder)] if num_helpers(self.config) else [])):
+            lending = [lend(run.cores, "trainer", passes, run.reporter.recorder)] if num_passing(self.config) else []
+            async with background(*lending):
                 saving = await train_steps(run, engine, sender)
             await saving.written()
             await leave(run, sender, engine)

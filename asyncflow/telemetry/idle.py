@@ -20,7 +20,7 @@ from asyncflow.telemetry.spans import Span
 WAIT = "wait"
 """The task of idle spans; their `cause` says what was waited for."""
 HELPER_TASK = "helper_pass"
-"""The task of passes that a trainer's helpers take beside its lane."""
+"""The task of passes that the helpers of a trainer, or of a critic, take beside its lane."""
 _NOT_COMPUTING = (WAIT, "load", "load_state", "save", "checkpoint")
 
 
@@ -83,7 +83,7 @@ def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, fl
 
 
 def computing_seconds(spans: Sequence[Span], start: float, end: float, threads_of: Callable[[str], int]) -> float:
-    """Seconds of cores inside [start, end]: lanes that compute, and what is done beside the trainer's lane by its helpers, each as
+    """Seconds of cores inside [start, end]: lanes that compute, and what is done beside a trainer's lane by its helpers, each as
     many times as its worker has threads by `threads_of`."""
     total = 0.0
     for span, seconds in lane_seconds(spans, start, end):

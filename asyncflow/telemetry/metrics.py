@@ -100,7 +100,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "perf/fill_ratio": "Tokens computed for nothing / tokens computed: what brought a pipeline's micro-batches to one length, and "
     "what stood where a data-parallel group had no micro-batch.",
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
-    "perf/helper_seconds": "Seconds that helpers of the trainer computed in the step, added up over them (`train.helpers`). "
+    "perf/helper_seconds": "Seconds that helpers of the trainer and the critic computed in the step, added up over them "
+    "(`train.helpers`). "
     "Left out where none did.",
     "perf/cores_busy": "Cores that workers computed on in the step, on average (lanes that do not wait, load or save, and helpers' "
     "passes, by their numbers of threads) / the machine's cores: above 1 where more threads compute than there are cores. For runs "

@@ -12,13 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncflow.config import parse
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.training import Training
 from asyncflow.run.services import cores
+from asyncflow.run.state.resume import CRITIC_FINGERPRINTS
 from asyncflow.telemetry.certificate import read_certificate
+from asyncflow.telemetry.fingerprints import read_fingerprints
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
 from asyncflow.trainer import Trainer
@@ -83,6 +86,28 @@ def test_helpers_leave_no_trace_whoever_is_killed_or_stands_still(mode: str, see
     assert all(span.worker == "trainer/0" and not span.is_lane for span in passes)
     if mode == "synchronous" and num_cores() > 1:  # nothing is generated while a step is trained
         assert passes
+
+
+def test_helpers_of_ranks_and_of_a_critic_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver lends as on a machine of 64 cores, so that these may compute at any time."""
+    monkeypatch.setattr(cores, "num_cores", lambda: 64)
+    sections = {
+        "algorithm": "ppo",
+        "run": {"steps": 3},
+        "plan": {"train": {"dp": 2}},
+        "train": {"responses_per_micro_batch": 2, "tokens_per_micro_batch": 200, "skip_zero_advantages": False},
+    }
+    made = []
+    for name, count in (("alone", 0), ("helped", 1)):
+        run = Disturber(tree(tmp_path / name, sections, {"train": {"helpers": count}}), None)
+        assert run.run(), run.said
+        run_dir = run.job.config.run_dir
+        critic = msgspec.to_builtins(read_fingerprints(run_dir / CRITIC_FINGERPRINTS))
+        made.append((prints(run_dir), [step["tensors"] for step in critic]))
+        spans = [span for span in read_spans(run_dir / "spans.jsonl") if span.task == "helper_pass"]
+        assert {span.worker for span in spans} == ({"trainer/0", "trainer/1", "critic"} if count else set())
+        assert not any(span.is_lane for span in spans)
+    assert made[0] == made[1] and len(made[0][0]) == len(made[0][1]) == 3
 
 
 def test_a_rollout_worker_computes_with_what_nobody_else_does(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from asyncflow.run.factories import (
     train_engine_options,
     weights_need_key,
 )
-from asyncflow.run.helper_devices import helper_devices
+from asyncflow.run.helper_devices import helper_devices, num_critic_helpers
 from asyncflow.run.in_worker.connection import RunConnection
 from asyncflow.run_dir import CRITIC_DIR, KEY_FILE
 from asyncflow.types import LoraSpec, UserError
@@ -88,6 +88,8 @@ def critic_engine(config: Config, model: Path, *, is_trained: bool) -> CriticEng
     """Train engine of the critic, from its own model, or from the policy's."""
     path = Path(config.train.critic.path or model)
     options = critic_options(config, read_json(path / "config.json") if is_trained else {})
+    if is_trained:
+        options = replace(options, helpers=(options.device,) * num_critic_helpers(config))
     arguments = {"model_path": path, "options": options}
     engine = cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
     _print_remark(engine)

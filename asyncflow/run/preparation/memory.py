@@ -19,7 +19,7 @@ from asyncflow.engines.families import DECODED, Family, head_dim
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.run.factories import critic_folder, make_algorithm, max_retained, tasks_before_training, tokens_per_pass
-from asyncflow.run.helper_devices import num_on_cores, num_on_devices
+from asyncflow.run.helper_devices import num_critic_helpers, num_on_devices, num_passing
 from asyncflow.types import LoraSpec, UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -165,10 +165,14 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
         _activations(config, shapes, tokens),
         MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"),
     ]
-    if helpers := num_on_cores(config):
-        each = sum_bytes * mine + sum(part.num_bytes for part in of_pass)
-        of_pass.append(MemoryUse("helpers", helpers * each, f"{helpers} x gradient sums and what a pass takes (train.helpers)"))
-    return parts + of_pass
+    return _with_helpers(parts + of_pass, num_passing(config) - num_on_devices(config))
+
+
+def _with_helpers(parts: list[MemoryUse], count: int) -> list[MemoryUse]:
+    """Parts of a device, and of so many helpers on its cores: each has sums of its own, and computes a pass."""
+    each = sum(part.num_bytes for part in parts if part.name in ("gradient sums", "activations", "logits"))
+    why = f"{count} x gradient sums and what a pass takes (train.helpers)"
+    return parts + [MemoryUse("helpers", count * each, why)] * (count > 0)
 
 
 def helper_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
@@ -270,7 +274,8 @@ def critic_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[Mem
     plan = {"train": LayoutConfig(), "shares": {}}
     train = {"old": "current", "reference": "task", "helpers": 0, "device": config.train.critic.device}
     alone = config.changed(train=train, model={"lora": None}, plan=plan)
-    return [part for part in training_parts(alone, replace(shapes, is_tied=True), prompt_tokens) if part.name != "logits"]
+    parts = [part for part in training_parts(alone, replace(shapes, is_tied=True), prompt_tokens) if part.name != "logits"]
+    return _with_helpers(parts, num_critic_helpers(config))
 
 
 def values_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:

@@ -9,7 +9,7 @@ from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
 from asyncflow.engines.families import why_alone, why_not_packed
 from asyncflow.run.factories import PASS_ENGINES, tokens_per_pass
-from asyncflow.run.helper_devices import ON_ONE_MACHINE, num_helpers
+from asyncflow.run.helper_devices import ON_ONE_MACHINE, num_passing
 
 
 def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
@@ -24,7 +24,7 @@ def pass_note(config: Config, fields: Mapping[str, Any]) -> str:
         return ""
     width = f"{fields['hidden_size']} hidden elements on {config.train.device}"
     where = "threads on idle cores (train.helpers)" if kind_of(config.train.device) == CPU else "helpers on idle devices of rollout"
-    helped = f", some of them by {num_helpers(config)} more {where}" if num_helpers(config) else ""
+    helped = f", some of them by {num_passing(config)} more {where}" if num_passing(config) else ""
     return f"training passes take up to {tokens:,} packed tokens (train.tokens_per_micro_batch=auto, {width}){helped}"
 
 

@@ -2,8 +2,8 @@
 devices of rollout to the trainer's helpers (`plan.shares.helpers`).
 
     driver: seconds of each pool in a step     FreeCores --num_threads--> a pool's: follow_threads --use_threads--> its engines
-    rows that are leased, versions that are    -->       ----helpers----> trainer: lend --allow--> helpers (train/helpers.py)
-    installed, rounds under way
+    rows that are leased, versions that are    -->       ----helpers----> trainer, critic: lend --allow--> helpers
+    installed, rounds under way                                                                   (train/helpers.py)
 
 consumes: the helpers that may take passes, or the number of threads to compute with
 waits for: another number
@@ -31,7 +31,13 @@ from asyncflow.control.worker_pool import is_guest
 from asyncflow.devices import CPU, kind_of
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.run.device_shares import device_of, devices_each, is_on_cores, workers_with_devices
-from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device, helper_devices, num_on_cores
+from asyncflow.run.helper_devices import (
+    ON_ONE_MACHINE,
+    generating_device,
+    helper_devices,
+    num_critic_helpers,
+    num_on_cores,
+)
 from asyncflow.telemetry.idle import HELPER_TASK, computing_seconds
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.threads import num_cores
@@ -88,7 +94,7 @@ class FreeCores:
         self._signal, self._generating, self._is_training, self._beside = signal, generating, is_training, beside
         self._is_stopping = False
         self._config, self._helpers, self._of_helper = config, helper_devices(config), config.train.least_threads
-        self._cores_helpers = num_on_cores(config)
+        self._on_cores = {"trainer": num_on_cores(config), "critic": num_critic_helpers(config)}
         self.pools, self._cores = pools_of(config), num_cores()
         self._threads = {name: pool.least for name, pool in self.pools.items()}  # of each worker, as dealt
         self._most_given = 0
@@ -96,14 +102,17 @@ class FreeCores:
         if self._counts:
             signal.watchers.append(self._look)
 
-    @property
-    def helpers_now(self) -> tuple[int, ...]:
-        """Helpers that may compute now, counted from 0: on cores the first ones, on devices those whose device is idle."""
-        if not self._cores_helpers:
+    def helpers_of(self, pool: str) -> tuple[int, ...]:
+        """Helpers of each worker of a pool, the trainer's or the critic's, that may compute now, counted from 0: on cores the first
+        ones, on devices those whose device is idle. Of the cores that both could use the trainer's have the first choice."""
+        if pool == "trainer" and not self._on_cores[pool]:
             busy = {generating_device(self._config, name) for name in self._generating_here} if self._helpers else set()
             return tuple(number for number, device in enumerate(self._helpers) if device not in busy)
-        free = self._cores - self._of("trainer") - self._of_beside - self.pools["rollout"].least * len(self._generating_here)
-        return tuple(range(max(0, min(self._cores_helpers, free // self._of_helper))))
+        free = self._cores - self._of(pool) - self.pools["rollout"].least * len(self._generating_here)
+        free -= sum(threads for other, threads in self._of_beside.items() if other != pool)
+        if pool != "trainer":
+            free -= self._of_training
+        return tuple(range(max(0, min(self._on_cores[pool], free // (self._of_helper * self.pools[pool].workers)))))
 
     @property
     def threads_now(self) -> int:
@@ -111,7 +120,8 @@ class FreeCores:
         pool = self.pools["rollout"]
         if not pool.is_dealt:
             return pool.least
-        return max(pool.least, (self._cores - self._of_others - self._of_training) // max(1, len(self._generating_here)))
+        of_others = self._of_others + self._of_training + self._of_critic_helpers
+        return max(pool.least, (self._cores - of_others) // max(1, len(self._generating_here)))
 
     def threads_of(self, pool: str) -> int:
         """Number of threads that each worker of a pool may compute with now."""
@@ -154,10 +164,10 @@ class FreeCores:
         return most / self._cores
 
     @remote
-    async def helpers(self, known: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Wait until other helpers than `known` may compute, and return them. None: the run is stopping."""
-        await self._signal.until(lambda: self._is_news(self.helpers_now != known), FREE_CORES)
-        return None if self._is_stopping else self.helpers_now
+    async def helpers(self, pool: str, known: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Wait until other helpers of a worker of the pool than `known` may compute, and return them. None: the run is stopping."""
+        await self._signal.until(lambda: self._is_news(self.helpers_of(pool) != known), FREE_CORES)
+        return None if self._is_stopping else self.helpers_of(pool)
 
     @remote
     async def num_threads(self, pool: str, known: int) -> int | None:
@@ -183,15 +193,23 @@ class FreeCores:
         return sum(self._of(name) for name in self.pools if name not in ("rollout", "trainer"))
 
     @property
-    def _of_beside(self) -> int:
-        """Threads of those of them that compute now."""
-        return sum(count * self._threads[pool] for pool, count in self._beside().items())
+    def _of_beside(self) -> dict[str, int]:
+        """Threads of those of them that compute now, by pool."""
+        return {pool: count * self._threads[pool] for pool, count in self._beside().items()}
 
     @property
     def _of_training(self) -> int:
         """Threads of the trainer and its helpers, while it has something to compute."""
-        helping = len(self.helpers_now) if self._cores_helpers else 0
-        return self._of("trainer") + self._of_helper * helping if self._is_training() else 0
+        return self._of("trainer") + self._of_helpers("trainer") if self._is_training() else 0
+
+    @property
+    def _of_critic_helpers(self) -> int:
+        """Threads of the critic's helpers, while it has a round or an update to compute."""
+        return self._of_helpers("critic") if self._of_beside.get("critic") else 0
+
+    def _of_helpers(self, pool: str) -> int:
+        """Threads of a pool's helpers that may compute now on cores."""
+        return self._of_helper * self.pools[pool].workers * len(self.helpers_of(pool)) if self._on_cores[pool] else 0
 
     def _of(self, pool: str) -> int:
         return self.pools[pool].workers * self._threads[pool]
@@ -200,7 +218,8 @@ class FreeCores:
         return is_other or self._is_stopping
 
     def _look(self) -> None:
-        given = self._of_beside + self._of_training + self.threads_now * len(self._generating_here)
+        training = self._of_training + self._of_critic_helpers
+        given = sum(self._of_beside.values()) + training + self.threads_now * len(self._generating_here)
         self._most_given = max(self._most_given, given)
 
 
@@ -214,8 +233,9 @@ def computing_beside(pools: Mapping[str, Pool], controllers: Mapping[str, Contro
     return found
 
 
-async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recorder) -> None:
-    """Let a trainer's helpers compute while there are cores or devices for them, until the run stops. Their passes are spans."""
+async def lend(cores: FreeCores, pool: str, helpers: Helpers[Any] | SleepingPasses, spans: Recorder) -> None:
+    """Let the helpers of a worker of the pool compute while there are cores or devices for them, until the run stops. Their passes
+    are spans."""
     loop = asyncio.get_running_loop()
 
     def record(start: float, end: float) -> None:
@@ -225,7 +245,7 @@ async def lend(cores: FreeCores, helpers: Helpers | SleepingPasses, spans: Recor
     helpers.on_pass = record
     try:
         while known is not None:
-            known = await cores.helpers(known)
+            known = await cores.helpers(pool, known)
             helpers.allow(known or ())
     finally:
         helpers.allow(())

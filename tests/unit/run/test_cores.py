@@ -52,10 +52,10 @@ def test_a_worker_that_generates_has_its_cores_for_itself(
 ) -> None:
     busy: set[str] = set()
     cores, _ = cores_of(monkeypatch, count, busy, **sections)
-    found = [len(cores.helpers_now)]
+    found = [len(cores.helpers_of("trainer"))]
     for worker in ("rollout/0", "rollout/1"):
         busy.add(worker)
-        found.append(len(cores.helpers_now))
+        found.append(len(cores.helpers_of("trainer")))
     assert found == expected
 
 
@@ -73,11 +73,55 @@ def test_who_computes_beside_the_trainer_has_its_core_for_itself_while_it_does(
 ) -> None:
     busy: set[str] = set()
     cores, _ = cores_of(monkeypatch, 2, busy, **{**sections, "train": {"helpers": 1, **sections.get("train", {})}})
-    found = [len(cores.helpers_now)]
+    found = [len(cores.helpers_of("trainer"))]
     for change in (busy.add, busy.discard):
         change(beside)
-        found.append(len(cores.helpers_now))
+        found.append(len(cores.helpers_of("trainer")))
     assert found == [1, 0, 1]
+
+
+def test_each_rank_of_a_trainer_has_as_many_helpers_as_there_are_cores_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy: set[str] = set()
+    sections = {"plan": {"train": {"dp": 2}}, "train": {"helpers": 2}, "rollout": {"num_workers": 2, "num_threads": "auto"}}
+    cores, _ = cores_of(monkeypatch, 7, busy, **sections)
+    for working, helpers, threads in (
+        ("trainer", 2, 1),
+        ("trainer rollout/0", 2, 1),
+        ("trainer rollout/0 rollout/1", 1, 1),
+        ("rollout/0", 2, 7),
+    ):
+        busy.clear()
+        busy.update(working.split())
+        assert (len(cores.helpers_of("trainer")), cores.threads_now) == (helpers, threads), working
+        num_generating = len(busy - {"trainer"})
+        assert num_generating * threads + ("trainer" in busy) * 2 * (1 + helpers) <= 7
+
+
+@pytest.mark.parametrize(
+    ("count", "working", "of_trainer", "of_critic"),
+    [
+        (2, "trainer critic", 0, 0),
+        (2, "critic", 0, 1),  # on the trainer's core
+        (2, "trainer", 1, 0),  # on the critic's
+        (4, "trainer critic", 2, 0),  # the trainer's have the first choice
+        (4, "critic rollout/0", 1, 2),
+        (4, "trainer critic rollout/0", 1, 0),
+        (6, "trainer critic rollout/0", 2, 1),
+        (4, "critic values/0", 1, 2),
+        (8, "trainer critic", 2, 2),
+    ],
+)
+def test_a_critic_has_helpers_on_the_cores_that_the_trainer_and_its_own_leave(
+    count: int, working: str, of_trainer: int, of_critic: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, sections = set(working.split()), {"algorithm": "ppo", "train": {"helpers": 2}, "rollout": {"num_threads": "auto"}}
+    cores, _ = cores_of(monkeypatch, count, busy, **sections)
+    assert (len(cores.helpers_of("trainer")), len(cores.helpers_of("critic"))) == (of_trainer, of_critic)
+    helping = of_trainer * ("trainer" in busy) + of_critic * ("critic" in busy)
+    generating = len(cores._generating_here)
+    assert len(busy) - generating + helping + generating * cores.threads_now <= count
+    most = cores.most_given()
+    assert most is not None and most * count == len(busy) - generating + helping + generating * cores.threads_now
 
 
 def test_a_worker_between_two_leases_computes_while_rows_are_ready_for_it() -> None:
@@ -125,13 +169,13 @@ def test_a_helper_on_a_device_computes_while_that_one_has_nothing_to_generate(mo
         "plan": {"shares": {"helpers": "rollout"}},
     }
     cores, _ = cores_of(monkeypatch, 2, busy, **sections)
-    assert cores.helpers_now == (0, 1, 2)
+    assert cores.helpers_of("trainer") == (0, 1, 2)
     busy.add("rollout/0")
-    assert cores.helpers_now == (1, 2)
+    assert cores.helpers_of("trainer") == (1, 2)
     busy.add("rollout/outside-0")  # a client computes elsewhere
-    assert cores.helpers_now == (1, 2)
+    assert cores.helpers_of("trainer") == (1, 2)
     busy.add("evaluator/0")  # on the device of rollout/1
-    assert cores.helpers_now == (2,)
+    assert cores.helpers_of("trainer") == (2,)
     assert cores.most_given() is None  # of the machine's cores they take none into account
 
 
@@ -160,7 +204,7 @@ def test_who_generates_has_the_cores_that_nobody_else_computes_on(
         busy.update(working.split())
         assert cores.threads_now == threads, working
         num_generating, train_threads = len(busy - {"trainer"}), sections.get("train", {}).get("num_threads", 1)
-        used = num_generating * threads + ("trainer" in busy) * train_threads * (1 + len(cores.helpers_now))
+        used = num_generating * threads + ("trainer" in busy) * train_threads * (1 + len(cores.helpers_of("trainer")))
         assert used <= max(count, len(busy))
 
 
@@ -172,7 +216,7 @@ def test_who_generates_on_another_machine_takes_no_core_of_this_one(guests: str,
     for working, helpers, threads in (("", 3, 4), ("rollout/0", 2, 4), ("rollout/0 rollout/1", 1, 2)):
         busy.clear()
         busy.update([*working.split(), *guests.split()])
-        assert (len(cores.helpers_now), cores.threads_now) == (helpers, threads), working
+        assert (len(cores.helpers_of("trainer")), cores.threads_now) == (helpers, threads), working
 
 
 def test_threads_are_counted_in_every_run_on_cores_as_the_workers_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +276,7 @@ async def test_helpers_follow_what_the_workers_do_until_the_run_stops(monkeypatc
     busy, spans, helpers = {"rollout/0"}, list[Span](), Fake()
     cores, signal = cores_of(monkeypatch, 2, busy, train={"helpers": 1})
     recorder = Recorder("trainer/0", asyncio.get_running_loop().time, spans.append)
-    lending = asyncio.create_task(lend(cores, cast(Any, helpers), recorder))
+    lending = asyncio.create_task(lend(cores, "trainer", cast(Any, helpers), recorder))
     await asyncio.sleep(0)
     assert helpers.allowed == []  # none may, which is how it begins
     busy.clear()

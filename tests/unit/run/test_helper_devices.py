@@ -10,7 +10,13 @@ from asyncflow.config import parse
 from asyncflow.run import helper_devices as helper_devices_module
 from asyncflow.run.device_shares import check_shares
 from asyncflow.run.factories import tokens_per_pass, update_plan
-from asyncflow.run.helper_devices import generating_device, helper_devices, num_helpers
+from asyncflow.run.helper_devices import (
+    generating_device,
+    helper_devices,
+    num_critic_helpers,
+    num_helpers,
+    num_passing,
+)
 from asyncflow.run.preparation.notes import pass_note
 from asyncflow.types import UserError
 
@@ -32,6 +38,10 @@ NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
         (2, {"train": {"device": "cuda"}}, 0),
         (2, {"train": {"engine": "outside"}}, 0),
         (2, {"plan": {"train": {"dp": 2}}}, 0),
+        (3, {"plan": {"train": {"dp": 2}}, "rollout": {"num_workers": 2}}, 0),  # one for all ranks, or for none
+        (4, {"plan": {"train": {"dp": 2}}, "rollout": {"num_workers": 2}}, 1),
+        (64, {"plan": {"train": {"tp": 2, "pp": 2}}, "rollout": {"num_workers": 9}}, 2),
+        (1, {"plan": {"train": {"pp": 2}}, "train": {"helpers": 3}}, 3),
         (2, {"cluster": "ray"}, 0),
         (2, {"model": {"path": "model", "lora": {"rank": 2}}}, 1),
         (2, {"model": {"path": "model", "lora": {"rank": 2}}, "train": {"old": "step_start"}}, 1),
@@ -45,15 +55,17 @@ def test_helpers_are_as_many_as_the_rollout_workers_have_cores_for(
     assert num_helpers(config) == expected
     fields = {"hidden_size": 576}
     if (tokens := tokens_per_pass(config, fields)) is not None:
-        assert update_plan(config, fields).tokens_per_round == tokens * (1 + expected)
-        assert ("train.helpers" in pass_note(config, fields)) == bool(expected)
+        in_round = config.train.pipeline_micro_batches if config.layout.pp > 1 else 1 + num_passing(config)
+        assert num_passing(config) == (expected if config.layout.size == 1 else 0)
+        assert update_plan(config, fields).tokens_per_round == tokens * in_round
+        assert ("train.helpers" in pass_note(config, fields)) == bool(num_passing(config))
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"plan": {"train": {"tp": 2}}}, "only train.engine=torch on one device has them"),
-        ({"train": {"engine": "deepspeed"}}, "only train.engine=torch"),
+        ({"plan": {"train": {"tp": 2}}, "train": {"device": "cuda"}}, "a trainer of several ranks has none on devices"),
+        ({"train": {"engine": "deepspeed"}}, "only train.engine=torch has them"),
         ({"train": {"device": "cuda:1"}}, "train.device=cuda:1, and no other device is theirs .* plan.shares.helpers=rollout"),
         ({"cluster": "ray"}, "with cluster=ray it is not known"),
     ],
@@ -62,6 +74,27 @@ def test_helpers_that_cannot_be_are_refused_with_the_reason(sections: dict[str, 
     config = parse({**NEEDED, **sections, "train": {**sections.get("train", {}), "helpers": 2}})
     with pytest.raises(UserError, match=f"train.helpers=2: .*{words}.*: leave it out, or set it to 0"):
         num_helpers(config)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, 2),
+        ({"train": {"helpers": 3}}, 3),
+        ({"train": {"helpers": 0}}, 0),
+        ({"train": {"critic": {"device": "cuda"}}}, 0),
+        ({"train": {"device": "cuda"}}, 2),  # the policy's: the critic is where it was
+        ({"train": {"engine": "deepspeed"}, "plan": {"train": {"dp": 4}}}, 2),
+        ({"rollout": {"device": "cuda"}}, 0),
+        ({"cluster": "ray"}, 0),
+    ],
+)
+def test_a_critic_has_the_helpers_of_a_trainer_on_one_device(
+    sections: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helper_devices_module, "num_cores", lambda: 8)
+    rollout = {"num_workers": 2, **sections.get("rollout", {})}
+    assert num_critic_helpers(parse({**NEEDED, "algorithm": "ppo", **sections, "rollout": rollout})) == expected
 
 
 GPUS: dict[str, Any] = {"train": {"device": "cuda"}, "rollout": {"device": "cuda:1-3", "num_workers": 3}}
@@ -105,6 +138,7 @@ def test_helpers_are_on_the_devices_that_the_plan_gives_them(sections: dict[str,
         ),
         ({"rollout": {"device": "cuda:1", "engine": "vllm"}}, "rollout.engine=vllm takes all memory of its devices"),
         ({"cluster": "ray"}, "with cluster=ray it is not known which cores or devices"),
+        ({"plan": {**SHARED, "train": {"dp": 2}}}, "a trainer of several ranks has none on devices"),
         ({"train": {"device": "cuda", "helpers": 0}}, "train.helpers=0 says that there are none"),
         ({"train": {"device": "cpu"}}, "they compute on cores, by train.helpers alone"),
     ],

@@ -143,6 +143,8 @@ def test_what_a_layout_cuts() -> None:
     with_helper = config_of(train={**train, "helpers": 1})
     of_helper = by_name(training_parts(with_helper, TINY, prompt_tokens=5))
     assert of_helper["helpers"] == of_helper["gradient sums"] + of_helper["activations"] + of_helper["logits"]
+    of_ranks = config_of(train={**train, "helpers": 1}, plan={"train": {"dp": 2}})
+    assert "helpers" not in by_name(training_parts(of_ranks, TINY, prompt_tokens=5))  # they take pieces alone
     cut = config_of(train=train, plan={"train": {"tp": 2}})
     assert by_name(training_parts(cut, TINY, prompt_tokens=5))["weights in bfloat16"] == 2 * 800 / 2
 
@@ -250,13 +252,15 @@ def test_a_critic_its_values_and_a_reward_model_by_hand() -> None:
     reward = {"place": "task", "model": {"path": str(MODEL)}}
     tree = {
         "model": {"path": str(MODEL)}, "data": {"path": "generated:arithmetic"}, "algorithm": "ppo", "reward": reward,
-        "plan": {"values": {"num_workers": 1}, "train": {"dp": 2, "tp": 2}},
+        "plan": {"values": {"num_workers": 1}, "train": {"dp": 2, "tp": 2}}, "train": {"helpers": 0},
     }  # fmt: skip
     config, shapes = parse(tree), Shapes.of(json.loads((MODEL / "config.json").read_text()))
     once = replace(shapes, is_tied=True).parameters  # it has no output layer of its own
     sizes = {part.name: part.num_bytes for part in critic_parts(config, shapes, 20)}
     assert (sizes["weights"], sizes["gradient sums"], sizes["optimiser state"]) == (4 * once, 4 * once, 8 * once)
-    assert "logits" not in sizes and "old policy" not in sizes
+    assert not sizes.keys() & {"logits", "old policy", "helpers"}
+    helped = by_name(critic_parts(config.changed(train={"helpers": 2}), shapes, 20))
+    assert helped == sizes | {"helpers": 2 * (sizes["gradient sums"] + sizes["activations"])}
     assert values_parts(config, shapes, 20)[0].num_bytes == reward_model_parts(config, shapes, 30)[0].num_bytes == 4 * once
     shown = "\n".join(lines(config, shapes, prompt_tokens=20, context=276, max_staleness=0))
     assert all(each in shown for each in ("the critic", "each of its values", "each reward model"))
