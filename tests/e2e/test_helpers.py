@@ -25,9 +25,10 @@ from asyncflow.telemetry.fingerprints import read_fingerprints
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
 from asyncflow.trainer import Trainer
-from tests.depth import in_gate
+from tests.conftest import merged
+from tests.depth import deep, in_gate
 from tests.e2e.test_parallel import of_metric
-from tests.e2e.test_restarts import Killer
+from tests.e2e.test_restarts import CRITIC, TWO_RANKS, Killer
 from tests.e2e.test_resume import STEPS, prints, tree
 from tests.patience import patience
 
@@ -108,6 +109,27 @@ def test_helpers_of_ranks_and_of_a_critic_leave_no_trace(tmp_path: Path, monkeyp
         assert {span.worker for span in spans} == ({"trainer/0", "trainer/1", "critic"} if count else set())
         assert not any(span.is_lane for span in spans)
     assert made[0] == made[1] and len(made[0][0]) == len(made[0][1]) == 3
+
+
+@deep
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    [(TWO_RANKS, {0: "trainer/1", 4: "trainer/0"}), (CRITIC, {2: "critic", 4: "trainer/0"})],
+    ids=["ranks", "critic"],
+)
+def test_who_dies_with_its_helpers_has_new_ones_and_the_same_bits(
+    mode: dict[str, Any], kills: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "num_cores", lambda: 64)
+    made, sections = [], merged(mode, {"train": {"skip_zero_advantages": False}})
+    for name, count in (("alone", 0), ("helped", 1)):
+        run = Killer(tree(tmp_path / name, sections, {"train": {"helpers": count}}), kills if count else {})
+        assert run.run(), run.said
+        run_dir = run.job.config.run_dir
+        made.append(prints(run_dir))
+        workers = {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "helper_pass"}
+        assert workers >= set(kills.values()) if count else not workers
+    assert made[0] == made[1] and len(made[0]) == STEPS
 
 
 def test_a_rollout_worker_computes_with_what_nobody_else_does(tmp_path: Path) -> None:
