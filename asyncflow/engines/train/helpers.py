@@ -1,4 +1,4 @@
-"""Helpers of a trainer: threads that compute beside the compute thread, on cores, or devices, that nobody else uses.
+"""Helpers of a trainer, or a critic: threads that compute beside the compute thread, on cores, or devices, that nobody else uses.
 
 consumes: passes of the round that is computed; pieces of a pass that somebody computes, and of the update (pieces.py)
 waits for: these, and the leave to compute (`allow`)
