@@ -27,7 +27,6 @@ from asyncflow.planner.fit import TimedWork
 from asyncflow.run.factories import critic_fields, critic_tokens_per_pass, tokens_per_pass
 from asyncflow.run.state.resume import metrics_of
 from asyncflow.run_dir import CONFIG_FILE, METRICS_FILE
-from asyncflow.telemetry.idle import HELPER_TASK
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, join_pieces, read_spans
 from asyncflow.types import UserError
@@ -133,15 +132,9 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Work
     for worker in set(workers.tolist()):
         own = workers == worker
         computing[own] = busy.mean_others(worker, starts[own], ends[own])
-    helped = BusyWorkers(msgspec.structs.replace(span, is_lane=True) for span in spans if span.task == HELPER_TASK)
     for span, others in zip(spans, computing.tolist(), strict=True):
         if span.task in found and span.start >= begun and (of := amounts(span)) is not None:
-            seconds = span.end - span.start
-            if span.task == "forward_backward":  # with passes that helpers have taken, each beside the engine's own
-                by_helpers = seconds * float(helped.mean_others("", np.array([span.start]), np.array([span.end]))[0])
-                others = (seconds * others + 2 * by_helpers) / (seconds + by_helpers)
-                seconds += by_helpers
-            found[span.task].append(TimedWork(tuple(float(each) for each in of), seconds, others))
+            found[span.task].append(TimedWork(tuple(float(each) for each in of), span.end - span.start, others))
     return found
 
 
