@@ -376,7 +376,7 @@ COLLECTIVE: Final = _wait(
     " engines/train/parallel/many_ranks.py:ManyRanks._to_first engines/train/profile.py:Stopwatch.timed _there_and_back"
     " engines/train/parallel/pipeline.py:Pipeline._broadcast"
     " engines/train/parallel/ranks.py:Ranks.broadcast Ranks.largest Ranks.receive Ranks.total"
-    " engines/train/model/log_probs.py:VocabularyShard.join _Gradients.whole"
+    " engines/train/model/log_probs.py:VocabularyShard.join engines/train/model/rank_sums.py:summed_rows gathered_rows"
     " engines/train/adapters/megatron/engine.py:MegatronTraining._from_last_stage MegatronTraining._norm MegatronTraining._summed"
     " MegatronTraining._response_log_probs engines/train/adapters/megatron/tensors.py:StageTensors._gather",
     ends="EXCHANGE_SECONDS (600 s)",

@@ -37,6 +37,7 @@ OF_MODULES = {
         "all_gather",
         "all_gather_object",
         "all_gather_into_tensor",
+        "all_to_all_single",
         "broadcast_object_list",
         "gather",
     },

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from asyncflow.engines.cuts import cut_by_size
 from asyncflow.engines.train.model.products import over_rows, rows_by, rows_by_transposed
+from asyncflow.engines.train.model.rank_sums import summed
 from asyncflow.types import LossSums, is_maximum
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ class _Gradients:
     def whole(self) -> tuple[Tensor, Tensor | None]:
         """Gradients of hidden states [T, H], over all shards, and head [V, H], None if autograd does not want it."""
         if self._head.shard is not None:
-            dist.all_reduce(self.of_hidden_TH, group=self._head.shard.group)
+            self.of_hidden_TH = summed(self.of_hidden_TH, self._head.shard.group)
         return self.of_hidden_TH, None if self._sum_VH is None else self._sum_VH.to(self._head.weight_VH.dtype)
 
     def _hand_over(self, sums: PassGradients, grad_CV: Tensor, hidden_CH: Tensor, together: Sequence[tuple[Chunk, slice]]) -> None:

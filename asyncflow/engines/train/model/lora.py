@@ -31,9 +31,6 @@ only: an adapter would have no effect."""
 _OF_EXPERTS: Final = ("gate_proj", "up_proj", "down_proj")
 """Names of linear layers that PEFT (0.21) takes for experts, where transformers fuses these as it does Qwen2-MoE's."""
 
-Combine = Callable[[Any, Any, Any, float], Any]
-"""Output of a linear layer with its adapter, from the layer, its input and its own output, and the scaling."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsOfAdapter:
@@ -101,10 +98,10 @@ def _source(layer: type) -> str:
         return ""
 
 
-def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Callable[[Any], Combine] | None = None) -> LoraSwitch:
+def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Callable[[Any], None] | None = None) -> LoraSwitch:
     """Add an adapter to transformers' causal language model, or to a stage of it, in place, without values; freeze all else.
 
-    `shapes`: of the whole adapter. `place` shards the matrices of a layer that is sharded itself, and says how they are computed.
+    `shapes`: of the whole adapter. `place` shards the matrices of a layer that is sharded itself.
     """
     module.requires_grad_(False)
     switch, targets = LoraSwitch(), {linear_of(name) for name in shapes}
@@ -114,24 +111,21 @@ def add_lora(module: Any, shapes: Mapping[str, Any], spec: LoraSpec, place: Call
                 made = nn.Linear(inputs, outputs, bias=False)
             made.weight = nn.Parameter(torch.empty(made.weight.shape, device=linear.weight.device))
             linear.add_module(part, made)
+        if place is not None:
+            place(linear)
         # Before other hooks, of tensor parallelism, take the layer's output.
-        linear.register_forward_hook(_hook(switch, name, spec.scaling, place(linear) if place else plain), prepend=True)
+        linear.register_forward_hook(_hook(switch, name, spec.scaling), prepend=True)
     return switch
 
 
-def _hook(switch: LoraSwitch, name: str, scaling: float, combine: Combine) -> Callable[[Any, Any, Tensor], Tensor]:
+def _hook(switch: LoraSwitch, name: str, scaling: float) -> Callable[[Any, Any, Tensor], Tensor]:
     def with_adapter(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if switch.rows:
             return _mixed(linear, name, inputs[0], output, switch.rows)
-        return combine(linear, inputs[0], output, scaling) if switch.is_on else output
+        added: Tensor = output + linear.lora_B(linear.lora_A(inputs[0])) * scaling if switch.is_on else output
+        return added
 
     return with_adapter
-
-
-def plain(linear: Any, x: Tensor, output: Tensor, scaling: float) -> Tensor:
-    """Output with the adapter, where each process has all of the layer."""
-    added: Tensor = output + linear.lora_B(linear.lora_A(x)) * scaling
-    return added
 
 
 def _mixed(linear: Any, name: str, x_1PI: Tensor, output_1PO: Tensor, rows: Sequence[RowsOfAdapter]) -> Tensor:

@@ -27,11 +27,12 @@ from asyncflow.engines.train.model.log_probs import Head, log_probs_and_entropy
 from asyncflow.engines.train.model.lora import LoraSwitch, SharedBase, add_lora, shapes_for
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.products import adopt
+from asyncflow.engines.train.model.rank_sums import begin_of
 from asyncflow.engines.train.model.weight_files import WeightFiles, part_at
 from asyncflow.engines.train.parallel.fsdp import FsdpUnit, local_part, shard_over_data
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.stages import keep_stage
-from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, place_lora, shard_model
+from asyncflow.engines.train.parallel.tensor import head_shard, place, place_lora, shard_model
 from asyncflow.types import TensorSpec
 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
@@ -120,7 +121,7 @@ class ShardedModel:
         """Log-probs (float32 [T]) of the response tokens, from the last stage's hidden states; on that stage."""
         if not len(packed.targets_T):
             return hidden_PH.new_empty(0, dtype=torch.float32)
-        return log_probs_and_entropy(self.predicting(packed, hidden_PH), self.head(), packed.targets_T)[0]
+        return log_probs_and_entropy(self.predicting(packed, hidden_PH), self.head(), packed.targets_T, packed.token_counts)[0]
 
     def nothing(self, hidden_PH: Tensor) -> Tensor:
         """Zero for which every parameter is used; on the last stage."""

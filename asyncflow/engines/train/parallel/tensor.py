@@ -7,11 +7,15 @@
 
 Between a matrix that is sharded by its outputs and the next, which is sharded by its inputs, everything is a plain tensor of this
 rank's heads or columns: attention knows nothing of it. The residual stream is a DTensor, sharded over tokens (sequence
-parallelism), in pieces of any size, so that norms and residuals are computed and kept once. What enters a pair of matrices is
+parallelism), in pieces of any size, so that norms and residuals are computed once. What enters a pair of matrices is
 gathered then, and its gradient is summed once.
 
-Parameters are DTensors afterwards, those too that are not sharded. Each one's gradient has the parameter's own placement: nothing
-is left to be summed over the mesh. The output layer is sharded over the vocabulary: `head_shard` is what log_probs.py asks for.
+Sums over ranks are in the order of these (rank_sums.py), and a weight's gradient is a sum over tokens that are all on one rank: so
+no bit of a micro-batch depends on its place in a pass.
+
+Parameters are DTensors afterwards, those too that are not sharded; a module computes with plain tensors, its rank's parts. Each
+parameter's gradient has its own placement: nothing is left to be summed over the mesh. The output layer is sharded over the
+vocabulary: `head_shard` is what log_probs.py asks for.
 
 Left out: key and value heads that several ranks share, and `module(...)` itself, as its output layer is never called.
 """
@@ -20,20 +24,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from asyncflow.engines.families import check_tensor_parallel
 from asyncflow.engines.train.model.log_probs import VocabularyShard
-from asyncflow.engines.train.model.lora import Combine
+from asyncflow.engines.train.model.rank_sums import begin_of, gathered_rows, summed, summed_rows
 from asyncflow.types import UserError
 
-# P packed tokens, H hidden elements, V tokens of the vocabulary.
+# P packed tokens, Q of them on this rank, H hidden elements, V tokens of the vocabulary.
 
 RESIDUAL: Final = Shard(1)
 """Placement of the residual stream [1, P, H]: sharded over tokens."""
@@ -61,8 +68,8 @@ def shard_model(module: Any, mesh: DeviceMesh) -> None:
     base.register_forward_hook(_leave_whole)
 
 
-def place_lora(linear: Any) -> Combine:
-    """Shard the low-rank adapter of a linear layer that `shard_model` has sharded, and say how its product is computed.
+def place_lora(linear: Any) -> None:
+    """Shard the low-rank adapter of a linear layer that `shard_model` has sharded.
 
     A layer that is sharded by its outputs has all of A on each rank, and its own rows of B; one that is sharded by its inputs has
     its own columns of A, and all of B, and its product is a part of the sum that the layer's own is. Nothing more is exchanged in a
@@ -70,21 +77,8 @@ def place_lora(linear: Any) -> Combine:
     """
     (placement,), mesh = linear.weight.placements, linear.weight.device_mesh
     is_by_outputs = placement == Shard(0)
-    _distribute(linear.lora_A, mesh, Replicate() if is_by_outputs else Shard(1))
-    _distribute(linear.lora_B, mesh, Shard(0) if is_by_outputs else Replicate())
-    return _lora_by_outputs if is_by_outputs else _lora_by_inputs
-
-
-def _lora_by_outputs(linear: Any, x: Any, output: Any, scaling: float) -> Any:
-    low = F.linear(x.to_local(grad_placements=[Partial()]), linear.lora_A.weight.to_local(grad_placements=[Partial()]))
-    added = F.linear(low, linear.lora_B.weight.to_local()) * scaling
-    return output + DTensor.from_local(added, output.device_mesh, [Shard(added.ndim - 1)], run_check=False)
-
-
-def _lora_by_inputs(linear: Any, x: Any, output: Any, scaling: float) -> Any:
-    low = F.linear(x.to_local(), linear.lora_A.weight.to_local())
-    added = F.linear(low, linear.lora_B.weight.to_local(grad_placements=[Partial()])) * scaling
-    return output + DTensor.from_local(added, output.device_mesh, [Partial()], run_check=False)
+    _on_parts(linear.lora_A, mesh, Replicate() if is_by_outputs else Shard(1), are_summed=is_by_outputs)
+    _on_parts(linear.lora_B, mesh, Shard(0) if is_by_outputs else Replicate(), are_summed=not is_by_outputs)
 
 
 def head_shard(head_VH: Tensor) -> tuple[Tensor, VocabularyShard | None]:
@@ -143,10 +137,9 @@ def _plan(base: Any) -> dict[str, ParallelStyle]:
     if not wanted:
         kind = base.config.model_type
         raise UserError(f"Transformers has no tensor-parallel plan for a model of type {kind!r}: set plan.train.tp to 1.")
-    # Residual stream in, residual stream out: `use_local_output` would lose how many tokens there are.
     styles: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": lambda: RowwiseParallel(output_layouts=RESIDUAL, use_local_output=False),
+        "colwise": LinearByOutputs,
+        "rowwise": LinearByInputs,
         "replicated_with_grad_allreduce": HeadNorm,
     }
     plan: dict[str, ParallelStyle] = {}
@@ -167,7 +160,7 @@ def _plan(base: Any) -> dict[str, ParallelStyle]:
         elif has_own and pattern.startswith("layers.*.self_attn."):
             plan[name] = HeadNorm()
         elif has_own:
-            plan[name] = ResidualNorm()
+            plan[name] = ResidualNorm(is_last=not pattern.startswith("layers.*."))
     return plan
 
 
@@ -186,6 +179,23 @@ class ReplicatedInput(ParallelStyle):
         return module
 
 
+class LinearByOutputs(ParallelStyle):
+    """A linear layer that makes this rank's outputs of whole inputs, whose gradient is then this rank's addend of a sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _on_parts(module, device_mesh, Shard(0))
+        return module
+
+
+class LinearByInputs(ParallelStyle):
+    """A linear layer on this rank's inputs: its product is an addend of a sum over ranks, which is the residual stream."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _on_parts(module, device_mesh, Shard(1))
+        module.register_forward_hook(lambda _module, _inputs, addend_1PH: _to_stream(addend_1PH, device_mesh))
+        return module
+
+
 class VocabularyEmbedding(ParallelStyle):
     """Rows of the vocabulary on each rank; a token's row comes from the one that has it. Token ids in, residual stream out.
 
@@ -195,36 +205,55 @@ class VocabularyEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
-        _distribute(embedding, device_mesh, Shard(0))
+        here: list[Tensor] = []  # of the pass that is under way: whether a token is of this shard
 
-        def forward(tokens: Tensor) -> Tensor:
-            local_VH = embedding.weight.to_local()
-            shard = VocabularyShard(device_mesh.get_group(), place(embedding.weight)[0])
-            rows, is_here = shard.find(tokens, len(local_VH))
-            # A row from 0 up is a token of this shard; -1 would be its last one.
-            padding = -1 if embedding.padding_idx is None else embedding.padding_idx - shard.offset
-            embedded = F.embedding(rows, local_VH, padding if 0 <= padding < len(local_VH) else None)
-            embedded = embedded.where(is_here[..., None], 0.0)
-            summed = DTensor.from_local(embedded, device_mesh, [Partial()], run_check=False)
-            return summed.redistribute(placements=[RESIDUAL])
+        def enter(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+            rows, is_here = shard.find(inputs[0], num_rows)
+            here.append(is_here)
+            return rows
 
-        embedding.forward = forward
+        def leave(_module: nn.Module, _inputs: Any, embedded_1PH: Tensor) -> DTensor:
+            return _to_stream(embedded_1PH.where(here.pop()[..., None], 0.0), device_mesh)
+
+        _on_parts(embedding, device_mesh, Shard(0))
+        shard, num_rows = VocabularyShard(device_mesh.get_group(), place(embedding.weight)[0]), len(embedding.weight.to_local())
+        if embedding.padding_idx is not None:
+            padding = embedding.padding_idx - shard.offset
+            embedding.padding_idx = padding if 0 <= padding < num_rows else None
+        embedding.register_forward_pre_hook(enter)
+        embedding.register_forward_hook(leave)
         return module
 
 
 class ResidualNorm(ParallelStyle):
-    """A norm on the residual stream: what this rank has of it in, all tokens out. On plain tensors, which is ten times as fast."""
+    """A norm on the residual stream: what this rank has of it in, all tokens out, a plain tensor.
+
+    Tokens are gathered before they are multiplied by the weight. So its gradient is a sum over tokens that knows nothing of which
+    rank has which, in a norm within a layer an addend of the sum over ranks, as the gradient of the outputs is. Behind the last
+    norm (`is_last`) all ranks have the same gradient.
+    """
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self._is_last = is_last
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        plain_forward = _forward_of_norm(module, device_mesh)
+        norm: Any = module
+        plain_forward: Callable[[Tensor], Tensor] = norm.forward
+        gathered: Any = _Gathered.apply  # torch has no types for it
+        _on_parts(norm, device_mesh, Replicate(), are_summed=not self._is_last)
 
-        def forward(stream: DTensor) -> DTensor:
-            local = plain_forward(stream.to_local())
-            out = DTensor.from_local(local, device_mesh, [RESIDUAL], run_check=False, shape=stream.shape, stride=stream.stride())
-            # The gradient that comes back is a sum over ranks, and is made whole, or its part of the tokens, here.
-            return out.redistribute(placements=[Replicate()])
+        def forward(stream: DTensor) -> Tensor:
+            weight = norm._parameters["weight"]
+            norm._parameters["weight"] = weight.new_ones(weight.shape[-1])
+            try:
+                own_1QH = plain_forward(stream.to_local())
+            finally:
+                norm._parameters["weight"] = weight
+            made: Tensor = weight * gathered(own_1QH, stream.shape[1], device_mesh.get_group(), self._is_last)
+            return made
 
-        module.forward = forward
+        norm.forward = forward
         return module
 
 
@@ -232,41 +261,115 @@ class HeadNorm(ParallelStyle):
     """A norm on each of this rank's heads: the weight is one for all heads, so its gradient is a sum over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.forward = _forward_of_norm(module, device_mesh)
+        _on_parts(module, device_mesh, Replicate(), are_summed=True)
         return module
 
 
-def _forward_of_norm(norm: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Give all ranks a norm's parameters. Returns its forward on plain tensors: of this rank's tokens or heads, so that the
-    parameters' gradients come back as parts of a sum over ranks."""
-    _distribute(norm, mesh, Replicate())
-    plain_forward = norm.forward
+def _on_parts(module: Any, mesh: DeviceMesh, placement: Placement, *, are_summed: bool = False) -> None:
+    """Shard or copy a module's own parameters, and have it compute with plain tensors: this rank's parts. A bias of all outputs is
+    copied, and added on the first rank alone.
 
-    def forward(x: Tensor) -> Tensor:
-        own: dict[str, Any] = dict(norm._parameters)
-        for name, parameter in own.items():
-            norm._parameters[name] = parameter.to_local(grad_placements=[Partial()])
-        try:
-            out: Tensor = plain_forward(x)
-            return out
-        finally:
-            norm._parameters.update(own)
+    `are_summed`: the gradients of copied parameters are sums over ranks. `over_ranks`, by which pass_gradients.py sums such, is
+    None elsewhere.
+    """
+    _distribute(module, mesh, placement)
+    group, held = mesh.get_group(), list[dict[str, Any]]()
+    copied: Any = _Copied.apply
+    at_first: Any = _AtFirst.apply
+    module.over_ranks = partial(summed, group=group) if are_summed else None
 
-    return forward
+    def enter(_module: nn.Module, _inputs: Any) -> None:
+        held.append(dict(module._parameters))
+        for name, parameter in held[-1].items():
+            if parameter is None:
+                continue
+            part = parameter.to_local()
+            if are_summed and part.requires_grad:
+                part = copied(part, module.over_ranks)
+            if name == "bias" and placement == Shard(1):
+                part = at_first(part, group.rank() == 0)
+            module._parameters[name] = part
+
+    def leave(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        module._parameters.update(held.pop())
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Shard or copy a module's own parameters. A copied one's gradient is summed over the ranks as soon as it is there."""
+    """Shard or copy a module's own parameters; a vector that has no such dimension is copied."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        shared: Any = nn.Parameter(sharded, parameter.requires_grad)
-        if placement.is_replicate() and parameter.requires_grad:
-            shared.register_hook(_summed)  # FSDP2, whose parameters are others, does the same
-        module.register_parameter(name, shared)
+        own = Replicate() if isinstance(placement, Shard) and placement.dim >= parameter.ndim else placement
+        sharded = distribute_tensor(parameter, mesh, [own], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
 
 
-def _summed(gradient: Tensor) -> Tensor:
-    return gradient.redistribute(placements=[Replicate()]) if isinstance(gradient, DTensor) else gradient
+def _to_stream(addend_1PH: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The residual stream that is the sum of the ranks' addends."""
+    apply: Any = _Added.apply  # torch has no types for it
+    own_1QH = apply(addend_1PH, mesh.get_group())
+    shape, stride = addend_1PH.shape, addend_1PH.stride()
+    return DTensor.from_local(own_1QH, mesh, [RESIDUAL], run_check=False, shape=shape, stride=stride)
+
+
+class _Added(torch.autograd.Function):
+    """This rank's tokens of a sum over ranks, from an addend of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, addend_1PH: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.num_tokens, ctx.group = addend_1PH.shape[1], group
+        return summed_rows(addend_1PH[0], group)[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_1QH: Tensor) -> tuple[Tensor, None]:
+        return gathered_rows(grad_1QH[0], ctx.num_tokens, ctx.group)[None], None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' tokens, from this rank's. Their gradient is an addend of a sum over ranks, or, if it `is_whole`, the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, own_1QH: Tensor, num_tokens: int, group: dist.ProcessGroup, is_whole: bool) -> Tensor:
+        ctx.group, ctx.is_whole = group, is_whole
+        return gathered_rows(own_1QH[0], num_tokens, group)[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_1PH: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_PH, rank, num_ranks = grad_1PH[0], ctx.group.rank(), ctx.group.size()
+        if ctx.is_whole:
+            own = slice(*(begin_of(index, num_ranks, len(grad_PH)) for index in (rank, rank + 1)))
+            return grad_PH[None, own], None, None, None
+        return summed_rows(grad_PH, ctx.group)[None], None, None, None
+
+
+class _Copied(torch.autograd.Function):
+    """A parameter that all ranks have, whose gradient is a sum over them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.over_ranks = over_ranks
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.over_ranks(grad), None
+
+
+class _AtFirst(torch.autograd.Function):
+    """A bias on the first rank, and zeros elsewhere, with the gradient that each rank has: all have the same."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_H: Tensor, is_first: bool) -> Tensor:
+        return bias_H.view_as(bias_H) if is_first else torch.zeros_like(bias_H)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_H: Tensor) -> tuple[Tensor, None]:
+        return grad_H, None
 
 
 def _leave_whole(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
@@ -275,8 +378,3 @@ def _leave_whole(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
     if isinstance(hidden, DTensor):
         outputs.last_hidden_state = hidden.redistribute(placements=[Replicate()]).to_local()
     return outputs
-
-
-def begin_of(index: int, num_parts: int, size: int) -> int:
-    """First index of part `index` of so many elements or rows: DTensor shards into parts of equal sizes, but for the last ones."""
-    return min(-(-size // num_parts) * index, size)

@@ -23,6 +23,7 @@ from asyncflow.engines.train.model.log_probs import Head, VocabularyShard, log_p
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.model.products import _is_onednns as is_onednns
 from asyncflow.engines.train.model.products import filled
+from asyncflow.engines.train.model.rank_sums import begin_of, gathered_rows, summed, summed_rows
 from asyncflow.engines.train.parallel.stages import keep_stage
 from asyncflow.engines.train.parallel.tensor import head_shard, is_counted, shard_model, whole
 from asyncflow.types import LossSums, Ragged, UserError
@@ -228,6 +229,24 @@ def compare_stages() -> dict[str, float]:
         parts = [(name, p.grad) for model in stages for name, p in model.named_parameters()]
         assert sorted(name for name, _ in parts) == sorted(expected)
         return {name: relative(gradient.full_tensor(), expected[name].grad) for name, gradient in parts}
+
+
+def sums_over_ranks() -> list[tuple[Any, ...]]:
+    """Shapes and dtypes of tensors whose sum, or this rank's rows of it, is not that of the ranks' addends one after the other."""
+    wrong = list[tuple[Any, ...]]()
+    with world() as group:
+        rank, num_ranks = group.rank(), group.size()
+        for shape, dtype in itertools.product([(1,), (2,), (3, 5), (7,), (64, 9), (4099,)], (torch.float32, torch.bfloat16)):
+            generator = torch.Generator().manual_seed(0)
+            addends = [torch.randn(shape, generator=generator).mul_(10.0**i).to(dtype) for i in range(num_ranks)]
+            expected = sum(addends[1:], addends[0])
+            own = summed_rows(addends[rank], group)
+            piece = slice(*(begin_of(index, num_ranks, shape[0]) for index in (rank, rank + 1)))
+            if not (own.equal(expected[piece]) and summed(addends[rank], group).equal(expected)):
+                wrong.append((shape, dtype))
+            if not gathered_rows(own, shape[0], group).equal(expected):
+                wrong.append((shape, dtype, "gathered"))
+    return wrong
 
 
 def bytes_kept(family: str) -> dict[str, float]:

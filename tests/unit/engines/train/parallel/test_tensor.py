@@ -17,6 +17,7 @@ from tests.unit.engines.train.parallel.tensor_ranks import (
     compare_sharded,
     compare_stages,
     refused_plans,
+    sums_over_ranks,
 )
 
 RAGGED = [1, 40, 2, 60]
@@ -63,6 +64,11 @@ def test_bfloat16_is_as_near_as_in_one_process(ranks: Processes) -> None:
 def test_what_crosses_between_stages_is_as_it_is_without(ranks: Processes) -> None:
     for errors in ranks.run(compare_stages, size=2):
         assert not {name: error for name, error in errors.items() if not error < 1e-5}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_sums_over_ranks_are_in_their_order_wherever_an_element_is(ranks: Processes, num_ranks: int) -> None:
+    assert ranks.run(sums_over_ranks, size=num_ranks) == [[]] * num_ranks
 
 
 def test_a_rank_keeps_its_share_alone(ranks: Processes) -> None:
