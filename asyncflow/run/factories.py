@@ -163,16 +163,15 @@ def tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     `config.json`.
 
     By itself is each where `train.responses_per_micro_batch` has made them small, by an engine of the user's own or outside, and
-    with exact sums where tensor parallelism shards matrices (a row is a sum over ranks then) or on an accelerator (whose library
-    may compute a row otherwise in a longer pass); unless a number says otherwise.
+    with exact sums on an accelerator (whose library may compute a row otherwise in a longer pass); unless a number says otherwise.
     """
-    return _tokens_per_pass(config.train, fields, config.train.device, config.layout)
+    return _tokens_per_pass(config.train, fields, config.train.device)
 
 
 def critic_tokens_per_pass(config: Config, fields: Mapping[str, Any]) -> int | None:
     """`tokens_per_pass` of the critic, by its device. A round of it has as many tokens as one of the policy. `fields`: of the
     `config.json` of its own model, see `critic_fields`."""
-    return _tokens_per_pass(config.train, fields, config.train.critic.device, Layout())
+    return _tokens_per_pass(config.train, fields, config.train.critic.device)
 
 
 def critic_fields(config: Config) -> Mapping[str, Any]:
@@ -180,13 +179,13 @@ def critic_fields(config: Config) -> Mapping[str, Any]:
     return read_json(Path(config.train.critic.path or config.model.path) / "config.json")
 
 
-def _tokens_per_pass(train: TrainConfig, fields: Mapping[str, Any], device: str, layout: Layout) -> int | None:
+def _tokens_per_pass(train: TrainConfig, fields: Mapping[str, Any], device: str) -> int | None:
     if train.tokens_per_micro_batch != "auto":
         return train.tokens_per_micro_batch
     is_chosen, is_on_cpu = train.responses_per_micro_batch is not None, kind_of(device) == CPU
     if "hidden_size" not in fields or is_chosen or train.engine.name not in PASS_ENGINES:
         return None
-    if train.accumulate == "exact" and (layout.tp > 1 or not is_on_cpu):
+    if train.accumulate == "exact" and not is_on_cpu:
         return None
     if not is_on_cpu:
         return PASS_TOKENS

@@ -112,6 +112,25 @@ def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tm
     assert not processes_of(run_dir)
 
 
+@deep
+def test_tensor_parallel_training_has_the_same_bits_whatever_shares_a_pass(small: Small, tmp_path: Path) -> None:
+    """All groups of a step are there when its training begins."""
+    own: dict[str, Any] = {"plan": {"train": {"tp": 2}}, "schedule": "synchronous"}
+    runs, counts = [], []
+    for name, tokens in (("each", None), ("together", "auto")):
+        train = {"skip_zero_advantages": False, "tokens_per_micro_batch": tokens}
+        run_dir = trained(small, tmp_path, name, train=train, **own)
+        spans = [span for span in read_spans(run_dir / "spans.jsonl") if span.task == "forward_backward" and span.rows]
+        assert sum(span.rows for span in spans if span.worker == "trainer/0") == STEPS * 16
+        counts.append(sum(span.worker == "trainer/0" for span in spans))
+        runs.append(run_dir)
+    each, together = runs
+    assert counts[0] == STEPS * 4 and counts[1] < STEPS * 4
+    assert [step.tensors for step in prints(each)] == [step.tensors for step in prints(together)]
+    assert of_metric(each, "policy/grad_norm") == of_metric(together, "policy/grad_norm")
+    assert (each / "model" / "model.safetensors").read_bytes() == (together / "model" / "model.safetensors").read_bytes()
+
+
 AGAIN = ((["--resume"], 0, "finished already"), ([], 1, "holds an earlier run"))
 
 

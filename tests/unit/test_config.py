@@ -597,10 +597,10 @@ def test_the_tokens_of_a_pass_go_by_the_models_width_and_the_device(
     [
         ("fp32", {"dp": 2}, PASS_TOKENS_CPU),
         ("exact", {"dp": 2}, PASS_TOKENS_CPU),
-        ("exact", {"tp": 2}, None),
+        ("exact", {"tp": 2}, PASS_TOKENS_CPU),
         ("fp32", {"pp": 2}, PASS_TOKENS_CPU),
         ("exact", {"pp": 2}, PASS_TOKENS_CPU),
-        ("exact", {"pp": 2, "tp": 2}, None),
+        ("exact", {"pp": 2, "tp": 2}, PASS_TOKENS_CPU),
     ],
 )
 def test_the_tokens_of_a_pass_go_by_the_layout(accumulate: str, layout: dict[str, int], expected: int | None) -> None:

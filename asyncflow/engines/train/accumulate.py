@@ -158,8 +158,11 @@ class PlainAccumulator(Accumulator):
             else:
                 self.add_whole(name, over_rows(left_QO, right_QI))
 
-    def add_sums(self, name: str, rows_PdX: Tensor, parts: Sequence[slice]) -> None:
+    def add_sums(
+        self, name: str, rows_PdX: Tensor, parts: Sequence[slice], change: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         """Add the sums [X] over the rows of each part, and over what is between P and X."""
+        assert change is None, "nothing is rounded"
         for rows in _neighbours(parts):
             own_PdX = rows_PdX[rows]
             self.add_whole(name, own_PdX.sum(tuple(range(own_PdX.ndim - 1))).view_as(self._parameters[name]))
@@ -243,12 +246,17 @@ class ExactAccumulator(Accumulator):
                 GRADIENT_GRID.add_steps(sums_BI, steps_BI)
         self._extremes.extend((name, of_part, GRADIENT_GRID.spacing) for of_part in extremes)
 
-    def add_sums(self, name: str, rows_PdX: Tensor, parts: Sequence[slice]) -> None:
-        """Add the sums [X] over the rows of each part, and over what is between P and X: one micro-batch's gradient each."""
+    def add_sums(
+        self, name: str, rows_PdX: Tensor, parts: Sequence[slice], change: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Add the sums [X] over the rows of each part, and over what is between P and X: one micro-batch's gradient each. `change`
+        makes of these [parts, X] what is added."""
         if parts:
             dims = tuple(range(rows_PdX.ndim - 1))
             # Of a copy, in memory as it would be alone: a sum's order of addition goes by the strides.
             addends_GX = torch.stack([rows_PdX[part].clone().sum(dims) for part in parts])
+            if change is not None:
+                addends_GX = change(addends_GX)
             self._extremes.extend((name, [peak], 1.0) for peak in addends_GX.abs().amax(1))
             self._sum(name).add_(GRADIENT_GRID.round_(addends_GX.double()).sum(0))
 

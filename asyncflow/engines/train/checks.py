@@ -44,11 +44,5 @@ def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     """Check that `TorchEngine` can train this model (`fields`: its config.json) with these options. Raises `UserError`."""
     check_weights_kind(fields)
     if options.layout.size > 1:
-        if options.layout.tp > 1 and options.accumulate == "exact" and options.tokens_per_pass is not None:
-            raise UserError(
-                "train.tokens_per_micro_batch is for train.accumulate=fp32 where plan.train.tp shards matrices: sums over "
-                "tensor-parallel ranks may have other bits at another place of a pass, so exact sums are taken of one micro-batch "
-                "at a time. Leave it out"
-            )
         check_family(fields)
         check_layout(fields, options.layout)

@@ -17,8 +17,10 @@ same.
 
 That products keep rows apart is a matter of the machine's library, which is tried at the start (pass_probe.py).
 
-Left out: modules with weights that are none of linear layer, embedding and RMS norm; weights that are sharded by tensor
-parallelism. There a row is a sum over ranks, in an order that may depend on its place in the sequence.
+Under tensor parallelism a module computes with its rank's part of a weight (parallel/tensor.py), and so does this. Where all ranks
+have a weight, each micro-batch's gradient is summed over them before it is rounded: by `over_ranks` of the module.
+
+Left out: modules with weights that are none of linear layer, embedding and RMS norm.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ GradientSums = ExactAccumulator | PlainAccumulator
 
 @dataclass(slots=True, eq=False)
 class PassState:
-    """State of one pass. `places`: of its micro-batches. `tokens_U`: of each, each token once, ascending, and `held_UH`, by
-    micro-batch, rows of the head's gradient that the embedding's are added to: where these two are one matrix."""
+    """State of one pass. `places`: of its micro-batches. `rows_U`: of each, the rows of the embedding that it uses, ascending, and
+    `held_UH`, by micro-batch, rows of the head's gradient that the embedding's are added to: where these two are one matrix."""
 
     places: Sequence[slice]
-    tokens_U: Sequence[Tensor]
     muted: set[int] = field(default_factory=set)
+    rows_U: list[Tensor] = field(default_factory=list)
     held_UH: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -82,6 +84,7 @@ class PassGradients:
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         self._locks = {name: threading.Lock() for name in model.parameters}
+        self._over_ranks: dict[str, Callable[[Tensor], Tensor]] = {}  # sums over tensor-parallel ranks, by weight
         head = getattr(model.module.get_output_embeddings(), "weight", None)  # a stage of a pipeline may have none
         self._head_name = names.get(id(head)) if has_head else None
         self._holds = (
@@ -92,6 +95,8 @@ class PassGradients:
         for module in model.module.modules():
             own = {key: names.get(id(parameter)) for key, parameter in module.named_parameters(recurse=False)}
             if any(own.values()):
+                if (over_ranks := getattr(module, "over_ranks", None)) is not None:
+                    self._over_ranks |= {name: over_ranks for name in own.values() if name is not None}
                 module.forward = partial(_form_of(module), self, module, own, module.forward)
 
     @staticmethod
@@ -107,8 +112,7 @@ class PassGradients:
 
     def begin(self, packed: Packed) -> PassState:
         """State of a pass that begins."""
-        tokens_U = [torch.unique(packed.tokens_P[place]) for place in packed.places] if self._holds else []
-        return PassState(packed.places, tokens_U)
+        return PassState(packed.places)
 
     @contextmanager
     def within(self, state: PassState) -> Iterator[None]:
@@ -161,7 +165,7 @@ class PassGradients:
         if self._holds:
             change = partial(self._hold, [number for number, _ in parts])
             for number, _ in parts:
-                self._now.held_UH[number] = hidden_CH.new_empty(len(self._now.tokens_U[number]), hidden_CH.shape[1])
+                self._now.held_UH[number] = hidden_CH.new_empty(len(self._now.rows_U[number]), hidden_CH.shape[1])
         self._add_products(self._head_name, grad_CV, hidden_CH, [rows for _, rows in parts], change)
 
     def add_head_whole(self, number: int, gradient_VH: Tensor) -> None:
@@ -169,7 +173,7 @@ class PassGradients:
         if self._head_name is None:
             return
         if self._holds:
-            self._now.held_UH[number] = gradient_VH.new_empty(len(self._now.tokens_U[number]), gradient_VH.shape[1])
+            self._now.held_UH[number] = gradient_VH.new_empty(len(self._now.rows_U[number]), gradient_VH.shape[1])
             self._hold([number], 0, 0, gradient_VH)
         with self._locks[self._head_name]:  # somebody else may be adding a piece of it
             self._sums.add_whole(self._head_name, gradient_VH)
@@ -177,11 +181,11 @@ class PassGradients:
     def _hold(self, numbers: Sequence[int], part: int, begin: int, block_BH: Tensor) -> None:
         """Hold back the rows of the micro-batch's own tokens: move them out of a block of the head's gradient."""
         number = numbers[part]
-        tokens_U = self._now.tokens_U[number]
-        edges = torch.tensor([begin, begin + len(block_BH)], device=tokens_U.device)
-        first, end = torch.searchsorted(tokens_U, edges).tolist()
+        rows_U = self._now.rows_U[number]
+        edges = torch.tensor([begin, begin + len(block_BH)], device=rows_U.device)
+        first, end = torch.searchsorted(rows_U, edges).tolist()
         if first < end:
-            rows = tokens_U[first:end] - begin
+            rows = rows_U[first:end] - begin
             self._now.held_UH[number][first:end] = block_BH[rows]
             block_BH[rows] = 0.0
 
@@ -228,6 +232,8 @@ class PassGradients:
         """Forward of an embedding."""
         if self._state is None:
             return plain(tokens)
+        if self._holds:
+            self._now.rows_U = [torch.unique(tokens.flatten()[place]) for place in self._now.places]
         apply: Any = _Embedding.apply
         made: Tensor = apply(tokens, self._in_graph(module.weight), self._anchor, self, names["weight"], module.padding_idx)
         return made
@@ -247,13 +253,13 @@ class PassGradients:
     def add_linear(self, names: dict[str, str | None], grad_PO: Tensor, x_PI: Tensor) -> None:
         """Add the gradients of a linear layer."""
         if (name := names["weight"]) is not None:
-            self._add_products(name, grad_PO, x_PI, [place for _, place in self._added()])
+            self._add_products(name, grad_PO, x_PI, [place for _, place in self._added()], self._changed_by(name))
         if (bias := names.get("bias")) is not None:
-            self._sums.add_sums(bias, grad_PO, [place for _, place in self._added()])
+            self._add_sums(bias, grad_PO)
 
     def add_norm(self, name: str, grad_1PX: Tensor) -> None:
         """Add the gradient of a norm's weight, from that of the weight of each row, maybe of each of its heads."""
-        self._sums.add_sums(name, grad_1PX[0], [place for _, place in self._added()])
+        self._add_sums(name, grad_1PX[0])
 
     def add_weighted(self, name: str, grad_TH: Tensor, counts: Sequence[int]) -> None:
         """Add the gradient of the weights of `weighted`, from that of each row's."""
@@ -273,6 +279,19 @@ class PassGradients:
             if self._holds:
                 rows_UH = rows_UH + self._now.held_UH.pop(number)
             self._sums.add_rows(name, tokens_U, rows_UH)
+
+    def _add_sums(self, name: str, rows_PX: Tensor) -> None:
+        self._sums.add_sums(name, rows_PX, [place for _, place in self._added()], self._over_ranks.get(name))
+
+    def _changed_by(self, name: str) -> Callable[[int, int, Tensor], None] | None:
+        """Sum over ranks of a block of a micro-batch's gradient, in place; None where the other ranks have no addends."""
+        if (over_ranks := self._over_ranks.get(name)) is None:
+            return None
+
+        def change(_number: int, _begin: int, block_BI: Tensor) -> None:
+            block_BI.copy_(over_ranks(block_BI))
+
+        return change
 
     def _add_products(self, name: str, *arguments: Any) -> None:
         def add() -> None:

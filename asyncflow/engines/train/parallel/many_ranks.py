@@ -243,8 +243,6 @@ class ManyRanks(PolicyTraining):
         """Have each micro-batch's gradients taken by themselves, so that no exact sum depends on what else is in a pass (others,
         fill tokens): on all ranks. Where it cannot be so on one, nothing else is in a pass."""
         why, gradients = PassGradients.why_not(self._policy), None
-        if self.ranks.layout.tp > 1:
-            why = "under tensor parallelism a row is a sum over ranks, whose bits may go by its place in the pass"
         (has_other,) = self.ranks.largest([bool(why)])
         if not has_other:
             gradients = PassGradients(self._policy, self._sums.of_passes(), gives_zeros=self.ranks.layout.dp > 1)

@@ -39,7 +39,6 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("torch", {"tp": 3}, {}, "plan.train.tp is 3"),
         ("torch", {"pp": 5}, {}, "plan.train.pp is 5"),
-        ("torch", {"tp": 2, "accumulate": "exact", "tokens_per_micro_batch": 99}, {}, "is for train.accumulate=fp32"),
         ("torch", {"tp": 2}, {"model_type": "gpt2"}, "a model of type 'gpt2'"),
         ({"name": "torch", "stage": 2}, {}, {}, "'torch' has no option 'stage': it has none"),
         ({"path": "my_engine.py:Engine", "depth": 2}, {"tp": 3}, {}, "plan.train.tp is 3"),

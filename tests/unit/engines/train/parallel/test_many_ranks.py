@@ -293,15 +293,36 @@ def test_passes_of_several_micro_batches_compute_the_same(ranks: Processes, mode
         pytest.param(Layout(pp=2), "untied", {}, marks=depth.deep),
         pytest.param(Layout(pp=2), "qwen3-tiny", {}, marks=depth.deep),
         (Layout(dp=2, pp=2), "qwen3-tiny", {"activation_checkpointing": True}),
+        (Layout(tp=2), "qwen3-tiny", {"old": "previous", "has_reference": True}),
+        pytest.param(Layout(tp=2), "biased", {"activation_checkpointing": True}, marks=depth.deep),
+        pytest.param(Layout(tp=2), "untied", {"dtype": "bfloat16"}, marks=depth.deep),
+        pytest.param(Layout(tp=2), "qwen3-tiny", {"lora": LORA, "has_reference": True}, marks=depth.deep),
+        pytest.param(Layout(tp=4), "wide", {}, marks=depth.deep),
+        pytest.param(Layout(dp=2, tp=2), "qwen3-tiny", {"lora": LORA}, marks=depth.deep),
+        pytest.param(Layout(dp=2, tp=2), "qwen2-tiny", {"activation_checkpointing": True}, marks=depth.deep),
+        pytest.param(Layout(tp=2, pp=2), "qwen2-tiny", {"has_reference": True}, marks=depth.deep),
+        pytest.param(Layout(dp=2, tp=2, pp=2), "qwen2-tiny", {}, marks=depth.deep),
     ],
-    ids=lambda value: f"{value.dp}x{value.pp}" if isinstance(value, Layout) else None,
+    ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else None,
 )
 def test_with_exact_sums_no_bit_depends_on_who_is_in_the_pass(
-    ranks: Processes, model_path: ModelPath, tmp_path: Path, layout: Layout, family: str, more: dict[str, Any], is_token_local: bool
+    ranks: Processes,
+    model_path: ModelPath,
+    tmp_path: Path,
+    wide: Path,
+    layout: Layout,
+    family: str,
+    more: dict[str, Any],
+    is_token_local: bool,
 ) -> None:
     """Also where it shares it with some in one order, with others in another, and with fill tokens; clipped, 3 steps, with ranks
     that have none."""
-    path = untied(model_path("qwen2-tiny"), tmp_path / "untied") if family == "untied" else model_path(family)
+    if family == "untied":
+        path = untied(model_path("qwen2-tiny"), tmp_path / "untied")
+    elif family == "biased":
+        path = save_llama(tmp_path / "biased", num_hidden_layers=2, num_attention_heads=4, attention_bias=True, mlp_bias=True)
+    else:
+        path = wide if family == "wide" else model_path(family)
     options, objective = {**OPTIONS, "accumulate": "exact", **more}, on_ranks.Clipped(is_token_local=is_token_local)
     steps = on_ranks.make_steps(layout.dp, num_steps=3, staleness=int(more.get("old") == "previous"))
     turned = [[[group[::-1] for group in round_] for round_ in rounds] for rounds in steps]
@@ -316,12 +337,17 @@ def test_with_exact_sums_no_bit_depends_on_who_is_in_the_pass(
         results = sorted(first.results, key=lambda result: result.loss_sum)
         found.append((first.fingerprint, results, [replace(update, fill_tokens=0) for update in first.updates]))
     assert not [number for number, one in enumerate(found) if one != found[0]]
-    if layout.pp == 1:
-        alone = on_ranks.train_alone(path, steps, options | {"activation_checkpointing": False}, objective)
+    if layout.pp == 1 and layout.dp > 1:
+        own = options | {"activation_checkpointing": False}
+        if layout.tp == 1:
+            alone = on_ranks.train_alone(path, steps, own, objective)
+        else:
+            joined = [[[[batch for group in round_ for batch in group]] for round_ in rounds] for rounds in steps]
+            alone = ranks.run(on_ranks.train, path, joined, Layout(tp=layout.tp), own, objective, size=layout.tp)[0]
         assert alone.fingerprint == found[0][0]
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=["dp", "pp"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(tp=2)], ids=["dp", "pp", "tp"])
 def test_with_exact_sums_a_micro_batch_that_is_not_finite_adds_nothing_and_the_others_of_its_pass_do(
     ranks: Processes, model_path: ModelPath, layout: Layout
 ) -> None:
@@ -338,11 +364,12 @@ def test_with_exact_sums_a_micro_batch_that_is_not_finite_adds_nothing_and_the_o
         assert one.norm == pytest.approx(alone.norm, rel=1e-5) and difference(alone.sums, one.sums) < 1e-5
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=["dp", "tp"])
 def test_where_the_company_shows_in_the_bits_of_one_rank_none_makes_passes_of_several(
-    ranks: Processes, model_path: ModelPath
+    ranks: Processes, model_path: ModelPath, layout: Layout
 ) -> None:
     options = {**OPTIONS, "accumulate": "exact", "tokens_per_pass": 1000}
-    found = ranks.run(on_ranks.remark_where_rows_differ, model_path("qwen2-tiny"), Layout(dp=2), options, 1, size=2)
+    found = ranks.run(on_ranks.remark_where_rows_differ, model_path("qwen2-tiny"), layout, options, 1, size=2)
     assert [most for _, most in found] == [None] * 2
     assert all(remark.startswith("micro-batches are computed one by one") for remark, _ in found)
 
