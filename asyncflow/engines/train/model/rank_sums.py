@@ -3,8 +3,8 @@
     rank 0: [a0 b0 c0 d0] --+--> rank 0: a0 + a1, b0 + b1       `summed_rows`: each rank gets its own rows of the sum
     rank 1: [a1 b1 c1 d1] --+--> rank 1: c0 + c1, d0 + d1       `gathered_rows`: all ranks get all rows; `summed` is both
 
-A library's own sum over three and more ranks may begin with another rank at another place of the tensor. Here no bit of an element
-depends on its place, so none depends on what else is in a pass.
+A library's own sum over three and more ranks may begin with another rank at another place of the tensor, as gloo's does. Here no bit
+of an element depends on its place, so none depends on what else is in a pass.
 
 Rows are cut into pieces of one size, but for the last ones, as DTensor cuts them.
 
@@ -49,9 +49,9 @@ def gathered_rows(own_QX: Tensor, num_rows: int, group: dist.ProcessGroup) -> Te
     largest = -(-num_rows // group.size())
     if missing := largest - len(own_QX):  # rows of the last ranks alone, so they are behind all others
         own_QX = torch.cat([own_QX, own_QX.new_zeros(missing, *own_QX.shape[1:])])
-    gathered = own_QX.new_empty(group.size() * largest, *own_QX.shape[1:])
-    dist.all_gather_into_tensor(gathered, own_QX.contiguous(), group=group)
-    return gathered[:num_rows]
+    pieces = [own_QX.new_empty(own_QX.shape) for _ in range(group.size())]
+    dist.all_gather(pieces, own_QX.contiguous(), group=group)
+    return torch.cat(pieces)[:num_rows]
 
 
 def begin_of(index: int, num_parts: int, size: int) -> int:
