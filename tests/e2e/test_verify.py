@@ -39,6 +39,15 @@ def small_config(small: Small, tmp_path: Path) -> Path:
     return write_config(tmp_path, tree)
 
 
+@deep
+def test_periodic_equals_synchronous_over_tensor_parallel_ranks(small: Small, tmp_path: Path) -> None:
+    """In the synchronous run all groups of a step share passes; in the other one those that are there when one begins."""
+    config = small_config(small, tmp_path)
+    command = run_command("verify", config, "--steps", "4", "train.accumulate=exact", "plan.train.tp=2")
+    assert command.returncode == 0, command.stdout + command.stderr
+    assert "EQUAL: synchronous and periodic gave the same bits in 4 steps" in command.stdout
+
+
 def test_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
     config = small_config(small, tmp_path)
     command = run_command("verify", config, "--steps", "4", "train.accumulate=exact")

@@ -3,8 +3,8 @@
     rank 0: [a0 b0 c0 d0] --+--> rank 0: a0 + a1, b0 + b1       `summed_rows`: each rank gets its own rows of the sum
     rank 1: [a1 b1 c1 d1] --+--> rank 1: c0 + c1, d0 + d1       `gathered_rows`: all ranks get all rows; `summed` is both
 
-A library's own sum over three and more ranks may begin with another rank at another place of the tensor, as gloo's does. Here no bit
-of an element depends on its place, so none depends on what else is in a pass.
+A library's own sum over three and more ranks may begin with another rank at another place of the tensor, as gloo's does. Here no
+bit of an element depends on its place, so none depends on what else is in a pass.
 
 Rows are cut into pieces of one size, but for the last ones, as DTensor cuts them.
 

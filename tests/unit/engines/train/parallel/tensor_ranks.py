@@ -236,7 +236,9 @@ def sums_over_ranks() -> list[tuple[Any, ...]]:
     wrong: list[tuple[Any, ...]] = []
     with world() as group:
         rank, num_ranks = group.rank(), group.size()
-        for shape, dtype in itertools.product([(0, 4), (1,), (2,), (3, 5), (7,), (64, 9), (4099,)], (torch.float32, torch.bfloat16)):
+        for shape, dtype in itertools.product(
+            [(0, 4), (1,), (2,), (3, 5), (7,), (64, 9), (4099,)], (torch.float32, torch.bfloat16)
+        ):
             generator = torch.Generator().manual_seed(0)
             addends = [torch.randn(shape, generator=generator).mul_(10.0**i).to(dtype) for i in range(num_ranks)]
             expected = sum(addends[1:], addends[0])
