@@ -1,6 +1,6 @@
 """Training passes of several micro-batches against one micro-batch a pass, and both against the machine's matrix products. CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/passes.py [--models tiny smollm2] [--sums fp32 exact] [--layouts dp2 pp2] [--repeats N]
+    OMP_NUM_THREADS=1 python benchmarks/passes.py [--models tiny smollm2] [--sums fp32 exact] [--layouts dp2 pp2 tp2] [--repeats N]
         [--parts passes fixed update] [--json FILE]
 
 tiny       the quickstart's model (0.44M parameters), 32 groups of 8 responses
@@ -22,8 +22,8 @@ are in a pass together, over those taken of each micro-batch. Then the update
 with SmolLM2-135M's shape and exact sums: their division, the norm, the clip and AdamW, over a plain pass over the bytes that it
 cannot do without, in turns: 40 for each parameter (a sum read, its gradient written; gradient, weight and moments read, weight and
 moments written), as copies. With
-`--layouts`, the tiny model's step over two processes, data-parallel ranks (half of the groups each) or stages of a pipeline: both
-ways in turns.
+`--layouts`, the tiny model's step over two processes, data-parallel ranks (half of the groups each), stages of a pipeline, or
+tensor-parallel ranks: both ways in turns.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from asyncflow.types import Layout, Ragged
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
-LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2)}
+LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2), "tp2": Layout(tp=2)}
 PRODUCT = 512
 MOST_NORM = 1e-6  # so that there is something to clip
 WARM_UP = 3  # updates until no fresh pages are taken
