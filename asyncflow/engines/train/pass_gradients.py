@@ -298,7 +298,10 @@ class PassGradients:
             with self._locks[name]:  # layers may have a matrix in common
                 self._sums.add_products(name, *arguments)
 
-        self.pieces.add(add)
+        if name in self._over_ranks:
+            add()  # all ranks make their exchanges in one order
+        else:
+            self.pieces.add(add)
 
     def _added(self) -> list[tuple[int, slice]]:
         """Micro-batches that are not muted: number, and place in the pass."""
