@@ -92,7 +92,7 @@ class Job(Listener):
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._folder = RunFolder(config, self.listener.log, resume=resume)
         self._num_restarts = 0
-        self._num_in_vain = 0  # attempts in a row that have committed no step: each has a longer pause behind it
+        self._num_in_vain = 0  # those in a row that no step was committed before: each has a longer pause before it
         self._pushed: list[PutPrompt] = []  # by this process
         self._next_place = 0  # of the attempts before: see `SeededOrder`
         self._has_trained = False  # this attempt, a group
@@ -194,22 +194,22 @@ class Job(Listener):
         if death.worker.partition("/")[0] in ("rollout", EVALUATORS, "storage") or self._evaluate_only:
             return False
         would_fail_again = death.has_failed and not self._has_trained
-        may_restart = self._num_restarts < self.config.train.max_restarts and not self._interrupted.is_set()
+        may_restart = self._num_in_vain < self.config.train.max_restarts and not self._interrupted.is_set()
         return may_restart and not would_fail_again
 
     async def restart_after(self, death: WorkerDied) -> None:
         """End this attempt at once, and let `start` make the next one, after a pause that begins with the death.
 
         When a worker has died that is not started again by itself, a trainer for example, another attempt resumes the run from its
-        newest checkpoint, as `--resume` does, up to `train.max_restarts` times; else the death is raised. For this there are
-        checkpoints in shared memory.
+        newest checkpoint, as `--resume` does, up to `train.max_restarts` times without a step between them; else the death is
+        raised. For this there are checkpoints in shared memory.
         """
-        if not self._may_restart_after(death):
-            raise death
         attempt = self.attempt
         assert attempt is not None, "a worker has died"
         if attempt.driver.ledger.ledger.committed > self.first:
             self._num_in_vain = 0
+        if not self._may_restart_after(death):
+            raise death
         clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_in_vain)
         over = clock() + pause
         self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")

@@ -16,6 +16,7 @@ import pytest
 
 from asyncflow.cluster.base import WorkerDied
 from asyncflow.config import parse
+from asyncflow.run.attempt import Attempt
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.state.saving import places_of
 from asyncflow.telemetry.certificate import read_certificate
@@ -210,9 +211,23 @@ def test_vllm_servers_stay_when_a_trainer_dies(tmp_path: Path) -> None:
     assert killer.job.certificate is not None and killer.job.certificate.resumed_at == killer.open
 
 
-def test_a_trainer_that_dies_more_often_than_it_may_ends_the_run(tmp_path: Path) -> None:
+class Again(Killer):
+    """Observer that kills the trainer of each attempt that follows on a death, before it has trained a step."""
+
+    def log(self, text: str) -> None:
+        super().log(text)
+        if "is resumed from its newest checkpoint" in text:
+            self._killing_next = asyncio.ensure_future(self._kill_next(self.job.attempt))
+
+    async def _kill_next(self, before: Attempt | None) -> None:
+        while (attempt := self.job.attempt) is None or attempt is before or "trainer/0" not in attempt.cluster.pids():
+            await asyncio.sleep(0.002)
+        self.job.kill("trainer/0")
+
+
+def test_a_trainer_that_dies_more_often_than_it_may_with_no_step_between_ends_the_run(tmp_path: Path) -> None:
     mode = merged(PERIODIC, {"train": {"max_restarts": 1}, "eval": {"path": None, "every_steps": None}})
-    killer = Killer(tree(tmp_path, mode), {0: "trainer/0", 2: "trainer/0"})
+    killer = Again(tree(tmp_path, mode), {2: "trainer/0"})
     with pytest.raises(WorkerDied, match=r"worker trainer/0 .* was ended by SIGKILL"):
         killer.run()
     assert sum("is resumed from its newest checkpoint" in line for line in killer.said) == 1

@@ -25,7 +25,7 @@ from tests.full_disk import files_of_at_most
         ("values/2", {}, True),
         ("trainer/0", {"has_failed": True}, False),  # it would fail again
         ("trainer/0", {"has_failed": True, "has_trained": True}, True),
-        ("trainer/0", {"num_restarts": 2}, False),
+        ("trainer/0", {"num_in_vain": 2}, False),
         ("trainer/0", {"is_interrupted": True}, False),
         ("trainer/0", {"evaluate_only": True}, False),
         ("rollout/0", {}, False),  # with rollout.max_restarts: 0
@@ -38,32 +38,38 @@ async def test_a_run_is_resumed_after_the_death_of_a_worker_that_is_not_started_
 ) -> None:
     tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
     job = Job(parse(tree | {"train": {"max_restarts": 2}}), evaluate_only=state.get("evaluate_only", False))
-    job._has_trained, job._num_restarts = state.get("has_trained", False), state.get("num_restarts", 0)
+    job._has_trained, job._num_in_vain = state.get("has_trained", False), state.get("num_in_vain", 0)
     if state.get("is_interrupted"):
         job.interrupt()
     death = WorkerDied("worker it has ended", worker, has_failed=state.get("has_failed", False))
     assert job._may_restart_after(death) == expected
 
 
-async def test_a_pause_is_longer_behind_an_attempt_that_has_committed_no_step(
+async def test_attempts_that_have_committed_no_step_have_longer_pauses_behind_them_and_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the tenth death in a run of days would cost half a minute."""
+    """Else the tenth death in a run of days would cost half a minute, and the fourth would end it."""
     tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
     monkeypatch.setattr("asyncflow.cluster.base.RESTART_SECONDS", (0.001, 0.02))
     said: list[str] = []
-    job = Job(parse(tree | {"train": {"max_restarts": 9}}), SimpleNamespace(log=said.append))  # type: ignore[arg-type]
+    job = Job(parse(tree | {"train": {"max_restarts": 2}}), SimpleNamespace(log=said.append))  # type: ignore[arg-type]
 
     async def nothing() -> bool:
         return False
 
-    for first, committed in ((0, 0), (0, 0), (0, 3), (3, 3), (3, 4), (4, 9)):
+    async def die(first: int, committed: int) -> None:
         ledger, source = SimpleNamespace(ledger=SimpleNamespace(committed=committed)), SimpleNamespace(next_place=0)
         job.attempt = SimpleNamespace(driver=SimpleNamespace(ledger=ledger, source=source), abandon=nothing, close=nothing)  # type: ignore[assignment]
         job._folder.job = SimpleNamespace(first=first)  # type: ignore[assignment]
         await job.restart_after(WorkerDied("worker trainer/0 has died", "trainer/0", has_failed=False))
+
+    for first, committed in ((0, 0), (0, 0), (0, 3), (3, 3), (3, 4), (4, 9)):
+        await die(first, committed)
     pauses = [line.rpartition(" in ")[2] for line in said]
     assert pauses == ["0.001 s", "0.002 s", "0.001 s", "0.002 s", "0.001 s", "0.001 s"]
+    await die(9, 9)
+    with pytest.raises(WorkerDied):
+        await die(9, 9)
 
 
 def fed_job(folder: Path, journal: Path | None) -> tuple[Job, SeededOrder[Any]]:
