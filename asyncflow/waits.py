@@ -453,8 +453,9 @@ MODEL_FILES: Final = _wait(
     "model files",
     "the model's files from the driver's machine",
     "transport/ahead.py:read_ahead run/models/model_source.py:run_module run/models/hub_parts.py:fetch"
-    " run/models/model_files.py:model_here",
-    ends="CHUNK_SECONDS (60 s) without a chunk; of weights, whose wait is `PULL`, weight_sync.deadline_seconds",
+    " run/models/hub_parts.py:_complete run/job.py:Job._begin run/models/model_files.py:model_here",
+    ends="CHUNK_SECONDS (60 s) without a chunk; of a download, HF_HUB_DOWNLOAD_TIMEOUT without"
+    " a byte, again and again; of weights, whose wait is `PULL`, weight_sync.deadline_seconds",
 )
 LOADER: Final = _wait(
     "loader",

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,10 @@ class Hub:
     holds: str = ""  # a file that does not come
     cuts: tuple[str, int] | None = None  # a file whose connection breaks after so many bytes, once
     stands: tuple[str, int] | None = None  # a file of which no more than so many bytes come, once
+    resets: tuple[str, int] | None = None  # a file whose connection is reset after so many bytes, once
+    serves_wrong: str = ""  # a file that comes with other bytes than it has
+    has_cdn: bool = False  # large files are elsewhere, for whoever has a signed address and shows no token
+    knows_hashes: bool = True  # SHA-256 of large files
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
     pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     url: str = ""
@@ -84,6 +90,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.of.asked.append((self.command, path, self.headers.get("Range", "")))
+        if (found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/([^/]+)/(.+)", path)) is not None:
+            if "Authorization" in self.headers:
+                self._refuse(400, "TwoWaysToSign")
+            else:
+                self._file(*found.groups(), is_signed=True)
+            return
         for pattern, method in (
             (r"/api/models/([^/]+/[^/]+)/revision/(.+)", self._info),
             (r"/api/models/([^/]+/[^/]+)/tree/(.+)", self._tree),
@@ -108,23 +120,30 @@ class _Handler(BaseHTTPRequestHandler):
     def _tree(self, repo: str, commit: str) -> None:
         folder = self.of.folder(repo, commit)
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        entries = [{"type": "file", "oid": _etag(f), "size": f.stat().st_size, "path": str(f.relative_to(folder))} for f in files]
+        entries = [
+            {"type": "file", "oid": self._etag(f), "size": f.stat().st_size, "path": str(f.relative_to(folder))} for f in files
+        ]
         self._answer(200, entries)
 
-    def _file(self, repo: str, commit: str, name: str) -> None:
+    def _file(self, repo: str, commit: str, name: str, *, is_signed: bool = False) -> None:
         file = self.of.folder(repo, commit) / name
         if not file.is_file():
             self._refuse(404, "EntryNotFound")
             return
-        content = file.read_bytes()
-        headers = {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        content = file.read_bytes() if name != self.of.serves_wrong else bytes(file.stat().st_size)
+        headers = {"ETag": f'"{self._etag(file)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if self.of.has_cdn and _is_large(file) and not is_signed:
+            linked = {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(content)), "X-Repo-Commit": commit}
+            elsewhere = self.of.url.replace("127.0.0.1", "localhost")
+            self._answer(302, Location=f"{elsewhere}/cdn/{repo}/{commit}/{name}?signed", **linked)
+            return
         begin = int(found[1]) if (found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
         if self.of.holds == name and self.command == "GET":
             threading.Event().wait(60)  # the test ends whoever asks
             return
-        for fault in (self.of.cuts, self.of.stands):
+        for fault in (self.of.cuts, self.of.stands, self.of.resets):
             if fault is None or fault[0] != name or self.command != "GET":
                 continue
             self.send_response(200)
@@ -134,10 +153,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: fault[1]])
             if fault is self.of.stands:
                 threading.Event().wait(60)  # the test ends whoever asks
-            self.of.cuts = self.of.stands = None
+            if fault is self.of.resets:
+                self.wfile.flush()
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            self.of.cuts = self.of.stands = self.of.resets = None
             self.close_connection = True
             return
         self._answer(206 if begin else 200, content[begin:], **headers)
+
+    def _etag(self, file: Path) -> str:
+        """SHA-256 of large files, as the Hub has it, and another hash of all others."""
+        is_known = self.of.knows_hashes and _is_large(file)
+        return (hashlib.sha256 if is_known else hashlib.sha1)(file.read_bytes()).hexdigest()
 
     def do_POST(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -175,7 +203,5 @@ class _Handler(BaseHTTPRequestHandler):
         return content
 
 
-def _etag(file: Path) -> str:
-    """SHA-256 of large files, as the Hub has it, and another hash of all others."""
-    is_large = file.suffix in (".safetensors", ".gguf", ".bin")
-    return (hashlib.sha256 if is_large else hashlib.sha1)(file.read_bytes()).hexdigest()
+def _is_large(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".gguf", ".bin")

@@ -103,13 +103,14 @@ class Job(Listener):
         """Check everything, then start the driver's loops and the workers. Raises `UserError` before anything is started.
 
         The first `steps` steps may be trained at once. The loops begin first, so that prompts are there when the first worker is.
-        Nothing is started, and there is no `driver`, where the run that is to be resumed is finished already.
+        Nothing is started, and there is no `driver`, where the run that is to be resumed is finished already, or where the run was
+        interrupted before it was prepared.
         """
         config, listener, folder, waits = self.config, self.listener, self._folder, OpenWaits()
         waits.begin()
         if not self._num_restarts:
             folder.memory = self._memory()
-        begun = await folder.begin(self._inputs)
+        begun = await self._begin()
         self.rows, self.certificate = folder.rows, folder.certificate
         if begun is None:
             return
@@ -126,6 +127,21 @@ class Job(Listener):
         self.attempt, self._staying = attempt, None
         if await attempt.start(steps):
             attempt.running.begin([self._begun(attempt.driver)])
+
+    async def _begin(self) -> tuple[Prepared, Resumed | None] | None:
+        """Inputs of the attempt. None: there is nothing to do, or the run was interrupted, by a signal that may have ended a
+        download first. Later attempts begin in any case: what the one before had in memory is to be kept."""
+        if self._num_restarts:
+            return await self._folder.begin(self._inputs)
+        beginning = asyncio.ensure_future(self._folder.begin(self._inputs))
+        interrupted = asyncio.ensure_future(self._interrupted.wait())
+        try:
+            await asyncio.wait({beginning, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self._interrupted.is_set() else await beginning
+        finally:
+            for task in (beginning, interrupted):
+                task.cancel()
+            await asyncio.gather(beginning, interrupted, return_exceptions=True)
 
     async def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until the condition holds, looking again after every step and evaluation. False: interrupted.
@@ -152,7 +168,7 @@ class Job(Listener):
                 try:
                     await self.start(0 if self._evaluate_only else self.config.run.steps)
                     if self.driver is None:
-                        return True
+                        return not self._interrupted.is_set()
                     is_done = await self.until(self._is_done)
                     break
                 except WorkerDied as death:

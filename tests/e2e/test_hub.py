@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +20,9 @@ from asyncflow.config import parse
 from asyncflow.service.hosted import HostedRun
 from asyncflow.trainer import Trainer
 from tests.conftest import MODEL
-from tests.e2e.commands import run_command, write_config
+from tests.e2e.commands import command_line, run_command, wait_for, write_config
 from tests.hub import TOKEN, Hub, served
+from tests.patience import patience
 
 NAME, OURS = "somebody/tiny", "me/tiny-trained"
 
@@ -42,6 +49,34 @@ def test_a_model_comes_from_the_hub_is_resumed_at_its_commit_and_goes_there_with
         assert resumed.returncode == 0, resumed.stderr
         run_dir = Path(tree["run"]["dir"]) / tree["run"]["name"]
         assert json.loads((run_dir / "job.json").read_text())["model"].endswith(Hub({NAME: {"main": MODEL}}).commit(NAME, "main"))
+
+
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)], ids=["SIGTERM", "Ctrl-C"])
+def test_a_run_that_is_interrupted_ends_its_download_and_the_next_one_goes_on_with_it(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, number: int, to_all: bool
+) -> None:
+    model, name = tmp_path / "model", "model.safetensors"
+    shutil.copytree(MODEL, model)
+    content = bytes(25 << 20)
+    (model / name).write_bytes(content)
+    with served(hub := Hub({NAME: {"main": model}}, stands=(name, 22 << 20))):
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+        line = command_line("train", write_config(tmp_path, small(model={"path": NAME})))
+        process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            wait_for(lambda: sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*.incomplete")) >= 20 << 20)
+            (os.killpg if to_all else os.kill)(process.pid, number)  # a terminal sends it to all of them
+            said, _ = process.communicate(timeout=patience(30))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 128 + number and "interrupted after 0 steps" in said, said
+        hub.stands = None
+        hub.asked.clear()
+        command = [sys.executable, "-m", "asyncflow.run.models.hub_download", NAME]
+        folder = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        assert (Path(folder) / name).read_bytes() == content
+        assert [asked for method, path, asked in hub.asked if method == "GET" and path.endswith(name)] == [f"bytes={20 << 20}-"]
 
 
 def test_an_adapter_goes_to_the_hub_with_its_base_by_name_and_commit(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import argparse
 import glob
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
@@ -68,14 +69,14 @@ def download(
             first = {**where, "allow_patterns": [*FACTS], "tqdm_class": _bar(name, 0, report)}
             _check_causal(Path(snapshot_download(**first)), name)
             files = [each for each in files if not _is_of(each.filename, FACTS)]
-        total, parts = sum(file.file_size for file in files), parts_of(repo, files)
+        total, parts = sum(file.file_size or 0 for file in files), parts_of(repo, files)
         if total:
             here = sum(part.here for part in parts)
             rest = f", of which {here / 1e6:,.0f} MB are here" if here else ""
             report(f"downloading {name} from the Hugging Face Hub: {len(files)} files, {total / 1e6:,.0f} MB{rest}")
         bar = _bar(name, total, report)
         if parts:
-            fetch(parts, bar, report)
+            fetch(parts, bar)
         return _with_file(snapshot_download(**where, tqdm_class=bar), name, file)
     except UserError:
         raise
@@ -161,6 +162,7 @@ def main() -> int:
     parser.add_argument("--file", help="this file alone, such as a GGUF file")
     parser.add_argument("--facts", action="store_true", help="no weights")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no thread is waited for: what has come is in its file
     asked: dict[str, Any] = {"file": arguments.file, "has_weights": not arguments.facts}
     try:
         print(download(arguments.repo, arguments.revision, lambda line: print(line, flush=True), **asked), flush=True)

@@ -1,9 +1,9 @@
 """Files of weights from the Hub that come in parts: what has come of a file stays when the download is ended, however it is ended.
 
-    missing files --HEAD--> Parts, each with what is here of it --from there on, over HTTP--> hash --> the cache's blob
+    missing files --HEAD--> parts, each with what is here of it --from there on, over HTTP--> hash --> the cache's blob
 
 huggingface_hub keeps no part of a file for another process, since two may write it where a file system has no locks. Here such a
-file is found by its hash, which the Hub gives for weights, and left to huggingface_hub, as all that has no such hash.
+file is found by its hash, which the Hub gives for weights, and begun again. What has no such hash is left to huggingface_hub.
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
+from urllib.parse import urlsplit
 
 from huggingface_hub import DryRunFileInfo, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
 from tqdm import tqdm
 
+from asyncflow.types import UserError
+
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
+HUB: Final = "huggingface.co"
 AT_ONCE: Final = 8  # files, as many as huggingface_hub takes
+IN_VAIN: Final = 5  # times in a row that nothing more of a file comes, before its download ends
+PAUSE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,19 +57,22 @@ class FilePart:
 def parts_of(repo: str, files: Iterable[DryRunFileInfo]) -> list[FilePart]:
     """Those of the missing files that have a hash and are not too large for HTTP."""
     name, cache = repo_folder_name(repo_id=repo, repo_type="model"), Path(constants.HF_HUB_CACHE)
-    parts = []
-    for file in files:
+
+    def part_of(file: DryRunFileInfo) -> FilePart | None:
         url = hf_hub_url(repo, file.filename, revision=file.commit_hash)
-        facts = get_hf_file_metadata(url)
-        if facts.size and facts.size <= constants.MAX_HTTP_DOWNLOAD_SIZE and SHA256.fullmatch(facts.etag or ""):
-            blob, lock = cache / name / "blobs" / str(facts.etag), cache / ".locks" / name / f"{facts.etag}.lock"
-            parts.append(FilePart(url, blob, lock, facts.size))
-    return parts
+        facts = get_hf_file_metadata(url, retry_on_errors=True)
+        if not facts.size or facts.size > constants.MAX_HTTP_DOWNLOAD_SIZE or not SHA256.fullmatch(facts.etag or ""):
+            return None
+        blob, lock = cache / name / "blobs" / str(facts.etag), cache / ".locks" / name / f"{facts.etag}.lock"
+        return FilePart(url, blob, lock, facts.size)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return [part for part in pool.map(part_of, files) if part is not None]
 
 
-def fetch(parts: Sequence[FilePart], bars: type[tqdm], report: Callable[[str], None]) -> None:
-    """Make blobs of them. `bars`: one is made, of all their bytes, which begins with what is here; `report`: takes a line about a
-    file with a wrong hash, which is left to huggingface_hub. Raises the errors of its HTTP client, after which the parts stay."""
+def fetch(parts: Sequence[FilePart], bars: type[tqdm]) -> None:
+    """Make blobs of them. `bars`: one is made, of all their bytes, which begins with what is here. Raises `UserError` for a file
+    that has another hash twice, and the errors of huggingface_hub's HTTP client, after which the parts stay."""
     whole, lock = bars(unit="B", total=sum(part.size for part in parts), initial=sum(part.here for part in parts)), threading.Lock()
 
     class PartBar(tqdm):
@@ -75,27 +86,58 @@ def fetch(parts: Sequence[FilePart], bars: type[tqdm], report: Callable[[str], N
                 return whole.update(count)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for part, is_right in zip(parts, pool.map(lambda part: _fetch(part, PartBar), parts), strict=True):
-            if not is_right:
-                report(f"  what has come of {part.url} has not its hash: it is taken again")
+        for _ in pool.map(lambda part: _fetch(part, PartBar), parts):
+            pass
 
 
-def _fetch(part: FilePart, bar: type[tqdm]) -> bool:
-    """Whether the blob is there."""
+def _fetch(part: FilePart, bar: type[tqdm]) -> None:
+    """Make a blob of it, unless another user's part is in the way, which is left there: huggingface_hub has names of its own."""
     for path in (part.blob, part.lock):
         path.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(part.lock):  # huggingface_hub's own
-        if part.blob.exists():
-            return True
-        with part.path.open("ab") as file:
-            if file.tell() > part.size:
-                file.truncate(0)
-            here = file.seek(0, 2)
-            http_get(part.url, file, resume_size=here, headers=build_hf_headers(), expected_size=part.size, tqdm_class=bar)
-        with part.path.open("rb") as file:
-            is_right = hashlib.file_digest(file, "sha256").hexdigest() == part.blob.name
-        if is_right:
-            part.path.replace(part.blob)
+        for _ in range(2):  # what was here may have been of something else
+            if part.blob.exists():
+                return
+            try:
+                file = part.path.open("ab")
+            except PermissionError:
+                return
+            with file:
+                _complete(part, file, bar)
+            with part.path.open("rb") as whole:
+                is_right = hashlib.file_digest(whole, "sha256").hexdigest() == part.blob.name
+            if is_right:
+                part.path.replace(part.blob)
+            else:
+                part.path.unlink()
+    if not part.blob.exists():
+        raise UserError(f"{part.url} comes with another hash than the Hub says: its server, or one between, serves other bytes")
+
+
+def _complete(part: FilePart, file: BinaryIO, bar: type[tqdm]) -> None:
+    """Get the rest of the file, also where its connection breaks again and again, as long as something comes each time."""
+    if file.tell() > part.size:
+        file.truncate(0)
+    in_vain = 0
+    while (here := file.seek(0, 2)) < part.size:
+        headers, location = build_hf_headers(), get_hf_file_metadata(part.url, retry_on_errors=True).location
+        if not _is_of_hub(part.url, location):
+            headers.pop("authorization", None)  # it is signed
+        try:
+            http_get(location, file, resume_size=here, headers=headers, expected_size=part.size, tqdm_class=bar)
+        except HfHubHTTPError as error:
+            if error.response.status_code < 500 or in_vain == IN_VAIN:
+                raise
+        except Exception:  # of the HTTP client, whose package has changed its name before
+            if in_vain == IN_VAIN:
+                raise
         else:
-            part.path.unlink()
-        return is_right
+            return
+        in_vain = 0 if file.seek(0, 2) > here else in_vain + 1
+        time.sleep(PAUSE_SECONDS)
+
+
+def _is_of_hub(url: str, location: str) -> bool:
+    """Whether a token may go there: to where it was asked for, or to the Hub itself, behind a mirror."""
+    asked, found = urlsplit(url), urlsplit(location)
+    return (asked.scheme, asked.netloc) == (found.scheme, found.netloc) or (found.scheme, found.hostname) == ("https", HUB)

@@ -247,7 +247,51 @@ def test_a_part_of_something_else_is_found_by_the_hash(hub: Hub, tmp_path: Path,
     part.write_bytes(bytes(1000) if what == "another" else content + b"more")
     lines: list[str] = []
     assert (fetched(NAME, tmp_path, lines) / WEIGHTS).read_bytes() == content
-    assert ("has not its hash: it is taken again" in "".join(lines)) == (what == "another") and not part.exists()
+    assert not part.exists()
+
+
+def weights_asked(hub: Hub) -> list[str]:
+    """Ranges of the requests for weights."""
+    return [asked for method, path, asked in hub.asked if method == "GET" and path.endswith(WEIGHTS)]
+
+
+def test_bytes_that_have_another_hash_twice_are_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.serves_wrong = WEIGHTS
+    with pytest.raises(UserError, match=rf"{WEIGHTS} comes with another hash than the Hub says"):
+        fetched(NAME, tmp_path)
+    assert weights_asked(hub) == ["", ""] and not list((tmp_path / "cache").rglob(WEIGHTS))
+
+
+def test_a_connection_that_is_reset_is_continued(hub: Hub, tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(25 << 20)
+    (hub.revisions[NAME]["main"] / WEIGHTS).write_bytes(content)
+    hub.resets = (WEIGHTS, 22 << 20)
+    assert (fetched(NAME, tmp_path) / WEIGHTS).read_bytes() == content
+    first, second = weights_asked(hub)
+    assert first == "" and second in (f"bytes={10 << 20}-", f"bytes={20 << 20}-")  # a reset may drop what was not read yet
+
+
+@pytest.mark.parametrize("name", [NAME, "somebody/secret"])
+def test_weights_that_are_elsewhere_come_without_the_token(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    hub.has_cdn = True
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert (fetched(name, tmp_path) / WEIGHTS).read_bytes() == (MODEL / WEIGHTS).read_bytes()
+    assert [path for method, path, _ in hub.asked if method == "GET" and "/cdn/" in path]
+
+
+def test_weights_whose_hash_the_hub_does_not_give_come_all_the_same(hub: Hub, tmp_path: Path) -> None:
+    hub.knows_hashes = False
+    assert (fetched(NAME, tmp_path) / WEIGHTS).read_bytes() == (MODEL / WEIGHTS).read_bytes()
+
+
+def test_of_two_downloads_of_one_model_one_brings_the_weights(hub: Hub, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "asyncflow.run.models.hub_download", NAME]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = [Path(process.communicate()[0].splitlines()[-1]) for process in both]
+    assert [process.returncode for process in both] == [0, 0] and len(set(folders)) == 1
+    assert (folders[0] / WEIGHTS).read_bytes() == (MODEL / WEIGHTS).read_bytes() and weights_asked(hub) == [""]
 
 
 def test_gguf_files(tmp_path: Path) -> None:
