@@ -108,7 +108,7 @@ function changed(parts) {
     const reading = share < 1 ? `; reading its spans: ${Math.floor(100 * share)}%` : "";
     say((isLive ? "live" : "not running") + reading + (numDamaged ? `; ${numDamaged} lines cannot be read` : ""), isLive ? "live" : "");
     if (drawnSteps !== steps) { drawnSteps = steps; showCharts(); }
-    if (samples !== numSamples) { numSamples = samples; search(); }
+    if (samples !== numSamples) { numSamples = samples; samplesCame(); }
     if (groups.join() !== groupSteps) { groupSteps = groups.join(); showGroupSteps(groups); }
     present(wall, firstView, isLive);
   }
@@ -181,7 +181,14 @@ function loaded() {
 
 /* ---- samples ---- */
 
-let shownSamples = 0, isStepChosen = false;
+let shownSamples = 0, isMoreShown = false, isStepChosen = false;
+
+/* New ones are shown, unless the reader has begun to read: what is open, or was asked for besides, stays until the next search. */
+function samplesCame() {
+  const list = byId("samples"), isRead = isMoreShown || list.matches(":hover, :focus-within") || list.querySelector("details[open]");
+  if (shownSamples && isRead) byId("num-samples").textContent = "more have come: a search shows them";
+  else search();
+}
 
 async function search(isMore = false) {
   const query = Object.fromEntries(new FormData(byId("search")));
@@ -193,6 +200,7 @@ async function search(isMore = false) {
     const cards = samples.map(sampleCard);
     if (isMore) byId("samples").append(...cards); else byId("samples").replaceChildren(...cards);
     shownSamples += samples.length;
+    isMoreShown = isMore;
     byId("num-samples").textContent = `${total} found`;
     byId("more-samples").hidden = shownSamples >= total;
   } catch (error) {
@@ -290,6 +298,7 @@ async function compare(names) {
   if (names.length < 2) return;
   const query = new URLSearchParams(names.map((name) => ["run", name]));
   const response = await fetch(`api/compare?${query}`, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store" });
+  if (!response.ok) { say(`the comparison failed: ${response.status} ${response.statusText}`, "lost"); return; }
   const { html, charts } = await response.json();
   byId("compared").innerHTML = html;
   beginPlotly();
@@ -302,7 +311,7 @@ async function compare(names) {
 
 function openRun(name) {
   run = name;
-  gantt = null; part = null; width = null; numSamples = 0; groupSteps = null; drawnSteps = ""; isStepChosen = false;
+  gantt = null; part = null; width = null; numSamples = shownSamples = 0; groupSteps = null; drawnSteps = ""; isStepChosen = false;
   byId("gantt-place").replaceWith(ganttPlace.cloneNode(true));
   for (const place of ["charts", "samples", "batch-step", "batch-group", "group"]) byId(place).replaceChildren();
   byId("num-samples").textContent = "";

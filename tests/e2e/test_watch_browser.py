@@ -318,6 +318,15 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
         assert all(part in told.inner_text() for part in ("version 4", "clipped yes", "entropy 0.5", "in the loss", "ratio 1.284"))
         page.mouse.move(1, 1)
         assert told.inner_text() == ""
+        with (tmp_path / "runs" / "two" / "samples.jsonl").open("a") as file:
+            file.write(
+                json.dumps({"step": 3, "purpose": "train", "row": 98, "prompt": "A door.", "response": "Open.", "reward": 0.0})
+                + "\n"
+            )
+        page.wait_for_function("() => document.getElementById('num-samples').textContent.startsWith('more have come')")
+        assert card.locator("details.trained .token").first.is_visible()  # what is read stays
+        page.get_by_role("button", name="Search").click()
+        page.wait_for_function("() => document.getElementById('num-samples').textContent === '7 found'")
 
         with (tmp_path / "runs" / "two" / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 4, "reward/mean": 0.987}) + "\n")
