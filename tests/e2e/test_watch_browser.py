@@ -204,7 +204,9 @@ def test_a_sampled_group_is_shown_side_by_side_without_a_kept_batch(tmp_path, ba
         assert "row 291 \u00b7 reward 1 \u00b7 advantage 1.5" in heads[3] and "cut off" in heads[3]
         assert "row 288 \u00b7 reward 0 \u00b7 advantage -0.5" in heads[0]
         assert "It is 3. <b>" in cards.nth(3).inner_text() and page.inner_text("#group .prompt") == "2 + 2?"
-        boxes = [card.bounding_box() for card in cards.all()]
+        boxes = cards.evaluate_all(
+            "all => all.map((each) => each.getBoundingClientRect().toJSON())"
+        )  # at one time: charts come above
         assert len({box["y"] for box in boxes}) == 1 and all(b["x"] > a["x"] for a, b in pairwise(boxes))
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         assert cards.locator("details").count() == 1  # token by token: of one response
