@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 SOCKET_FILE = "sender.sock"
 GATHER_SECONDS = 5.0
 LAST_WORDS_SECONDS: Final = 5.0
-"""For which the members of a broadcast that has failed may say how it ended for them."""
+"""For which the members of a broadcast that has failed may say how it ended for them: at most half of the deadline, since others
+ask for the next one meanwhile."""
 """Seconds that workers which have asked wait for those that have not."""
 
 
@@ -198,7 +199,7 @@ class CollectiveSender(ServedSender):
             own = Seat(self._epoch, 0, len(asked) + 1)
             await self._broadcast_thread.run(self._send, own, asyncio.get_running_loop(), file)
         except (RuntimeError, WeightSyncError, TimeoutError) as error:
-            why, patience_seconds = reason(error), LAST_WORDS_SECONDS  # the others find out as soon
+            why, patience_seconds = reason(error), min(LAST_WORDS_SECONDS, patience_seconds / 2)  # the others find out as soon
         await self._until(lambda: not self._missing, patience_seconds)
         if unreached := self._missing | self._lost:
             names = ", ".join(sorted(map(_name, self._lost or unreached)))  # the silent ones may only be slow to say it
