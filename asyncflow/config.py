@@ -465,9 +465,9 @@ class TrainConfig(Section):
     """Computing threads of each rank, and of each worker of a reference and a critic (CPU). `auto`: one, and with
     `accumulate: fp32` the cores of this machine are dealt out after each step by what each pool has computed in it."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times in a row, with no step trained between them, that the run is resumed from its newest checkpoint, in the driver's own
-    process, when a trainer has died, or another worker that is not started again by itself: after a pause that doubles each time.
-    0: such a death ends the run."""
+    """Times in a row, with no new step trained between them, that the run is resumed from its newest checkpoint, in the driver's
+    own process, when a trainer has died, or another worker that is not started again by itself: after a pause that doubles each
+    time. 0: such a death ends the run."""
 
     @property
     def least_threads(self) -> int:

@@ -92,7 +92,8 @@ class Job(Listener):
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._folder = RunFolder(config, self.listener.log, resume=resume)
         self._num_restarts = 0
-        self._num_in_vain = 0  # those in a row that no step was committed before: each has a longer pause before it
+        self._num_in_vain = 0  # those in a row before which no step was committed that never was: each has a longer pause
+        self._furthest = 0  # step up to which the attempts have come
         self._pushed: list[PutPrompt] = []  # by this process
         self._next_place = 0  # of the attempts before: see `SeededOrder`
         self._has_trained = False  # this attempt, a group
@@ -217,13 +218,13 @@ class Job(Listener):
         """End this attempt at once, and let `start` make the next one, after a pause that begins with the death.
 
         When a worker has died that is not started again by itself, a trainer for example, another attempt resumes the run from its
-        newest checkpoint, as `--resume` does, up to `train.max_restarts` times without a step between them; else the death is
+        newest checkpoint, as `--resume` does, up to `train.max_restarts` times without a new step between them; else the death is
         raised. For this there are checkpoints in shared memory.
         """
         attempt = self.attempt
         assert attempt is not None, "a worker has died"
-        if attempt.driver.ledger.ledger.committed > self.first:
-            self._num_in_vain = 0
+        if (committed := attempt.driver.ledger.ledger.committed) > max(self._furthest, self.first):
+            self._num_in_vain, self._furthest = 0, committed
         if not self._may_restart_after(death):
             raise death
         clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_in_vain)
