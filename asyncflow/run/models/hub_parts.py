@@ -45,7 +45,7 @@ class FilePart:
 
     @property
     def path(self) -> Path:
-        """What is here of it; the name is one that huggingface_hub's tools know."""
+        """File with the bytes that are here; its name is one that huggingface_hub's tools know."""
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     @property
@@ -55,7 +55,7 @@ class FilePart:
 
 
 def parts_of(repo: str, files: Iterable[DryRunFileInfo]) -> list[FilePart]:
-    """Those of the missing files that have a hash and are not too large for HTTP."""
+    """Parts of the missing files that have a hash and are not too large for HTTP."""
     name, cache = repo_folder_name(repo_id=repo, repo_type="model"), Path(constants.HF_HUB_CACHE)
 
     def part_of(file: DryRunFileInfo) -> FilePart | None:
@@ -91,7 +91,7 @@ def fetch(parts: Sequence[FilePart], bars: type[tqdm]) -> None:
 
 
 def _fetch(part: FilePart, bar: type[tqdm]) -> None:
-    """Make a blob of it, unless another user's part is in the way, which is left there: huggingface_hub has names of its own."""
+    """Make a blob of the part, unless another user's part is in the way, which is left there: huggingface_hub has names of its own."""
     for path in (part.blob, part.lock):
         path.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(part.lock):  # huggingface_hub's own
