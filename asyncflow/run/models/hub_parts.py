@@ -91,7 +91,7 @@ def fetch(parts: Sequence[FilePart], bars: type[tqdm]) -> None:
 
 
 def _fetch(part: FilePart, bar: type[tqdm]) -> None:
-    """Make a blob of the part, unless another user's part is in the way, which is left there: huggingface_hub has names of its own."""
+    """Make a blob of the part, unless another user's is in the way, which is left there: huggingface_hub has names of its own."""
     for path in (part.blob, part.lock):
         path.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(part.lock):  # huggingface_hub's own
