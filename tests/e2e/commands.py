@@ -33,6 +33,14 @@ def run_command(*arguments: str | Path, seconds: float = 600.0, **environment: s
     return subprocess.CompletedProcess(command.args, command.wait(), output, errors)
 
 
+def verified(config: Path, *options: str, names: tuple[str, str] = ("synchronous", "periodic"), steps: int) -> str:
+    """The words of `asyncflow verify`, which has found no difference between two runs of so many steps."""
+    command = run_command("verify", config, "--steps", str(steps), *options, seconds=240.0)
+    assert command.returncode == 0, command.stdout + command.stderr
+    assert f"EQUAL: {names[0]} and {names[1]} gave the same bits in {steps} steps" in command.stdout
+    return command.stdout
+
+
 def wait_for(condition: Callable[[], Any], command: Command | None = None, seconds: float = 120.0) -> Any:
     """What it returns, as soon as that is something. The command it depends on must not end before."""
     deadline = time.monotonic() + patience(seconds)

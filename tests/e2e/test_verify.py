@@ -24,7 +24,7 @@ from asyncflow.threads import num_cores
 from asyncflow.types import RunError, UserError
 from tests.conftest import ROOT
 from tests.depth import deep
-from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.e2e.commands import processes_of, rows, run_command, verified, write_config
 
 Small = Callable[..., dict[str, Any]]
 
@@ -39,26 +39,17 @@ def small_config(small: Small, tmp_path: Path) -> Path:
     return write_config(tmp_path, tree)
 
 
-def equal(config: Path, *options: str) -> str:
-    """The words of `asyncflow verify` with exact sums, which has found no difference."""
-    command = run_command("verify", config, *options, "train.accumulate=exact")
-    assert command.returncode == 0, command.stdout + command.stderr
-    return command.stdout
-
-
 @deep
 def test_periodic_equals_synchronous_over_tensor_parallel_ranks(small: Small, tmp_path: Path) -> None:
     """In the synchronous run all groups of a step share passes; in the other one those that are there when one begins."""
     config = small_config(small, tmp_path)
-    said = equal(config, "--steps", "4", "plan.train.tp=2")
-    assert "EQUAL: synchronous and periodic gave the same bits in 4 steps" in said
+    verified(config, "train.accumulate=exact", "plan.train.tp=2", steps=4)
 
 
 def test_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
     config = small_config(small, tmp_path)
-    said = equal(config, "--steps", "4")
+    said = verified(config, "train.accumulate=exact", steps=4)
     for words in (
-        "EQUAL: synchronous and periodic gave the same bits in 4 steps",
         "staleness 0, spans per row 1",
         "Kendall distance",
     ):
@@ -120,8 +111,8 @@ def test_with_drafts_differences_helpers_and_full_passes_the_bits_are_equal(tmp_
 @deep
 def test_delayed_equals_itself(small: Small, tmp_path: Path) -> None:
     config = small_config(small, tmp_path)
-    said = equal(config, "--steps", "6", "schedule=delayed")
-    assert "EQUAL: delayed-1 and delayed-2 gave the same bits in 6 steps" in said and "staleness 1, spans per row 1" in said
+    said = verified(config, "train.accumulate=exact", "schedule=delayed", names=("delayed-1", "delayed-2"), steps=6)
+    assert "staleness 1, spans per row 1" in said
     folder = tmp_path / "runs" / "test-verify"
     given = json.loads((folder / "certificate.json").read_text())
     assert given["verdict"] == "equal" and given["reordered_steps"] >= 3 and given["overlapped_steps"] >= 3

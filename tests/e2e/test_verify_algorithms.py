@@ -18,16 +18,14 @@ from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Equivalence, Kill
 from tests.conftest import merged
 from tests.depth import deep
-from tests.e2e.commands import rows, run_command, write_config
+from tests.e2e.commands import rows, run_command, verified, write_config
 
 Small = Callable[..., dict[str, Any]]
 
 
 def equal(config: Path, steps: int, names: tuple[str, str] = ("synchronous", "periodic")) -> Path:
     """Verifies, with verdict equal: the folder of both runs."""
-    command = run_command("verify", config, "--steps", str(steps), seconds=240.0)
-    assert command.returncode == 0, command.stdout + command.stderr
-    assert f"EQUAL: {names[0]} and {names[1]} gave the same bits in {steps} steps" in command.stdout
+    verified(config, names=names, steps=steps)
     folder = config.parent / "runs" / "test-verify"
     given = json.loads((folder / "certificate.json").read_text())
     assert given["verdict"] == "equal" and given["kill"]["rows"] > 0 and given["overlapped_steps"] > 0
