@@ -104,8 +104,8 @@ class Job(Listener):
         """Check everything, then start the driver's loops and the workers. Raises `UserError` before anything is started.
 
         The first `steps` steps may be trained at once. The loops begin first, so that prompts are there when the first worker is.
-        Nothing is started, and there is no `driver`, where the run that is to be resumed is finished already, or where the run was
-        interrupted before it was prepared.
+        Nothing is started, and there is no `driver`, where the run that is to be resumed is finished already. Raises `RunError`
+        where the run is interrupted before it is prepared.
         """
         config, listener, folder, waits = self.config, self.listener, self._folder, OpenWaits()
         waits.begin()
@@ -130,15 +130,17 @@ class Job(Listener):
             attempt.running.begin([self._begun(attempt.driver)])
 
     async def _begin(self) -> tuple[Prepared, Resumed | None] | None:
-        """Inputs of the attempt. None: there is nothing to do, or the run was interrupted, by a signal that may have ended a
-        download first. Later attempts begin in any case: what the one before had in memory is to be kept."""
+        """Inputs of the attempt; None: there is nothing to do. Raises `RunError` if it is interrupted, by a signal that may have
+        ended a download first. Later attempts begin in any case: what the one before had in memory is to be kept."""
         if self._num_restarts:
             return await self._folder.begin(self._inputs)
         beginning = asyncio.ensure_future(self._folder.begin(self._inputs))
         interrupted = asyncio.ensure_future(self._interrupted.wait())
         try:
             await asyncio.wait({beginning, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-            return None if self._interrupted.is_set() else await beginning
+            if self._interrupted.is_set():
+                raise RunError("the run was interrupted before it was prepared")
+            return await beginning
         finally:
             for task in (beginning, interrupted):
                 task.cancel()
@@ -169,11 +171,15 @@ class Job(Listener):
                 try:
                     await self.start(0 if self._evaluate_only else self.config.run.steps)
                     if self.driver is None:
-                        return not self._interrupted.is_set()
+                        return True
                     is_done = await self.until(self._is_done)
                     break
                 except WorkerDied as death:
                     await self.restart_after(death)
+                except RunError:
+                    if self._interrupted.is_set() and self.attempt is None:
+                        return False
+                    raise
         finally:
             await self.stop()
         return is_done
