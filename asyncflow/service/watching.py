@@ -166,6 +166,24 @@ class WatchedRun:
         return self._heavy
 
 
+async def comparisons(runs: Mapping[str, WatchedRun]) -> AsyncIterator[Mapping[str, Any]]:
+    """Several runs over each other: now, and again when one of them has trained a step or has been evaluated, in a tenth of
+    the time at most; {} now and then where none has."""
+    known: list[tuple[int, int]] = []
+    sent_at = 0.0
+    while True:
+        began = time.monotonic()
+        ends = [await run.of(_read_to_the_end) for run in runs.values()]
+        if ends != known:
+            comparison = RunsCompared({name: run.reader for name, run in runs.items()})
+            yield await asyncio.to_thread(lambda found: {"html": str(found.html()), "charts": found.charts}, comparison)
+            known, sent_at = ends, time.monotonic()
+        elif began - sent_at > _QUIET_SECONDS:
+            yield {}
+            sent_at = began
+        await asyncio.sleep(max(LOOK_SECONDS, 10 * (time.monotonic() - began)))
+
+
 class Watched:
     """Runs in a folder, or the folder of one run."""
 
@@ -218,13 +236,7 @@ def watch_routes(watched: Watched) -> APIRouter:
 
     @router.get("/api/events", summary="Parts of a run's page, as they change")
     async def events(run: str) -> StreamingResponse:
-        found = watched.run(run)
-
-        async def stream() -> AsyncIterator[bytes]:
-            async for parts in found.changes():
-                yield b"event: change\ndata: " + msgspec.json.encode(parts) + b"\n\n" if parts else b": still here\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=_HEADERS)
+        return _events(watched.run(run).changes())
 
     @router.get("/api/gantt", summary="A part of the Gantt chart")
     async def gantt(run: str, start: float, end: float, most: Annotated[int, Query(ge=100, le=_MOST_BARS)] = 2_500) -> Response:
@@ -252,13 +264,9 @@ def watch_routes(watched: Watched) -> APIRouter:
     async def group(run: str, step: int, group: int) -> Response:
         return _json(await watched.run(run).of(lambda reader: group_figures(reader, step, group)))
 
-    @router.get("/api/compare", summary="Several runs over each other")
-    async def compare(run: Annotated[list[str], Query(min_length=2, max_length=16)]) -> Response:
-        found = {name: watched.run(name) for name in dict.fromkeys(run)}
-        for each in found.values():
-            await each.of(_read_to_the_end)
-        comparison = RunsCompared({name: each.reader for name, each in found.items()})
-        return _json(await asyncio.to_thread(lambda: {"html": str(comparison.html()), "charts": comparison.charts}))
+    @router.get("/api/compare", summary="Several runs over each other, as they go on")
+    async def compare(run: Annotated[list[str], Query(min_length=2, max_length=16)]) -> StreamingResponse:
+        return _events(comparisons({name: watched.run(name) for name in dict.fromkeys(run)}))
 
     return router
 
@@ -296,10 +304,12 @@ class LocalOnly:
         return ""
 
 
-def _read_to_the_end(run: RunReader) -> None:
+def _read_to_the_end(run: RunReader) -> tuple[int, int]:
+    """Numbers of its steps and of its evaluations."""
     run.refresh_rows()
     while run.refresh_spans():
         pass
+    return len(run.rows), len(run.evaluations)
 
 
 def _query(given: Iterable[tuple[str, str]]) -> SampleQuery:
@@ -308,6 +318,16 @@ def _query(given: Iterable[tuple[str, str]]) -> SampleQuery:
         return msgspec.convert({name: value for name, value in given if name in fields and value}, SampleQuery, strict=False)
     except msgspec.ValidationError as error:
         raise Denied(422, str(error)) from error
+
+
+def _events(changes: AsyncIterator[Mapping[str, Any]]) -> StreamingResponse:
+    """Server-sent events; of {} a comment, which keeps the connection."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        async for parts in changes:
+            yield b"event: change\ndata: " + msgspec.json.encode(parts) + b"\n\n" if parts else b": still here\n\n"
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=_HEADERS)
 
 
 def _json(content: object) -> Response:

@@ -38,7 +38,8 @@ for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventL
 let runs = [], run = null, listening = null, gantt = null, part = null, numSamples = 0, groupSteps = null;
 
 function ask(path, params = {}, signal = undefined) {
-  const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  const pairs = Array.isArray(params) ? params : Object.entries(params);
+  const query = new URLSearchParams(pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined));
   return fetch(`api/${path}?${query}`, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store", signal });
 }
 
@@ -56,12 +57,11 @@ function say(text, kind = "") {
 
 /* ---- what is new ---- */
 
-async function listen(name) {
-  listening?.abort();
-  const stopped = listening = new AbortController();
+/* Hand on what comes of a path, until it is stopped; a connection that is lost is made again. */
+async function follow(path, params, take, stopped) {
   while (!stopped.signal.aborted) {
     try {
-      const response = await ask("events", { run: name }, stopped.signal);
+      const response = await ask(path, params, stopped.signal);
       if (!response.ok) {
         say((await response.json()).error.message, "lost");
         if (response.status < 500) return;
@@ -74,7 +74,7 @@ async function listen(name) {
           pending = messages.pop();
           for (const message of messages) {
             const data = message.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
-            if (data) changed(JSON.parse(data));
+            if (data) take(JSON.parse(data));
           }
         }
       }
@@ -84,6 +84,11 @@ async function listen(name) {
     say("the connection is lost: trying again", "lost");
     await new Promise((resolve) => setTimeout(resolve, 1000));
   }
+}
+
+function listen(name) {
+  listening?.abort();
+  follow("events", { run: name }, changed, listening = new AbortController());
 }
 
 let drawnSteps = "";
@@ -293,18 +298,27 @@ async function showGroup() {
 
 /* ---- several runs ---- */
 
-async function compare(names) {
-  byId("compared").hidden = names.length < 2;
-  if (names.length < 2) return;
-  const query = new URLSearchParams(names.map((name) => ["run", name]));
-  const response = await fetch(`api/compare?${query}`, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store" });
-  if (!response.ok) { say(`the comparison failed: ${response.status} ${response.statusText}`, "lost"); return; }
-  const { html, charts } = await response.json();
-  byId("compared").innerHTML = html;
+let comparing = null;
+
+/* Runs over each other, as they go on. */
+function compare(names) {
+  comparing?.abort();
+  comparing = names.length < 2 ? null : new AbortController();
+  byId("compared").replaceChildren();
+  byId("compared").hidden = !comparing;
+  if (comparing) follow("compare", names.map((name) => ["run", name]), showComparison, comparing);
+}
+
+/* Charts that are there stay, and are drawn anew: a reader is at one of them, perhaps. */
+async function showComparison({ html, charts }) {
+  const place = byId("compared"), drawn = place.querySelector(".compared-charts");
+  place.innerHTML = html;
+  if (drawn) place.querySelector(".compared-charts").replaceWith(drawn);
+  else place.scrollIntoView();
+  const asked = comparing;
   beginPlotly();
   await plotly;
-  drawCharts(charts, { place: byId("compared").querySelector(".compared-charts"), isLazy: true });
-  byId("compared").scrollIntoView();
+  if (asked === comparing) drawCharts(charts, { place: place.querySelector(".compared-charts"), isLazy: true });
 }
 
 /* ---- the whole page ---- */

@@ -66,7 +66,7 @@ class Killer(Listener):
     async def _kill(self, worker: str) -> None:
         while not self._has_killed(worker):
             with self._nothing_generated():  # or the trainer may be ahead of its checkpoints to the run's end
-                over = asyncio.get_running_loop().time() + patience(0.5)
+                over = asyncio.get_running_loop().time() + patience(5.0)  # a step that ends while one is written has none
                 while not self._has_killed(worker) and asyncio.get_running_loop().time() < over:
                     await asyncio.sleep(0.002)
             await asyncio.sleep(0.02)

@@ -89,7 +89,7 @@ def test_reinforce_plus_plus_s_periodic_equals_synchronous_and_that_is_no_proof(
     """Its training waits for the last group of a step, so that nobody has rows in hand when a worker is to be killed."""
     command = run_command("verify", config_of(small, tmp_path, {"algorithm": "reinforce_plus_plus"}), "--steps", "2", seconds=240.0)
     assert command.returncode == 2, command.stdout + command.stderr
-    assert f"VOID, no proof: {NO_OVERLAP}; periodic lost no row with a killed worker\n" in command.stdout
+    assert f"VOID, no proof: {NO_OVERLAP}; periodic lost no row with a killed worker\n" in command.stdout, command.stdout
     folder = tmp_path / "runs" / "test-verify"
     given = json.loads((folder / "certificate.json").read_text())
     assert given["verdict"] == "void" and given["difference"] is None

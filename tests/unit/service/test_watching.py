@@ -29,7 +29,7 @@ from asyncflow.service import watching
 from asyncflow.service.app import AuditLog, GatePaths, make_app
 from asyncflow.service.keys import KeyRing
 from asyncflow.service.limits import Limits
-from asyncflow.service.watching import PUBLIC, LocalOnly, Watched, WatchedRun, watch_routes
+from asyncflow.service.watching import PUBLIC, LocalOnly, Watched, WatchedRun, comparisons, watch_routes
 from asyncflow.telemetry.advice import Advice
 from asyncflow.telemetry.batches import BatchLog
 from asyncflow.telemetry.certificate import Observed
@@ -275,10 +275,26 @@ async def test_a_page_that_is_closed_lets_nobody_in_before_its_thread_is_done(pa
     assert await other == ["closed"]
 
 
-async def test_a_part_of_the_chart_and_the_comparison(page: Page) -> None:
-    await anext(WatchedRun(page.folder / "one").changes())
-    compared = await page.get("compare", run=["one", "two"])
-    assert "2 runs compared" in compared["html"] and compared["charts"][0]["title"] == "Reward"
+async def test_a_comparison_follows_its_runs(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watching, "_QUIET_SECONDS", 0.02)
+    compared = comparisons({name: WatchedRun(page.folder / name) for name in ("one", "two")})
+    first = await anext(compared)
+    assert "2 runs compared" in first["html"] and first["charts"][0]["title"] == "Reward"
+    assert await asyncio.wait_for(anext(compared), patience(20)) == {}  # nothing is new
+    with (page.folder / "two" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 0.987}) + "\n")
+    async with asyncio.timeout(patience(20)):
+        second = await anext(filled async for filled in compared if filled)
+    assert any(0.987 in trace["y"] for trace in second["charts"][0]["traces"]) and second["html"] != first["html"]
+    await compared.aclose()
+    async with page.client() as client:
+        assert (await client.get("/watch/api/compare", params={"run": ["one", "three"]})).status_code == 404
+        assert (await client.get("/watch/api/compare", params={"run": ["one"]})).status_code == 422
+
+
+async def test_a_part_of_the_chart(page: Page) -> None:
+    await page.watched.run("one").of(lambda reader: reader.refresh_spans())
     coarse = await page.get("gantt", run="one", start=0.0, end=40.0, most=100)
     assert coarse["levels"][0]["resolution"] > 0 and len(coarse["levels"][0]["start"]) <= 100
     part = await page.get("gantt", run="one", start=5.0, end=10.0, most=200)
