@@ -455,6 +455,10 @@ class ModelTraining(Protocol):
         ...
 
 
+ATTESTED_DTYPE: Final = "float32"
+"""Dtype (torch's name) in which a critic's weights are summed up at both ends of their way."""
+
+
 class CriticEngine(ModelTraining, Protocol):
     """Engine of a critic: a model of values, and its training."""
 
@@ -473,6 +477,10 @@ class CriticEngine(ModelTraining, Protocol):
     async def install(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy what another engine has exported into the weights. Raises `ValueError`, and changes nothing, when a name, shape or
         dtype is not the model's."""
+        ...
+
+    async def attest(self) -> Attestation:
+        """Sums over the bits of the weights that values are now computed with, each cast to `ATTESTED_DTYPE`."""
         ...
 
 

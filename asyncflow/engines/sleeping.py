@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from asyncflow.attestation import Attestation
 from asyncflow.engines.base import (
     NO_TOKENS,
     Hyperparameters,
@@ -523,3 +524,7 @@ class SleepingCritic:
     async def install(self, tensors: Mapping[str, Tensor]) -> None:
         """See `CriticEngine`."""
         await self._engine.occupied(self._costs.install())
+
+    async def attest(self) -> Attestation:
+        """See `CriticEngine`: it has no weights."""
+        return Attestation(None)

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from asyncflow.algorithms.base import Critic
+from asyncflow.attestation import fault_of
 from asyncflow.control.critic_versions import CriticVersions
 from asyncflow.control.policy_versions import Target
 from asyncflow.engines.base import CriticEngine
@@ -62,7 +63,7 @@ async def _install(
     target: Target, engine: CriticEngine, versions: CriticVersions, receiver: WeightReceiver, spans: Recorder
 ) -> bool:
     """Fetch a version and install it. False: a later one has taken its place meanwhile, or the run is stopping. Raises
-    `WeightSyncError` if it cannot be had although it is the newest."""
+    `WeightSyncError` if it cannot be had although it is the newest, or if the engine then has anything else."""
     assert target.manifest is not None, "version 0 is in the worker's own files"
     try:
         with spans.held("weights"):
@@ -74,6 +75,10 @@ async def _install(
     with spans.busy("install", step=target.version, version=target.version):
         await engine.install(tensors)
     await receiver.release()
+    start, sums = spans.clock(), target.manifest.sums
+    if sums and (fault := fault_of(await engine.attest(), target.version, sums)):
+        raise WeightSyncError(f"a worker would compute values by other weights than the critic's: {fault}")
+    spans.off_lane("attest", start, version=target.version)
     return True
 
 

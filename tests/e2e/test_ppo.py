@@ -57,6 +57,8 @@ def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[.
         assert [(step, version) for step, version, _ in valued] == [(step, step) for step, _, _ in valued]  # before its update
         assert len({group for _, _, group in valued}) == 3 * tree["train"]["prompts_per_step"]
         assert {span.worker for span in spans if span.task == "values" and span.rows} == workers
+        attested = {(span.worker, span.version) for span in spans if span.task == "attest" and span.worker in workers}
+        assert attested == {(span.worker, span.version) for span in spans if span.task == "install" and span.worker in workers}
     metrics = rows(run_dir / "metrics.jsonl")
     assert [row["policy/grad_norm"] > 0 for row in metrics] == [False, True, True]  # the policy is held for a step
     assert all(row["critic/grad_norm"] > 0 for row in metrics) and metrics[0]["critic/value"] == 0 != metrics[2]["critic/value"]

@@ -22,7 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from asyncflow.engines.base import CriticEngine, MicroBatch, MicroBatchResult, TrainEngineOptions
+from asyncflow.attestation import Attestation
+from asyncflow.bit_sums import sum_of
+from asyncflow.engines.base import ATTESTED_DTYPE, CriticEngine, MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.accumulate import make_accumulator
 from asyncflow.engines.train.leader_engine import TrainingEngine
@@ -66,6 +68,9 @@ class TorchCritic(TrainingEngine["CriticTraining"], CriticEngine):
     async def install(self, tensors: Mapping[str, Tensor]) -> None:
         await self._thread.run(self.training.install, tensors)
 
+    async def attest(self) -> Attestation:
+        return await self._thread.run(self.training.attest)
+
 
 class CriticTraining(OneModel["CriticPasses"]):
     """`Training` of a model of values."""
@@ -92,6 +97,12 @@ class CriticTraining(OneModel["CriticPasses"]):
             raise ValueError(f"{name} is not the critic's: what came is {theirs.get(name)}, and the model has {own.get(name)}")
         for name, parameter in self.model.parameters.items():
             parameter.copy_(tensors[name])
+
+    @torch.no_grad()
+    def attest(self) -> Attestation:
+        """See `CriticEngine.attest`."""
+        dtype = getattr(torch, ATTESTED_DTYPE)
+        return Attestation([([name], sum_of(name, weight.to(dtype))) for name, weight in self.model.parameters.items()])
 
     def save(self, path: Path) -> None:
         """Write the model in Hugging Face format to the folder `path`, and its head to `HEAD_FILE` there."""

@@ -8,9 +8,11 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from asyncflow.attestation import Attestation
 from asyncflow.control.critic_versions import CriticVersions
 from asyncflow.control.signal import Signal
 from asyncflow.loops.context import LoopContext
@@ -70,7 +72,7 @@ class Adding:
 
     def __init__(self, versions: CriticVersions, receiver: Any = None) -> None:
         self.queue, self.installed, self.spans = Queue(), 0, list[Span]()
-        engine: Any = SimpleNamespace(values=self._values, install=self._install)
+        engine: Any = SimpleNamespace(values=self._values, install=self._install, attest=self._attest)
         ledger: Any = SimpleNamespace(may_start=self._may_start)
         client: Any = self.queue
         nobodys: Any = None
@@ -84,13 +86,16 @@ class Adding:
     async def _install(self, tensors: Any) -> None:
         self.installed = tensors
 
+    async def _attest(self) -> Attestation:
+        return Attestation([(["head"], self.installed)])
+
     async def _may_start(self, task: str, step: int) -> bool:
         assert task == VALUES_TASK
         return step < STEPS
 
 
 def published(version: int) -> Manifest:
-    return Manifest("critic", version, "", "", 0, {})
+    return Manifest("critic", version, "", "", 0, {}, sums={"head": version})
 
 
 async def test_the_values_of_a_step_wait_for_the_critics_version_of_that_number() -> None:
@@ -141,6 +146,16 @@ async def test_weights_that_cannot_be_had_end_the_worker_while_nothing_newer_is_
     await versions.publish(1, published(1))
     with pytest.raises(WeightSyncError, match="version 1 is no longer kept"):
         await adding.task
+
+
+async def test_a_worker_ends_that_would_compute_values_by_other_weights_than_the_critics() -> None:
+    versions, receiver = CriticVersions(Signal()), Receiver(1)
+    adding = Adding(versions, receiver)
+    await loop_turns()
+    await versions.publish(1, msgspec.structs.replace(published(1), sums={"head": 7}))
+    with pytest.raises(WeightSyncError, match=r"by other weights than the critic's: .* version 1 in 1 of 1 parts, head the first"):
+        await adding.task
+    assert adding.queue.values == {0: [[0.0], [0.0, 0.0]]}, "no value by those weights"
 
 
 async def test_weights_that_do_not_come_since_the_run_is_stopping_are_no_error() -> None:

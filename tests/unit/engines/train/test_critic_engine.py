@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from asyncflow.algorithms.ppo import PPO
+from asyncflow.attestation import fault_of
+from asyncflow.bit_sums import sum_of
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult
 from asyncflow.engines.train.critic_engine import HEAD, HEAD_FILE, CriticPasses, TorchCritic
 from asyncflow.engines.train.helpers import Helpers
@@ -169,7 +171,10 @@ async def test_another_engine_gives_the_same_values_with_what_was_exported(
     await stepped(trained, batch)
     exported = {name: tensor.clone() async for name, tensor in (await trained.export_weights()).tensors()}
     assert HEAD in exported and "lm_head.weight" not in exported
+    sums = {name: sum_of(name, tensor.float()) for name, tensor in exported.items()}
+    assert "with other weights than those of version 1 in" in fault_of(await other.attest(), 1, sums)
     await other.install(exported)
+    assert not fault_of(await other.attest(), 1, sums)
     values = [await engine.values(batch.prompt_ids, batch.response_ids) for engine in (trained, other)]
     assert values[0].values.any() and values[0].values.tobytes() == values[1].values.tobytes()
     await stepped(trained, batch)  # no memory is shared
