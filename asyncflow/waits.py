@@ -570,9 +570,9 @@ TINKER: Final = _wait(
 SIMULATION: Final = _wait(
     "simulation",
     "virtual time, or a process that simulates",
-    "engines/sleeping.py:SleepingRolloutEngine._decode SleepingRolloutEngine._generate SleepingRolloutEngine._hand_in"
-    " SleepingRolloutEngine._run SleepingPasses.compute SleepingPasses.compute.help_out SleepingTrainEngine.__init__"
-    " SleepingTrainEngine.forward_backward simulation/run.py:SimulatedJob._place _SleepingScorer.__init__ _run"
+    "engines/sleeping/rollout.py:SleepingRolloutEngine._decode SleepingRolloutEngine._generate SleepingRolloutEngine._hand_in"
+    " SleepingRolloutEngine._run engines/sleeping/train.py:SleepingPasses.compute SleepingPasses.compute.help_out"
+    " SleepingTrainEngine.__init__ SleepingTrainEngine.forward_backward simulation/run.py:SimulatedJob._place _SleepingScorer.__init__ _run"
     " simulation/seeds.py:Simulators.outcomes _end outcomes",
     ends="the simulated run's own deadlines, RUN_SECONDS (1800 s)",
 )

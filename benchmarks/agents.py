@@ -35,7 +35,7 @@ from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.engines.base import NO_TOKENS, SampleKey, Sampling
 from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.engines.rollout.engine import SlotEngine
-from asyncflow.engines.sleeping import SleepingRolloutEngine
+from asyncflow.engines.sleeping.rollout import SleepingRolloutEngine
 from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 
 ROOT = Path(__file__).parents[1]

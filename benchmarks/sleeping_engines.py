@@ -12,7 +12,8 @@ import msgspec
 
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling, TrainEngineOptions
 from asyncflow.engines.costs import Costs
-from asyncflow.engines.sleeping import SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.sleeping.rollout import SleepingRolloutEngine
+from asyncflow.engines.sleeping.train import SleepingTrainEngine
 from asyncflow.types import Array
 
 WORDS = 32

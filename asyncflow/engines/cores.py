@@ -17,6 +17,9 @@ from functools import partial
 
 import msgspec
 
+ROLLOUT, TRAIN, CRITIC, REFERENCE = "rollout", "train", "critic", "reference"
+"""Pools, by which contention knows what computes."""
+
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Slowdown of workers that share the cores of one machine, each with one thread that computes.

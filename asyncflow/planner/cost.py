@@ -3,7 +3,7 @@
     Config + Model --training, rollout, weights--> Figures: Work x Rates, by field of `Costs` --joined--> Estimate
 
 Everything is a sum, and nothing hides behind anything else but `GATHERS_EXPOSED`, so each cost is a straight line in its amount, as
-`engines/sleeping.py` has it: a decode step reads the weights once, and keys and values for each token that is attended to; a
+`engines/sleeping/` has it: a decode step reads the weights once, and keys and values for each token that is attended to; a
 micro-batch costs a call and each of its tokens, a round the gathers of its micro-batches. Left out: embeddings, norms, and sampling
 beside the matrices.
 """

@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 
 from asyncflow.config import Config, load, parse
-from asyncflow.engines.cores import Contention
+from asyncflow.engines.cores import TRAIN, Contention
 from asyncflow.engines.costs import Costs
-from asyncflow.engines.sleeping import TRAIN
 from asyncflow.planner.contention import alone, factors_of, fit_slowdown
 from asyncflow.planner.fit import Fit, Residual, TimedWork, fit, residual
 from asyncflow.planner.pieces import PIECES, WARM_UP, StepRow, lengths_of, loads, read_run, samples

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from asyncflow.config import Config, load
+from asyncflow.engines.cores import CRITIC, REFERENCE, ROLLOUT, TRAIN
 from asyncflow.engines.costs import Lengths
-from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.model_folder import read_json
 from asyncflow.planner.contention import BusyWorkers

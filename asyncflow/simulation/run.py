@@ -29,17 +29,10 @@ from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import Main, SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import CheckpointConfig, Config, parse
-from asyncflow.engines.cores import Cores, SharedDevices
+from asyncflow.engines.cores import CRITIC, REFERENCE, TRAIN, Cores, SharedDevices
 from asyncflow.engines.costs import Costs
-from asyncflow.engines.sleeping import (
-    CRITIC,
-    REFERENCE,
-    TRAIN,
-    SleepingCritic,
-    SleepingPasses,
-    SleepingRolloutEngine,
-    SleepingTrainEngine,
-)
+from asyncflow.engines.sleeping.rollout import SleepingRolloutEngine
+from asyncflow.engines.sleeping.train import SleepingCritic, SleepingPasses, SleepingTrainEngine
 from asyncflow.environments.sleeping import SleepingEnvironments, SleepingFormat
 from asyncflow.loops.episode import EpisodePlayer
 from asyncflow.loops.evaluation import EVALUATORS, EvaluationRow, is_evaluator

@@ -59,6 +59,7 @@ PACES = {
     "service/server.py:HttpServer.start": "a task of its own, in the same event loop",
     "service/tinker/sessions.py:Sessions._sweep": "a look at all sessions, again and again",
     "service/watching.py:WatchedRun.changes": "a look at the run's files every second",
+    "service/watching.py:comparisons": "a look at several runs' files every second, or less often",
     "service/workers.py:OutsideWorkers._look_around": "a look at all workers, again and again",
     "telemetry/hub.py:Reporter.run": "a report several times a second",
     "transfer_queue/client_leases.py:ClientLeases._renew_held": "a renewal three times in a lease",

@@ -45,7 +45,7 @@ from asyncflow.transport import remote
 from asyncflow.waits import FREE_CORES
 
 if TYPE_CHECKING:
-    from asyncflow.engines.sleeping import SleepingPasses
+    from asyncflow.engines.sleeping.train import SleepingPasses
     from asyncflow.engines.train.helpers import Helpers
     from asyncflow.transfer_queue.controller import Controller
 

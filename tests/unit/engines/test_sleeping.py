@@ -13,7 +13,8 @@ import pytest
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.engines.base import MicroBatch, Response, SampleKey, Sampling
 from asyncflow.engines.costs import Costs, Lengths
-from asyncflow.engines.sleeping import SleepingPasses, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.sleeping.rollout import SleepingRolloutEngine
+from asyncflow.engines.sleeping.train import SleepingPasses, SleepingTrainEngine
 from asyncflow.types import Ragged
 
 COSTS = Costs(

@@ -12,9 +12,9 @@ import pytest
 
 from asyncflow.cli import watch
 from asyncflow.config import Config, dump, load
+from asyncflow.engines.base import SampleKey
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.costs import Costs, Lengths
-from asyncflow.engines.sleeping import SampleKey
 from asyncflow.planner.measured import Measurement, fitted, measured, of_layers, predicted, residuals, what_if
 from asyncflow.planner.pieces import lengths_of, lognormal, samples
 from asyncflow.run_dir import CONFIG_FILE
