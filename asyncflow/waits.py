@@ -547,8 +547,8 @@ TRIAL: Final = _wait(
     "trial",
     "a process that looks at the machine, at the user's own engines, or at a layer's costs",
     "engines/rollout/vllm/look_up.py:look_up engines/rollout/vllm/options.py:check_environment"
-    " run/availability.py:check_engines _asked_of run/trials/profile.py:_until_ended profile cli/verify.py:_Run.group"
-    " cli/watch.py:predicted",
+    " run/availability.py:check_devices check_engines _check_apart run/trials/profile.py:_until_ended profile"
+    " cli/verify.py:_Run.group cli/watch.py:predicted",
     ends="its own deadline",
 )
 HTTP: Final = _wait(
@@ -572,7 +572,7 @@ SIMULATION: Final = _wait(
     "virtual time, or a process that simulates",
     "engines/sleeping/rollout.py:SleepingRolloutEngine._decode SleepingRolloutEngine._generate SleepingRolloutEngine._hand_in"
     " SleepingRolloutEngine._run engines/sleeping/train.py:SleepingPasses.compute SleepingPasses.compute.help_out"
-    " SleepingTrainEngine.__init__ SleepingTrainEngine.forward_backward simulation/run.py:SimulatedJob._place _SleepingScorer.__init__ _run"
-    " simulation/seeds.py:Simulators.outcomes _end outcomes",
+    " SleepingTrainEngine.__init__ SleepingTrainEngine.forward_backward simulation/run.py:SimulatedJob._place"
+    " _SleepingScorer.__init__ _run simulation/seeds.py:Simulators.outcomes _end outcomes",
     ends="the simulated run's own deadlines, RUN_SECONDS (1800 s)",
 )

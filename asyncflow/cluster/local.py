@@ -23,23 +23,28 @@ class LocalCluster(SupervisedCluster):
     """Cluster of one process per worker, on this machine."""
 
     async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
-        environment = {**os.environ, **spec.environment}
         with log.open("ab") as output:
-            if IS_POSSIBLE and spec.imports:
-                try:
-                    return await ForkServer.here(environment).fork(spec, self._run_dir, environment, output.fileno())
-                except Refusal as refusal:
-                    logging.getLogger(__name__).warning("worker %s is not forked, and starts slower: %s", spec.name, refusal)
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "asyncflow.cluster.child",
-                spec.entry,
-                spec.name,
-                str(self._run_dir),
-                stdin=asyncio.subprocess.PIPE,  # the control pipe
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
-            )
+            return await spawn(spec, self._run_dir, output.fileno())
+
+
+async def spawn(spec: WorkerSpec, run_dir: Path, output: int) -> WorkerProcess:
+    """Start a worker's process. `output`: file descriptor that it writes to."""
+    environment = {**os.environ, **spec.environment}
+    if IS_POSSIBLE and spec.imports:
+        try:
+            return await ForkServer.here(environment).fork(spec, run_dir, environment, output)
+        except Refusal as refusal:
+            logging.getLogger(__name__).warning("worker %s is not forked, and starts slower: %s", spec.name, refusal)
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "asyncflow.cluster.child",
+        spec.entry,
+        spec.name,
+        str(run_dir),
+        stdin=asyncio.subprocess.PIPE,  # the control pipe
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
+    )

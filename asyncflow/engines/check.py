@@ -1,16 +1,16 @@
-"""Engines that a configuration names, imported and their options checked: `python -m asyncflow.engines.check`. The driver imports
-no torch, and a file of the user's may import anything."""
+"""Engines that a configuration names, imported and their options checked, in a process of their own: the driver imports no torch,
+and a file of the user's may import anything."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
 from asyncflow.registry import check_options
-from asyncflow.types import UserError
-from asyncflow.user_file import status_of
+
+ASKED_FILE: Final = "asked"
 
 
 class AskedEngine(msgspec.Struct):
@@ -23,16 +23,8 @@ class AskedEngine(msgspec.Struct):
     given: list[str]
 
 
-def main() -> None:
-    """Check a list of `AskedEngine` from standard input. Exit 2, with a sentence, for the first that cannot be had; 1 for want of
-    memory or file handles."""
-    for asked in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[AskedEngine]):
-        try:
-            check_options(asked.kind, asked.name, asked.options, asked.known, asked.given)
-        except UserError as error:
-            print(error, file=sys.stderr)
-            sys.exit(status_of(error))
-
-
-if __name__ == "__main__":
-    main()
+async def check(name: str, folder: Path) -> None:
+    """Main of the process: check the list of `AskedEngine` in a file of the folder. Raises `UserError` for the first that cannot be
+    had, and `RunError` for want of memory or file handles."""
+    for asked in msgspec.msgpack.decode((folder / ASKED_FILE).read_bytes(), type=list[AskedEngine]):
+        check_options(asked.kind, asked.name, asked.options, asked.known, asked.given)

@@ -6,19 +6,24 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
 
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.local import spawn
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
-from asyncflow.engines.check import AskedEngine
+from asyncflow.engines.check import ASKED_FILE, AskedEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINE_ENVIRONMENTS, ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.loops.evaluation import EVALUATORS
 from asyncflow.registry import build
 from asyncflow.run.helper_devices import ON_ONE_MACHINE, generating_device
+from asyncflow.run.worker_start import generating, rollout_imports, train_imports, training
 from asyncflow.types import RunError, UserError
 
 IMPORT_SECONDS: Final = 300.0
@@ -31,7 +36,16 @@ async def check_devices(config: Config) -> None:
     Nothing is asked where all is computed on the CPU, or where the workers are placed on other machines: there they look.
     """
     if config.cluster.name in ON_ONE_MACHINE and (wanted := list(_wanted(config))):
-        await _asked_of("asyncflow.engines.devices", wanted, b"", "a device is not there")
+        process = await asyncio.create_subprocess_exec(  # this one imports no torch
+            sys.executable, "-m", "asyncflow.engines.devices", *wanted,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            _, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        _raise_for(process.returncode, errors, "a device is not there")
 
 
 async def check_engines(config: Config, *, is_training: bool = True) -> None:
@@ -49,28 +63,39 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
         names = " and ".join(f"{each.kind} {each.name!r}" for each in asked)
         try:
             async with asyncio.timeout(IMPORT_SECONDS):
-                await _asked_of("asyncflow.engines.check", [], msgspec.msgpack.encode(asked), f"{names} cannot be imported")
+                await _check_apart(config, asked, f"{names} cannot be imported")
         except TimeoutError:
             raise UserError(f"{names} was not imported within {IMPORT_SECONDS:g} s: does the file wait for something?") from None
 
 
-async def _asked_of(module: str, arguments: Sequence[str], given: bytes, otherwise: str) -> None:
-    """Run a module in a process of its own, since this one imports no torch, with `given` as its input.
+async def _check_apart(config: Config, asked: Sequence[AskedEngine], otherwise: str) -> None:
+    """Check engines in a process that begins as the worker of the last one will."""
+    is_train = asked[-1].kind == "train engine"
+    environment = training(config) if is_train else generating(config)
+    modules = train_imports(config, config.train.device) if is_train else rollout_imports(config, config.rollout.device)
+    with TemporaryDirectory(prefix="asyncflow-check-") as name:
+        folder = Path(name)
+        (folder / ASKED_FILE).write_bytes(msgspec.msgpack.encode(asked))
+        with (folder / "log").open("w+b") as log:
+            spec = WorkerSpec("check", "asyncflow.engines.check:check", environment, imports=modules)
+            process = await spawn(spec, folder, log.fileno())
+            try:
+                await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                if process.stdin is not None:
+                    process.stdin.close()
+            log.seek(0)
+            _raise_for(process.returncode, log.read(), otherwise)
 
-    Raises its last words, or `otherwise` if there are none: `UserError` if it ends with 2, `RunError` if with anything else but 0.
-    """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *arguments,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        _, errors = await process.communicate(given)
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        last = (errors.decode(errors="replace").strip().splitlines() or [otherwise])[-1]
-        raise (UserError if process.returncode == 2 else RunError)(last)
+
+def _raise_for(status: int | None, said: bytes, otherwise: str) -> None:
+    """Raise a process's last words, or `otherwise` if there are none: `UserError` if it ended with 2, `RunError` if with anything
+    else but 0."""
+    if status:
+        last = (said.decode(errors="replace").strip().splitlines() or [otherwise])[-1]
+        raise (UserError if status == 2 else RunError)(last)
 
 
 def _wanted(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ Nothing heavy is imported here: a run has its workers' imports begin before it l
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Final
 
 from asyncflow.cluster.forking import IS_POSSIBLE, ForkServer
@@ -44,14 +45,19 @@ def imports(*modules: str, device: str = CPU) -> tuple[str, ...]:
 
 def rollout_imports(config: Config, device: str) -> tuple[str, ...]:
     """Modules of a worker that generates, likewise."""
-    known = ROLLOUT_ENGINE_IMPORTS.get(config.rollout.engine.name)
-    return imports(*known, device=device) if known is not None else ()
+    return _engine_imports(config.rollout.engine.name, ROLLOUT_ENGINE_IMPORTS, device)
 
 
 def train_imports(config: Config, device: str) -> tuple[str, ...]:
     """Modules of a worker that computes as the trainer does, likewise."""
-    known = TRAIN_ENGINE_IMPORTS.get(config.train.engine.name)
-    return imports(*known, device=device) if known is not None else ()
+    return _engine_imports(config.train.engine.name, TRAIN_ENGINE_IMPORTS, device)
+
+
+def _engine_imports(name: str, known: Mapping[str, tuple[str, ...]], device: str) -> tuple[str, ...]:
+    """An engine of the user's own, `file.py:Name`, is imported in the fork, beside what ours need: it is made of these, as a rule,
+    and of torch."""
+    modules = sum(known.values(), ()) if ":" in name else known.get(name)
+    return imports(*modules, device=device) if modules is not None else ()
 
 
 def import_ahead(config: Config, *, is_training: bool = True) -> None:

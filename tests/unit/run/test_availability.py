@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.cluster.forking import ForkServer
 from asyncflow.config import parse
 from asyncflow.run import availability
 from asyncflow.types import RunError, UserError
@@ -43,5 +44,6 @@ async def test_an_interpreter_that_cannot_start_refuses_no_run(tmp_path: Path, m
     starved.write_text(f'#!/bin/sh\nulimit {limit}; exec {sys.executable} "$@"\n')
     starved.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(starved))
+    ForkServer.keep([])  # one that is there has started
     with pytest.raises(RunError):
         await checked(tmp_path / "engine.py", "class Engine: pass")

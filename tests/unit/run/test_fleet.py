@@ -83,7 +83,7 @@ def test_each_worker_computes_with_as_many_threads_as_it_is_given() -> None:
     assert sorted(keeping) == ["reference/0", "rollout/0", "trainer/0"], "freed memory, which they need again at once"
 
 
-def test_what_may_be_imported_for_several_workers_is_imported_for_ours_on_a_cpu_alone() -> None:
+def test_what_may_be_imported_for_several_workers_is_imported_on_a_cpu_alone_for_ours_and_for_files_of_ones_own() -> None:
     def imports(**sections: Any) -> dict[str, bool]:
         specs = workers(config(**sections), Path(), is_training=True, are_trainers_there=False)
         return {spec.name: bool(spec.imports) for spec in specs}
@@ -91,7 +91,9 @@ def test_what_may_be_imported_for_several_workers_is_imported_for_ours_on_a_cpu_
     assert imports() == {"rollout/0": True, "trainer/0": True}
     assert imports(rollout={"device": "cuda"}, train={"device": "cuda"}) == {"rollout/0": False, "trainer/0": False}
     own = {"engine": "my_engine.py:MyEngine"}
-    assert imports(rollout=own, train=own) == {"rollout/0": False, "trainer/0": False}
+    assert imports(rollout=own, train=own) == {"rollout/0": True, "trainer/0": True}
+    strangers = imports(rollout={"engine": {"name": "vllm", "python": "python"}}, train={"engine": "deepspeed"})
+    assert strangers == {"rollout/0": False, "trainer/0": False}
 
 
 def test_each_worker_names_the_device_that_pytorch_must_find_where_it_is() -> None:
