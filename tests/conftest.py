@@ -19,7 +19,6 @@ from tests.patience import patience
 if TYPE_CHECKING:
     from asyncflow.engines.rollout.vllm.process import ServerProcess
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # more threads than cores: those that wait are not to keep one busy
 gc.disable()  # until all is imported: what an import makes stays, and looking for garbage among it takes a fifth of its time
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("tests/e2e/", "tests/schedules/", "tests/contract/", "tests/unit/engines/", "tests/")

@@ -18,11 +18,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from setproctitle import getproctitle
 
@@ -30,6 +32,7 @@ from asyncflow.mkl import keep_bits_of_rows
 from asyncflow.registry import load
 from asyncflow.threads import thread_environment as threads
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # more threads than cores: those that wait are not to keep one busy
 BEGAN_WITH = dict(os.environ)
 """The environment before anything of `MODULES` is imported, some of which add to it."""
 MODULES = [
@@ -187,32 +190,84 @@ def set_environment(environment: dict[str, str]) -> None:
 
 def fork_workers_from_here() -> None:
     """A fork server of this command is a fork, too, where it would import the same."""
-    from asyncflow.cluster import fork_server, forking
+
+    def forked(theirs: socket.socket, environment: dict[str, str]) -> _Child:
+        if (child := os.fork()) == 0:
+            _serve_forks(theirs, environment)
+        return _Child(child)
+
+    _start_fork_servers_by(forked)
+
+
+@contextmanager
+def fork_servers_from_ours() -> Iterator[None]:
+    """Fork servers of this process, which has threads, are meanwhile forks of the tests' server, where they would import the
+    same."""
+    from asyncflow.cluster import forking
+
+    def forked(theirs: socket.socket, environment: dict[str, str]) -> _Process:
+        process = context().Process(target=_serve_forks, args=(theirs, environment), daemon=True)
+        process.start()
+        return _Process(process)
+
+    started = forking.ForkServer._start
+    _start_fork_servers_by(forked)
+    try:
+        yield
+    finally:
+        forking.ForkServer._start = started  # type: ignore[method-assign]
+
+
+def _start_fork_servers_by(forked: Callable[[socket.socket, dict[str, str]], Any]) -> None:
+    from asyncflow.cluster import forking
 
     started = forking.ForkServer._start
 
     def start(theirs: socket.socket, environment: dict[str, str]) -> Any:
-        if forking.read_at_import(environment) != forking.read_at_import({**BEGAN_WITH, **threads(1)}):
-            return started(theirs, environment)
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            os.dup2(theirs.fileno(), 0)
-            os.closerange(3, 256)
-            os.environ.clear()
-            os.environ.update(environment)
-            fork_server.main()
-            os._exit(0)
-        return _Child(child)
+        is_same = forking.read_at_import(environment) == forking.read_at_import({**BEGAN_WITH, **threads(1)})
+        return (forked if is_same else started)(theirs, environment)
 
     forking.ForkServer._start = staticmethod(start)  # type: ignore[method-assign,assignment]
 
 
-class _Child:
+def _serve_forks(theirs: socket.socket, environment: dict[str, str]) -> NoReturn:
+    """The process of a fork server."""
+    from asyncflow.cluster import fork_server
+
+    os.setsid()
+    os.dup2(theirs.fileno(), 0)
+    os.closerange(3, 256)
+    os.environ.clear()
+    os.environ.update(environment)
+    fork_server.main()
+    os._exit(0)
+
+
+class _Process:
     """As much of `subprocess.Popen` as a fork server's owner uses."""
 
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.poll, self.kill = lambda: self.returncode, process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        found: int | None = self._process.exitcode
+        return found
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a fork server", seconds or 0.0)
+        return self.returncode
+
+
+class _Child:
+    """The same of a child of this process."""
+
     def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
+        self.pid = pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         return self._look(os.WNOHANG)

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Command
+from tests.forked import Command, fork_servers_from_ours
 from tests.patience import patience
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_forks() -> Iterator[None]:
+    """Runs of the tests' own processes have workers that begin with everything imported, too."""
+    with fork_servers_from_ours():
+        yield
 
 
 @pytest.fixture

@@ -64,11 +64,13 @@ class Killer(Listener):
             self._killing = asyncio.ensure_future(self._kill(worker))
 
     async def _kill(self, worker: str) -> None:
+        held = 0.5
         while not self._has_killed(worker):
             with self._nothing_generated():  # or the trainer may be ahead of its checkpoints to the run's end
-                over = asyncio.get_running_loop().time() + patience(5.0)  # a step that ends while one is written has none
+                over = asyncio.get_running_loop().time() + patience(held)
                 while not self._has_killed(worker) and asyncio.get_running_loop().time() < over:
                     await asyncio.sleep(0.002)
+            held = min(2 * held, 4.0)  # a step that ends while a checkpoint is written has none; or the writing takes so long
             await asyncio.sleep(0.02)
 
     def _has_killed(self, worker: str) -> bool:
