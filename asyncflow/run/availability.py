@@ -69,10 +69,11 @@ async def check_engines(config: Config, *, is_training: bool = True) -> None:
 
 
 async def _check_apart(config: Config, asked: Sequence[AskedEngine], otherwise: str) -> None:
-    """Check engines in a process that begins as the worker of the last one will."""
-    is_train = asked[-1].kind == "train engine"
+    """Check engines in a process that begins as the worker of the last one will, if it has one of its own."""
+    is_train, modules = asked[-1].kind == "train engine", tuple[str, ...]()
     environment = training(config) if is_train else generating(config)
-    modules = train_imports(config, config.train.device) if is_train else rollout_imports(config, config.rollout.device)
+    if config.cluster.name == "local":
+        modules = train_imports(config, config.train.device) if is_train else rollout_imports(config, config.rollout.device)
     with TemporaryDirectory(prefix="asyncflow-check-") as name:
         folder = Path(name)
         (folder / ASKED_FILE).write_bytes(msgspec.msgpack.encode(asked))

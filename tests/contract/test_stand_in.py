@@ -22,7 +22,7 @@ from asyncflow.engines.train.device_weights import HostCopies
 from asyncflow.engines.train.model import attention
 from asyncflow.types import LoraSpec, TensorSpec
 from tests.conftest import MODEL
-from tests.depth import deep
+from tests.depth import deep, in_gate
 from tests.patience import patience
 from tests.stand_in import KIND, TRAFFIC, install
 from tests.stand_in_streams import WORK, RaceError
@@ -232,7 +232,7 @@ OF_ONE_PROCESS: dict[str, tuple[dict[str, Any], int]] = {
 """Options, and the models whose passes a micro-step has."""
 
 
-@pytest.mark.parametrize("case", OF_ONE_PROCESS)
+@pytest.mark.parametrize("case", in_gate("policy", "adapter and reference", of=OF_ONE_PROCESS))
 def test_the_host_waits_so_often_in_a_micro_step_and_an_update(case: str, own: Processes, model_path: ModelPath) -> None:
     changes, models = OF_ONE_PROCESS[case]
     (there,) = own.run(partial(trained, **changes), model_path("qwen2-tiny"), KIND)
@@ -280,7 +280,7 @@ OF_MODELS = [
 ]
 
 
-@pytest.mark.parametrize("changes", OF_MODELS)
+@pytest.mark.parametrize("changes", in_gate(OF_MODELS[3], of=OF_MODELS))
 def test_bits_do_not_depend_on_which_device_of_a_kind_has_computed_a_pass(
     changes: dict[str, Any], own: Processes, model_path: ModelPath
 ) -> None:
@@ -293,7 +293,10 @@ def test_bits_do_not_depend_on_which_device_of_a_kind_has_computed_a_pass(
 
 @pytest.mark.parametrize(
     ("device", "helper", "changes"),
-    [(KIND, "cpu", OF_MODELS[0]), (KIND, "cpu", {"accumulate": "fp32"}), ("cpu", f"{KIND}:0", OF_MODELS[3])],
+    in_gate(
+        (KIND, "cpu", OF_MODELS[0]),
+        of=[(KIND, "cpu", OF_MODELS[0]), (KIND, "cpu", {"accumulate": "fp32"}), ("cpu", f"{KIND}:0", OF_MODELS[3])],
+    ),
 )
 def test_a_helper_has_all_that_it_computes_with_on_its_own_device(
     device: str, helper: str, changes: dict[str, Any], own: Processes, model_path: ModelPath

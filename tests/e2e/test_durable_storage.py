@@ -45,7 +45,7 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "test"
 
 
-@pytest.mark.parametrize("killed", ["driver", "trainer"])
+@pytest.mark.parametrize("killed", in_gate("driver", of=["driver", "trainer"]))
 @pytest.mark.parametrize("place", in_gate("driver", of=["driver", "workers"]))
 def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_bits_and_leaves_nothing(
     near: Path, small: Small, tmp_path: Path, background: Callable[..., Command], redis_url: str, place: str, killed: str

@@ -159,6 +159,7 @@ def test_killed_before_each_kind_of_operation_of_a_run_that_resumes(
             raise AssertionError(f"killed before {kind}, where a run was {state}") from error
 
 
+@deep
 def test_a_fork_that_is_killed_before_each_kind_of_operation_is_made_to_its_end(
     whole: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from asyncflow.run.preparation.prepare import TOKENIZER_FILES
 from tests.conftest import MODEL
+from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
 
 
+@deep
 def test_soft_caps_and_sliding_windows_train_and_generate(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     model = tmp_path / "gemma2"
     torch.manual_seed(0)

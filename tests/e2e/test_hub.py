@@ -20,6 +20,7 @@ from asyncflow.config import parse
 from asyncflow.service.hosted import HostedRun
 from asyncflow.trainer import Trainer
 from tests.conftest import MODEL
+from tests.depth import in_gate
 from tests.e2e.commands import command_line, run_command, wait_for, write_config
 from tests.hub import TOKEN, Hub, served
 from tests.patience import patience
@@ -51,7 +52,11 @@ def test_a_model_comes_from_the_hub_is_resumed_at_its_commit_and_goes_there_with
         assert json.loads((run_dir / "job.json").read_text())["model"].endswith(Hub({NAME: {"main": MODEL}}).commit(NAME, "main"))
 
 
-@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    in_gate((signal.SIGINT, True), of=[(signal.SIGTERM, False), (signal.SIGINT, True)]),
+    ids=["SIGTERM", "Ctrl-C"],
+)
 def test_a_run_that_is_interrupted_ends_its_download_and_the_next_one_goes_on_with_it(
     small: Callable[..., dict[str, Any]], tmp_path: Path, number: int, to_all: bool
 ) -> None:

@@ -130,6 +130,7 @@ def test_an_engine_that_installs_nothing_gets_no_prompts_and_ends_the_run_by_nam
     assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 1, "a step was made by weights that are not its version's"
 
 
+@deep
 @pytest.mark.parametrize("lora", WHOLE_OR_NOT)
 def test_an_engine_that_puts_elements_in_other_places_ends_the_run_by_name(lora: Any, tmp_path: Path) -> None:
     """Its sums of bits are right."""

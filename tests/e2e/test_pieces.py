@@ -14,6 +14,7 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.threads import num_cores
 from asyncflow.trainer import Trainer
 from tests.conftest import merged
+from tests.depth import in_gate
 from tests.e2e.test_parallel import of_metric, prints
 from tests.patience import patience
 
@@ -43,7 +44,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(num_cores() < 2, reason="no core is left for a helper")
-@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize("accumulate", in_gate("exact", of=["exact", "fp32"]))
 def test_pieces_of_a_step_of_one_group_are_computed_beside_it_with_the_same_bits(
     small: Small, tmp_path: Path, patient: None, accumulate: str
 ) -> None:

@@ -16,6 +16,7 @@ from asyncflow.run.device_shares import num_devices
 from asyncflow.settings import to_yaml
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
+from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.test_resume import prints
 
@@ -45,6 +46,7 @@ def planned(config: Path, devices: int, measured: Mapping[str, float], plan: Pat
     return asyncio.run(found())
 
 
+@deep
 def test_a_run_has_the_reward_workers_and_processes_that_were_planned(small: Small, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     seen = tmp_path / "seen.txt"
@@ -87,6 +89,7 @@ def test_a_run_has_the_tasks_on_shared_devices_that_were_planned_with_the_same_b
     assert [row["policy/kl"] for row in found[0]] == [row["policy/kl"] for row in found[1]]
 
 
+@deep
 def test_every_task_on_the_trainers_device_leaves_the_bits(small: Small, tmp_path: Path, reward_model: Path) -> None:
     """Critic, values, reference and reward model, each a worker of its own."""
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from asyncflow.attestation import Attestation
 from asyncflow.client import AsyncClient, Client, GroupData, ResponseData
 from asyncflow.types import RunError, UserError
+from tests.depth import deep, few
 from tests.e2e.commands import kill_trainer, processes_of, rows, wait_for
 from tests.e2e.service import Served
 from tests.forked import Command
@@ -78,7 +79,7 @@ def test_a_trainers_death_does_not_end_a_served_run(
     """Its clients make requests as before: those that come while the run is resumed wait. The bits are those of a run without a
     death, with prompts that were put before and after it, whether there is a checkpoint by then or not."""
     expected: dict[str, np.ndarray] = {}
-    for name in ("whole", "killed", "begun-again"):
+    for name in few(("whole", "killed"), ("whole", "killed", "begun-again")):
         kept = {"in_memory": False} if name == "begun-again" else {}
         tree = small(run={"steps": 5, "name": name}, schedule="synchronous", train={"accumulate": "exact"}, checkpoint=kept)
         served = Served(background, tmp_path, tree)
@@ -215,6 +216,7 @@ def test_a_client_that_dies_loses_its_leases_alone(
     assert served.command.wait(patience(60)) == 0
 
 
+@deep
 def test_a_client_that_dies_while_its_heartbeat_is_held_loses_its_leases_at_once(
     background: Background, small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -228,7 +228,7 @@ def test_what_is_no_configuration_is_said(small: Callable[..., dict[str, Any]], 
         call(small(cluster="inline"))
 
 
-@pytest.mark.parametrize("num_evaluators", [0, 1])
+@pytest.mark.parametrize("num_evaluators", in_gate(1, of=[0, 1]))
 def test_a_model_is_evaluated_saved_and_kept_when_one_asks(
     small: Callable[..., dict[str, Any]], tmp_path: Path, num_evaluators: int
 ) -> None:

@@ -18,6 +18,7 @@ from asyncflow.telemetry.situation import SeenGroup, SeenStep, SeenWorker, Situa
 from asyncflow.telemetry.tokens import TrainedTokens
 from asyncflow.waits import ROUND, OpenWait
 from tests.browser import browser_of, complaints_of, sync_api
+from tests.depth import deep
 from tests.e2e.commands import wait_for, write_config
 from tests.patience import patience
 
@@ -375,6 +376,7 @@ def test_the_page_follows_a_run_and_compares_it(tmp_path, background):
     assert command.poll() == 0  # there is no other way to end it
 
 
+@deep
 def test_another_run_shows_nothing_of_the_one_before(tmp_path, background):
     """Neither what was there, nor an answer about the run before that comes late."""
     synthetic_run.write_run(tmp_path / "runs" / "one")

@@ -54,7 +54,7 @@ def generation(run: Simulated, step: int, *, evaluation: bool) -> tuple[float, f
     return min(span.start for span in groups), max(span.end for span in groups)
 
 
-@pytest.mark.parametrize("mode", in_gate("bounded", of=MODES))
+@pytest.mark.parametrize("mode", in_gate("periodic", of=MODES))
 def test_the_trainer_computes_while_the_version_is_evaluated(mode: str) -> None:
     without, evaluated = run_of(mode), run_of(mode, path="generated:arithmetic", every_steps=1)
     assert not without.violations and not evaluated.violations

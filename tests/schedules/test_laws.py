@@ -142,7 +142,7 @@ BUGS = {
 
 
 FOUND_BY = {
-    "nobody goes back for rows that only old weights may make": 17,
+    "nobody goes back for rows that only old weights may make": 37,
     "whoever is fast is a member": 11,
     "prompts that were not needed do not come again": 3,
     "rows that have failed stay members of their step": 12,

@@ -23,6 +23,7 @@ from asyncflow.run.device_shares import check_shares
 from asyncflow.simulation.run import simulate
 from asyncflow.types import UserError
 from tests.conftest import ROOT
+from tests.depth import deep
 from tests.unit.planner.conftest import Searched
 from tests.unit.planner.test_search import candidates, small
 
@@ -214,6 +215,7 @@ def test_simulated_tasks_take_turns_on_a_device_that_they_share() -> None:
     assert seconds["{reference: train}"] > 1.5 * seconds["{}"]
 
 
+@deep
 def test_a_part_of_a_machine_with_shared_devices_takes_about_as_long_as_all_of_it() -> None:
     given = ["train.reference=task", "algorithm.kl_coefficient=0.01", "train.prompts_per_step=128", "rollout.group_size=8"]
     given += ["plan.shares={reference: train}", "plan.reference.num_workers=4"]

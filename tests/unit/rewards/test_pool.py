@@ -25,6 +25,7 @@ from asyncflow.sandbox.limits import ProcessLimits
 from asyncflow.sandbox.pool import NUM_STARTS
 from asyncflow.sandbox.process import SandboxProcess
 from asyncflow.types import RunError, UserError
+from tests.depth import in_gate
 from tests.patience import patience
 from tests.processes import below, is_alive, name_of, words_of
 
@@ -481,7 +482,7 @@ async def test_an_interpreter_that_ends_before_it_comes_to_the_scorer_is_no_mist
     assert own_children() == []
 
 
-@pytest.mark.parametrize("is_continued", [True, False])
+@pytest.mark.parametrize("is_continued", in_gate(True, of=[True, False]))
 async def test_a_scorer_that_is_stopped_while_it_is_imported_is_no_mistake_of_the_users(tmp_path: Path, is_continued: bool) -> None:
     """The seconds in which it cannot run do not count, and one that stays so is started again."""
     told = tmp_path / "told"

@@ -22,6 +22,7 @@ from asyncflow.engines.lora_files import lora_shapes
 from asyncflow.run.models.model_source import HubName, check_folder, folder_of, gguf_file, is_made
 from asyncflow.types import LoraSpec, UserError
 from tests.conftest import MODEL
+from tests.depth import in_gate
 from tests.hub import TOKEN, Hub, served
 from tests.patience import patience
 
@@ -211,7 +212,7 @@ def test_a_download_that_was_killed_keeps_the_files_that_are_whole(hub: Hub, tmp
     assert {path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path} == {WEIGHTS}
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", in_gate(signal.SIGKILL, of=[signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_a_download_that_was_ended_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path, how: signal.Signals) -> None:
     content = np.random.default_rng(0).bytes(25 << 20)
     (hub.revisions[NAME]["main"] / WEIGHTS).write_bytes(content)

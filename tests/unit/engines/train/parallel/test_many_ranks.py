@@ -113,9 +113,9 @@ def test_ranks_make_the_next_step_while_the_weights_that_they_have_gathered_are_
 @pytest.mark.parametrize(
     ("layout", "family", "changes", "most"),
     [
-        (Layout(dp=2), "qwen2-tiny", {}, None),
+        pytest.param(Layout(dp=2), "qwen2-tiny", {}, None, marks=depth.deep),
         (Layout(dp=2), "llama-tiny", {"dtype": "bfloat16", "activation_checkpointing": True}, 5),
-        (Layout(dp=2), "qwen2-tiny", {"accumulate": "fp32"}, None),
+        pytest.param(Layout(dp=2), "qwen2-tiny", {"accumulate": "fp32"}, None, marks=depth.deep),
         (Layout(pp=2), "qwen2-tiny", {"pipeline_micro_batches": 2}, None),
         pytest.param(Layout(dp=2), "qwen2-tiny", {"lora": LORA, "old": "step_start"}, None, marks=depth.deep),
         pytest.param(Layout(pp=2), "qwen2-tiny", {}, 5, marks=depth.deep),
@@ -286,7 +286,7 @@ def test_passes_of_several_micro_batches_compute_the_same(ranks: Processes, mode
 @pytest.mark.parametrize(
     ("layout", "family", "more"),
     [
-        (Layout(dp=2), "qwen2-tiny", {"old": "previous", "has_reference": True}),
+        pytest.param(Layout(dp=2), "qwen2-tiny", {"old": "previous", "has_reference": True}, marks=depth.deep),
         pytest.param(Layout(dp=3), "llama-tiny", {"activation_checkpointing": True}, marks=depth.deep),
         pytest.param(Layout(dp=2), "untied", {"dtype": "bfloat16", "activation_checkpointing": True}, marks=depth.deep),
         pytest.param(Layout(dp=2), "qwen3-tiny", {"lora": LORA, "has_reference": True}, marks=depth.deep),
@@ -374,8 +374,10 @@ def test_where_the_company_shows_in_the_bits_of_one_rank_none_makes_passes_of_se
     assert all(remark.startswith("micro-batches are computed one by one") for remark, _ in found)
 
 
-@pytest.mark.parametrize(("layout", "layers"), [(Layout(dp=2), 2), (Layout(dp=2, pp=2), 1)], ids=["dp", "dp-pp"])
-@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize(
+    ("layout", "layers"), in_gate((Layout(dp=2, pp=2), 1), of=[(Layout(dp=2), 2), (Layout(dp=2, pp=2), 1)]), ids=["dp", "dp-pp"]
+)
+@pytest.mark.parametrize("accumulate", in_gate("exact", of=["exact", "fp32"]))
 def test_of_a_pass_of_several_micro_batches_parameters_are_gathered_and_gradients_scattered_once(
     ranks: Processes, model_path: ModelPath, accumulate: str, layout: Layout, layers: int
 ) -> None:
