@@ -9,6 +9,8 @@ Four objects hold a run. Each makes its parts, which live as long as it does:
 
     Job                        a command, `asyncflow train` or a `Trainer`: makes attempts until the run is done
         Journal                keeps what somebody outside was told is safe
+        PushedPrompts          those that come while it goes on
+        Restarts               how many there were, and may be
     Attempt                    an attempt, from the start of its workers to their end: in its order, with grace or at once
         Scaling                workers that join and leave
     Running                    the loops and workers of an attempt, and what becomes of the first that fails

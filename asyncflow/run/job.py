@@ -13,39 +13,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from asyncflow.cluster import CLUSTERS
-from asyncflow.cluster.base import Cluster, WorkerDied, WorkerSpec, restart_pause
+from asyncflow.cluster.base import Cluster, WorkerDied, WorkerSpec
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.control.signal import Signal
-from asyncflow.data.datasets import as_json
-from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.loops.evaluation import EVALUATORS, EvaluationRow
-from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
-from asyncflow.rows import ANSWER
 from asyncflow.run.attempt import Attempt
 from asyncflow.run.context import Listener as Listener
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import queue_schema, shape_of
+from asyncflow.run.factories import shape_of
 from asyncflow.run.fleet import workers
 from asyncflow.run.in_worker.connection import model_begun_with
 from asyncflow.run.models.model_card import push_model
 from asyncflow.run.preparation.notes import advice
 from asyncflow.run.preparation.prepare import Prepared, prepare
-from asyncflow.run.preparation.prompts import left_out_lines, source_of, tokenize
+from asyncflow.run.preparation.prompts import left_out_lines
+from asyncflow.run.pushed_prompts import PushedPrompts
 from asyncflow.run.records.step_rows import StepRows
+from asyncflow.run.restarts import Restarts
 from asyncflow.run.situations import Situations
 from asyncflow.run.state.driver_state import Resumed
-from asyncflow.run.state.journal import Journal, Kept, PutPrompt
+from asyncflow.run.state.journal import Journal
 from asyncflow.run.state.resume import evaluated_versions
 from asyncflow.run.state.run_folder import RunFolder
 from asyncflow.run.watch import Watch
@@ -56,7 +53,7 @@ from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import Server
-from asyncflow.types import RunError, UserError
+from asyncflow.types import RunError
 from asyncflow.waits import OUTCOME, OpenWaits
 
 
@@ -91,11 +88,7 @@ class Job(Listener):
         self._evaluate_only, self._resume, self._is_served = evaluate_only, resume, is_served
         self.journal = Journal(journal, shape_of(config).group_bits) if journal is not None else None
         self._folder = RunFolder(config, self.listener.log, resume=resume)
-        self._num_restarts = 0
-        self._num_in_vain = 0  # those in a row before which no step was committed that never was: each has a longer pause
-        self._furthest = 0  # step up to which the attempts have come
-        self._pushed: list[PutPrompt] = []  # by this process
-        self._next_place = 0  # of the attempts before: see `SeededOrder`
+        self._restarts, self._pushed = Restarts(config.train.max_restarts), PushedPrompts(config, self.journal)
         self._has_trained = False  # this attempt, a group
         self._interrupted = asyncio.Event()
         self._changed = Signal()
@@ -109,7 +102,7 @@ class Job(Listener):
         """
         config, listener, folder, waits = self.config, self.listener, self._folder, OpenWaits()
         waits.begin()
-        if not self._num_restarts:
+        if not self._restarts.num:
             folder.memory = self._memory()
         begun = await self._begin()
         self.rows, self.certificate = folder.rows, folder.certificate
@@ -132,7 +125,7 @@ class Job(Listener):
     async def _begin(self) -> tuple[Prepared, Resumed | None] | None:
         """Inputs of the attempt; None: there is nothing to do. Raises `RunError` if it is interrupted, by a signal that may have
         ended a download first. Later attempts begin in any case: what the one before had in memory is to be kept."""
-        if self._num_restarts:
+        if self._restarts.num:
             return await self._folder.begin(self._inputs)
         beginning = asyncio.ensure_future(self._folder.begin(self._inputs))
         interrupted = asyncio.ensure_future(self._interrupted.wait())
@@ -217,7 +210,7 @@ class Job(Listener):
         if death.worker.partition("/")[0] in ("rollout", EVALUATORS, "storage") or self._evaluate_only:
             return False
         would_fail_again = death.has_failed and not self._has_trained
-        may_restart = self._num_in_vain < self.config.train.max_restarts and not self._interrupted.is_set()
+        may_restart = self._restarts.are_left and not self._interrupted.is_set()
         return may_restart and not would_fail_again
 
     async def restart_after(self, death: WorkerDied) -> None:
@@ -229,22 +222,20 @@ class Job(Listener):
         """
         attempt = self.attempt
         assert attempt is not None, "a worker has died"
-        if (committed := attempt.driver.ledger.ledger.committed) > max(self._furthest, self.first):
-            self._num_in_vain, self._furthest = 0, committed
+        self._restarts.reached(self.first, attempt.driver.ledger.ledger.committed)
         if not self._may_restart_after(death):
             raise death
-        clock, pause = asyncio.get_running_loop().time, restart_pause(self._num_in_vain)
+        clock, pause = asyncio.get_running_loop().time, self._restarts.pause
         over = clock() + pause
         self.listener.log(f"{death}; the run is resumed from its newest checkpoint in {pause:g} s")
-        self._next_place = max(self._next_place, attempt.driver.source.next_place)
+        self._pushed.left(attempt.driver.source)
         self._staying = attempt.cluster if await attempt.abandon() else None
         await attempt.close()
         self.attempt = None
         self._folder.remove_weights()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._interrupted.wait(), max(0.0, over - clock()))
-        self._num_restarts += 1
-        self._num_in_vain += 1
+        self._restarts.begin()
         self._resume = True
         self._folder = self._folder.next()
 
@@ -274,10 +265,6 @@ class Job(Listener):
         """Driver of this attempt; None before the run has begun, and when it is over."""
         return self.attempt.driver if self.attempt is not None else None
 
-    @cached_property
-    def _tokenizer(self) -> CheckpointTokenizer:
-        return CheckpointTokenizer(self.prepared.model)
-
     @property
     def weights_dir(self) -> Path:
         """Folder of the weights that travel. Raises `RunError` when the run is over."""
@@ -294,35 +281,9 @@ class Job(Listener):
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
         if self.driver is None:
             raise RunError("this run is over: it trains on no more prompts")
-        name, prepared = "the pushed prompts", self.prepared
-        given = [] if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) else [*rows]
-        if not all(isinstance(row, Mapping) for row in given) or (not given and rows != []):
-            raise UserError(f"{name} must be a list of rows, each a mapping of columns, as data.path has them")
-        new = [*as_json(map(dict, given), name)]
-        if not new:
-            return
-        prompts = tokenize(self.config, self._tokenizer, source_of(self.config, new, name), prepared.tools)
-        has_answers = bool(prepared.prompts) and ANSWER in prepared.prompts[0].example
-        for number, prompt in enumerate(prompts, 1):
-            if has_answers and ANSWER not in prompt.example:
-                raise UserError(
-                    f"row {number} of {name} has no answer, as the rows of {self.config.data.path} have: give it the same columns"
-                )
-            if len(prompt.ids) + self.config.rollout.max_new_tokens > prepared.max_context:
-                raise UserError(
-                    f"row {number} of {name} has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} "
-                    f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
-                )
-        source = self.driver.source
-        after, first = max(source.next_place, self._next_place), source.num_pushed  # steps that are made again keep their prompts
-        put = [PutPrompt(number, first, after, dict(row)) for number, row in enumerate(new, first)]
-        if self.journal is not None:
-            self.journal.add_prompts(put)  # before they can be trained: what an attempt has of them is what the journal begins with
-        else:
-            self._pushed += put
-        source.push(prompts, after)
-        self.driver.saves.pushed()
-        self.driver.signal.notify()  # the feed may wait for them
+        if self._pushed.push(rows, self.prepared, self.driver.source):
+            self.driver.saves.pushed()
+            self.driver.signal.notify()  # the feed may wait for them
 
     def held(self) -> dict[str, int]:
         """Rows in the hands of each rollout worker that has any: what would be lost with it."""
@@ -343,7 +304,7 @@ class Job(Listener):
 
     async def _inputs(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs: those of this process's attempt before, where there was one and a checkpoint is resumed."""
-        if self._num_restarts and resumed is not None:
+        if self._restarts.num and resumed is not None:
             return self.prepared
         return await self._prepare(scratch, resumed)
 
@@ -387,7 +348,8 @@ class Job(Listener):
         """The driver, and the workers with what watches them. `waits`: the driver's."""
         weights_dir = self._folder.weights_dir
         assert weights_dir is not None
-        driver = Driver(self.config, self.prepared, self, self._rows_to_resume, resumed, self._folder.memory)
+        to_resume = partial(self._pushed.to_resume, self.prepared)
+        driver = Driver(self.config, self.prepared, self, to_resume, resumed, self._folder.memory)
         driver.saves.on_settled = self._changed.notify
         server, cluster = self._place(driver, weights_dir)
         fleet = self._fleet(weights_dir)
@@ -395,22 +357,6 @@ class Job(Listener):
         situations = Situations(driver, waits, names, cluster.pids)
         watch = Watch(driver, situations, self.config.run_dir if self._writes_situations else None)
         return Attempt(driver, server, cluster, fleet, self._folder, watch, self._interrupted)
-
-    def _rows_to_resume(self, resumed: Resumed | None) -> tuple[Kept, Sequence[Prompt]]:
-        """Rows that the run resumes with, those of its journal beside a checkpoint's; and prompts that were pushed and are in none,
-        as tokens. Without a journal these are of this process."""
-        num_pushed, version, rows = (resumed.state.num_pushed, resumed.state.version, resumed.rows) if resumed else (0, 0, None)
-        config = self.config
-        if self.journal is not None:
-            outputs = queue_schema(config).task("rollout").outputs
-            kept = self.journal.read(num_pushed, version * shape_of(config).numbers_per_step, rows, outputs)
-        else:
-            kept = Kept([put for put in self._pushed if put.number >= num_pushed], rows)
-        prompts: list[Prompt] = []
-        for _, together in itertools.groupby(kept.prompts, lambda put: put.first):  # each time with columns of their own
-            source = source_of(config, [put.row for put in together], "the prompts that were put")
-            prompts += tokenize(config, self._tokenizer, source, self.prepared.tools)
-        return kept, prompts
 
     def _is_trained(self) -> bool:
         """Whether all steps of the configuration are."""

@@ -280,7 +280,7 @@ class SimulatedJob(Job):
         mains = {f"{MAINS}:{name}": main for name, main in mains.items()}
         self._simulated = SimulatedCluster(wire, mains, self._faults)
         self._ranks = asyncio.Barrier(self.config.layout.dp)
-        if not self._num_restarts:
+        if not self._restarts.num:
             for resize in self._faults.resizes:
                 self._virtual.call_at(resize.when, self._change_size, resize)
             for when in self._faults.calls:

@@ -38,7 +38,9 @@ async def test_a_run_is_resumed_after_the_death_of_a_worker_that_is_not_started_
 ) -> None:
     tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
     job = Job(parse(tree | {"train": {"max_restarts": 2}}), evaluate_only=state.get("evaluate_only", False))
-    job._has_trained, job._num_in_vain = state.get("has_trained", False), state.get("num_in_vain", 0)
+    job._has_trained = state.get("has_trained", False)
+    for _ in range(state.get("num_in_vain", 0)):
+        job._restarts.begin()
     if state.get("is_interrupted"):
         job.interrupt()
     death = WorkerDied("worker it has ended", worker, has_failed=state.get("has_failed", False))
@@ -89,7 +91,7 @@ def test_a_prompt_that_the_journal_could_not_keep_is_not_trained(tmp_path: Path)
         job.push([{"prompt": "a", "answer": "1"}])
     assert source.num_pushed == 0
     job.push([{"prompt": "b", "answer": "1"}])
-    kept, prompts = job._rows_to_resume(None)
+    kept, prompts = job._pushed.to_resume(job.prepared, None)
     assert [put.row["prompt"] for put in kept.prompts] == ["b"] and len(prompts) == source.num_pushed == 1
 
 
@@ -100,6 +102,7 @@ def test_prompts_that_were_put_with_other_columns_are_put_again_as_they_were(tmp
     job.push([{"question": "What is 7 and 5?", "answer": "12"}, {"question": "And 2?", "answer": "2", "prompt": "no"}])
     job.push([{"prompt": "Say 3.", "question": "no", "answer": "3"}])
     taken = source.take(3)
-    kept, prompts = job._rows_to_resume(SimpleNamespace(state=SimpleNamespace(num_pushed=2, version=0), rows=None))  # type: ignore[arg-type]
+    resumed: Any = SimpleNamespace(state=SimpleNamespace(num_pushed=2, version=0), rows=None)
+    kept, prompts = job._pushed.to_resume(job.prepared, resumed)
     assert [prompt.ids.tolist() for prompt in prompts] == [prompt.ids.tolist() for prompt in taken]
     assert [put.number for put in kept.prompts] == [2, 3, 4]
