@@ -113,7 +113,7 @@ async def sync(model: Path, folder: Path, step_seconds: Mapping[str, float]) -> 
 
     from asyncflow.attestation import fault_of
     from asyncflow.engines.lora import initial_lora, sum_of_base
-    from asyncflow.engines.rollout.decoder import load_tensors
+    from asyncflow.engines.rollout.decoder_weights import load_tensors
     from asyncflow.engines.rollout.engine import SlotEngine
     from asyncflow.weight_sync.base import WeightSyncOptions
     from asyncflow.weight_sync.shared_memory import SharedMemory
@@ -237,7 +237,8 @@ def many(model: Path) -> list[Figure]:
     from asyncflow.engines.decoder_config import DecoderConfig
     from asyncflow.engines.lora import initial_lora, merged_lora
     from asyncflow.engines.lora_files import write_lora
-    from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+    from asyncflow.engines.rollout.decoder import Decoder
+    from asyncflow.engines.rollout.decoder_weights import load_tensors
 
     torch.set_num_threads(1)
     config = DecoderConfig.from_fields(json.loads((model / "config.json").read_text()))

@@ -36,7 +36,8 @@ from asyncflow.engines.devices import check_device, use_device
 from asyncflow.engines.lora import read_lora
 from asyncflow.engines.rollout.adapter_bank import INSTALLED, Adapter
 from asyncflow.engines.rollout.checks import check_tokens
-from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.decoder import Decoder
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.loaded_adapters import LoadedAdapters
 from asyncflow.engines.rollout.probe import find_dependence
 from asyncflow.engines.rollout.slot_options import SlotOptions

@@ -23,7 +23,7 @@ from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.lora import read_lora
 from asyncflow.engines.lora_files import holds_adapter, spec_in
-from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_options import AdapterRoom
 from asyncflow.engines.train import TRAIN_ENGINES

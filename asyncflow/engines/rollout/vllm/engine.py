@@ -29,7 +29,7 @@ import numpy as np
 from asyncflow.attestation import Attestation
 from asyncflow.engines.base import NO_TOKENS, Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
-from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.vllm.attesting import ServerAttestations
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient, check_settings
 from asyncflow.engines.rollout.vllm.generation import Generation

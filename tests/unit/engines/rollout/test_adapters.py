@@ -17,7 +17,7 @@ from asyncflow.attestation import fault_of
 from asyncflow.bit_sums import sum_of
 from asyncflow.engines.base import NO_TOKENS, Response, SampleKey, Sampling
 from asyncflow.engines.rollout.adapter_bank import AdapterBank
-from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_options import AdapterRoom
 from asyncflow.types import LoraSpec, UserError

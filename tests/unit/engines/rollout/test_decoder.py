@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.decoder import Decoder
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.key_cache import BLOCK
 from asyncflow.engines.rollout.linears import MIN_ROWS, Linear, PackedLinear, can_pack
 from asyncflow.engines.rollout.prompt_attention import PromptPiece

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout import probe
-from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.decoder import Decoder
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.low_rank import AdapterRows, LowRank
 from asyncflow.types import LoraSpec
 from tests.unit.engines.rollout.test_decoder import MODELS, new_model

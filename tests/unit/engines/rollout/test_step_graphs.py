@@ -16,7 +16,8 @@ from asyncflow.engines.devices import use_device
 from asyncflow.engines.rollout import decoder as decoder_module
 from asyncflow.engines.rollout import step_graphs
 from asyncflow.engines.rollout.adapter_bank import INSTALLED
-from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.decoder import Decoder
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.low_rank import AdapterRows
 from asyncflow.engines.rollout.step_graphs import INSTALLED_EVERYWHERE, MOST_RECORDED, RECORDED_AFTER, StepGraphs
 from asyncflow.model_folder import read_json

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncflow.engines.decoder_config import DecoderConfig
-from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.train.adapters.megatron.core import Core
 from asyncflow.engines.train.adapters.megatron.origins import Origin, origins, padded_vocabulary
 from asyncflow.types import Layout

@@ -18,7 +18,7 @@ from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.lora import initial_lora, merged_lora
 from asyncflow.engines.lora_files import holds_adapter, spec_in, write_lora
 from asyncflow.engines.rollout.adapter_bank import Adapter, AdapterBank
-from asyncflow.engines.rollout.decoder import load_tensors
+from asyncflow.engines.rollout.decoder_weights import load_tensors
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_options import AdapterRoom
 from asyncflow.engines.rollout.slots import Slots
