@@ -2,6 +2,7 @@
 
     sender: sums of each tensor's bits, in the dtype that engines generate in --> manifest
     engine: sums of the bits that its kernels read, after an install         --> compared with the manifest's, by `PolicyVersions`
+    worker of a critic's values: the same of the critic's                    --> compared by itself
 
 A tensor's sum is that of its elements' bits as integers, modulo 2^32, and of an adapter's modulo 2^64. It does not know their
 order, so an engine takes it from its own buffers, wherever its kernels want an element to lie, and unpacks nothing. What is stale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -28,7 +29,8 @@ def main(entry: str, name: str, run_dir: Path) -> int:
         asyncio.run(load("worker", entry)(name, run_dir))
     except Exception as failure:  # every one ends the process: the last line it prints is what the driver shows
         error = first_error(failure)
-        sys.stdout.flush()  # of the user's code
+        with contextlib.suppress(Exception):  # closed, or on a full disk
+            sys.stdout.flush()  # of the user's code
         if isinstance(error, UserError | RunError):
             print(error, file=sys.stderr)
             return status_of(error)

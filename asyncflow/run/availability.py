@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -94,6 +95,9 @@ async def _check_apart(config: Config, asked: Sequence[AskedEngine], otherwise: 
 def _raise_for(status: int | None, said: bytes, otherwise: str) -> None:
     """Raise a process's last words, or `otherwise` if there are none: `UserError` if it ended with 2, `RunError` if with anything
     else but 0."""
+    if status and status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        raise RunError(f"{otherwise}: the process that has tried was ended by {name}")
     if status:
         last = (said.decode(errors="replace").strip().splitlines() or [otherwise])[-1]
         raise (UserError if status == 2 else RunError)(last)

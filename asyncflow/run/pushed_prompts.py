@@ -52,9 +52,8 @@ class PushedPrompts:
         after, first = max(source.next_place, self._next_place), source.num_pushed
         put = [PutPrompt(number, first, after, dict(row)) for number, row in enumerate(new, first)]
         if self._journal is not None:
-            self._journal.add_prompts(
-                put
-            )  # before they can be trained: what an attempt has of them is what the journal begins with
+            # Before they can be trained: what an attempt has of them is what the journal begins with.
+            self._journal.add_prompts(put)
         else:
             self._kept += put
         source.push(prompts, after)

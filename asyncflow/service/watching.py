@@ -80,7 +80,7 @@ class WatchedRun:
     def __init__(self, path: Path, predict: Predict | None = None) -> None:
         self.reader = RunReader(path)
         self._predict, self._predictions = predict, dict[str, asyncio.Task[str]]()
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
         self._parts = page_template("parts.html.j2").module
         self._steps_with_groups: list[int] = []
         self._heavy: dict[str, Any] = {}
@@ -88,10 +88,7 @@ class WatchedRun:
 
     async def of(self, look: Callable[[RunReader], Any]) -> Any:
         """Result of `look` at the run as it is now."""
-        await self._lock.acquire()
-        looking = asyncio.create_task(asyncio.to_thread(look, self.reader))
-        looking.add_done_callback(lambda _: self._lock.release())  # where a page is closed meanwhile, its thread goes on
-        return await asyncio.shield(looking)
+        return await look_at([self], lambda: look(self.reader))
 
     async def changes(self) -> AsyncIterator[Mapping[str, Any]]:
         """Parts of the page, by name: all of them, then those that change; {} now and then where none does."""
@@ -166,22 +163,46 @@ class WatchedRun:
         return self._heavy
 
 
+async def look_at(runs: Iterable[WatchedRun], look: Callable[[], Any]) -> Any:
+    """Result of `look`, in a thread, while nobody else reads any of these runs."""
+    held: list[asyncio.Lock] = []
+
+    def release() -> None:
+        for lock in held:
+            lock.release()
+
+    try:
+        for run in sorted(runs, key=lambda run: run.reader.path):  # in one order, or two would wait for one another
+            await run.lock.acquire()
+            held.append(run.lock)
+        looking = asyncio.create_task(asyncio.to_thread(look))
+    except BaseException:
+        release()
+        raise
+    looking.add_done_callback(lambda _: release())  # where a page is closed meanwhile, its thread goes on
+    return await asyncio.shield(looking)
+
+
 async def comparisons(runs: Mapping[str, WatchedRun]) -> AsyncIterator[Mapping[str, Any]]:
     """Several runs over each other: now, and again when one of them has trained a step or has been evaluated, in a tenth of
     the time at most; {} now and then where none has."""
     known: list[tuple[int, int]] = []
     sent_at = 0.0
+
+    def compare() -> Mapping[str, Any]:
+        compared = RunsCompared({name: run.reader for name, run in runs.items()})
+        return {"html": str(compared.html()), "charts": compared.charts}
+
     while True:
-        began = time.monotonic()
+        began, made = time.monotonic(), dict[str, Any]()
         ends = [await run.of(_read_to_the_end) for run in runs.values()]
         if ends != known:
-            comparison = RunsCompared({name: run.reader for name, run in runs.items()})
-            yield await asyncio.to_thread(lambda found: {"html": str(found.html()), "charts": found.charts}, comparison)
-            known, sent_at = ends, time.monotonic()
-        elif began - sent_at > _QUIET_SECONDS:
-            yield {}
-            sent_at = began
-        await asyncio.sleep(max(LOOK_SECONDS, 10 * (time.monotonic() - began)))
+            known, made = ends, await look_at(runs.values(), compare)
+        pause = min(max(LOOK_SECONDS, 10 * (time.monotonic() - began)), _QUIET_SECONDS)
+        if made or began - sent_at > _QUIET_SECONDS:
+            yield made
+            sent_at = time.monotonic()
+        await asyncio.sleep(pause)
 
 
 class Watched:

@@ -50,7 +50,10 @@ async function answer(path, params) {
   return content;
 }
 
+let saidLast = ["connecting", ""];
+
 function say(text, kind = "") {
+  if (kind !== "lost") saidLast = [text, kind];
   byId("status").textContent = text;
   byId("status").className = kind;
 }
@@ -59,6 +62,7 @@ function say(text, kind = "") {
 
 /* Hand on what comes of a path, until it is stopped; a connection that is lost is made again. */
 async function follow(path, params, take, stopped) {
+  let isLost = false;
   while (!stopped.signal.aborted) {
     try {
       const response = await ask(path, params, stopped.signal);
@@ -66,6 +70,8 @@ async function follow(path, params, take, stopped) {
         say((await response.json()).error.message, "lost");
         if (response.status < 500) return;
       } else {
+        if (isLost) say(...saidLast);
+        isLost = false;
         const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
         for (let pending = "";;) {
           const { value, done } = await reader.read();
@@ -82,6 +88,7 @@ async function follow(path, params, take, stopped) {
       if (stopped.signal.aborted) return;
     }
     say("the connection is lost: trying again", "lost");
+    isLost = true;
     await new Promise((resolve) => setTimeout(resolve, 1000));
   }
 }

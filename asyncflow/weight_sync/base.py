@@ -70,7 +70,7 @@ class WeightSyncOptions:
     key: Path | None = None
     """The run's key, for an address by TLS: the file that `Credentials.create` writes."""
     attested_dtype: str | None = None
-    """Dtype (torch's name) that engines generate in, for the sender to promise what they will have; None: it promises nothing."""
+    """Dtype (torch's name) in which receivers sum up what they install, for the sender to promise it; None: it promises nothing."""
     base: int | None = None
     """Sum over the weights that adapters are for, where the sender sends adapters."""
     device: str = "cpu"

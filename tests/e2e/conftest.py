@@ -15,7 +15,7 @@ from tests.forked import Command, fork_servers_from_ours
 from tests.patience import patience
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def warm_forks() -> Iterator[None]:
     """Runs of the tests' own processes have workers that begin with everything imported, too."""
     with fork_servers_from_ours():

@@ -43,6 +43,26 @@ def test_every_type_has_a_name_of_its_own() -> None:
     assert len(files) > 400 and {name: where for name, where in files.items() if len(where) > 1} == {}
 
 
+def test_what_a_text_names_to_be_imported_is_there() -> None:
+    """`"asyncflow.module:Name"`, as a registry has it: no import says that one has moved, nor do types."""
+    named = re.compile(r"""["'](asyncflow(?:\.\w+)+):(\w+)["']""")
+    found = {match for file in (ROOT / "asyncflow").rglob("*.py") for match in named.findall(file.read_text())}
+    assert len(found) > 70 and [name for name in sorted(found) if name[1] not in at_top(name[0])] == []
+
+
+def at_top(module: str) -> set[str]:
+    """Names at the top of a module; none where there is no such module."""
+    place = ROOT.joinpath(*module.split("."))
+    file = place.with_suffix(".py") if place.with_suffix(".py").exists() else place / "__init__.py"
+    found = set[str]()
+    for node in ast.parse(file.read_text()).body if file.exists() else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+    return found
+
+
 def changes_itself(made: ast.ClassDef) -> bool:
     """Whether a method of a class sets one of its attributes, or what one of them holds."""
     set_in_methods = [

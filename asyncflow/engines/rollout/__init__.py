@@ -24,4 +24,5 @@ ROLLOUT_ENGINE_WHYS = {
 }
 """Reasons why an engine is not deterministic, of those that never are; others say it of the machine that they run on."""
 ROLLOUT_ENGINE_IMPORTS = {"slots": ("asyncflow.engines.rollout.engine",)}
-"""Modules that one process may import for all the workers that are forked from it; others need an interpreter of their own."""
+"""Modules that one process may import for all the workers that are forked from it; others need an interpreter of their own, but
+for a `file.py:Name` of the user's (worker_start.py)."""

@@ -26,7 +26,7 @@ TRAIN_ENGINE_IMPORTS = {
 """Modules of an engine that one process may import for all workers forked from it. What takes long comes piece by piece, since a
 worker can be forked between two of them.
 
-Engines that are not listed need a fresh interpreter for each worker.
+Engines that are not listed need a fresh interpreter for each worker, but for a `file.py:Name` of the user's (worker_start.py).
 """
 CRITIC_ENGINES = {"torch": "asyncflow.engines.train.critic_engine:TorchCritic"}
 CLASSIFIER_ENGINES = {"torch": "asyncflow.engines.train.reward_model:RewardModelEngine"}

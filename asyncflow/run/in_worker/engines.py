@@ -159,5 +159,5 @@ def base_sum(config: Config, model: Path) -> int | None:
 
 def tensors_of(model: Path) -> Mapping[str, Tensor]:
     """The tensors of a model's files, by name."""
-    read: Callable[[Path], Mapping[str, Tensor]] = load_named("function", "asyncflow.engines.rollout.decoder:load_tensors")
+    read: Callable[[Path], Mapping[str, Tensor]] = load_named("function", "asyncflow.engines.rollout.decoder_weights:load_tensors")
     return read(model)

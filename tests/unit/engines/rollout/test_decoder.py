@@ -251,7 +251,7 @@ def test_a_bad_install_changes_nothing(fault: str, tmp_path: Path) -> None:
 def test_plain_products_equal_packed_ones(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, responses = prompts_and_responses((5, 9), 3)
     packed = teacher_forced(load(saved[1]), prompts, responses)
-    monkeypatch.setattr("asyncflow.engines.rollout.decoder.can_pack", lambda dtype, device: False)
+    monkeypatch.setattr("asyncflow.engines.rollout.decoder_weights.can_pack", lambda dtype, device: False)
     plain = teacher_forced(load(saved[1]), prompts, responses)
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(packed, plain, strict=True))
 
