@@ -27,7 +27,7 @@ def why(
     if json:
         print(msgspec.json.encode({"situation": situation, "chain": chain(situation), "graph": graph(situation)}).decode())
         return
-    print(f"{run}: {situation.committed} of {situation.steps} steps are committed; {state_of_driver(situation)}:")
+    print(f"{run}: {situation.committed} of {situation.steps} steps are committed; {state_of_driver(situation, run)}:")
     first, *others = paths(situation)
     _print(first, 0, set())
     explained = {link.text for link in first}

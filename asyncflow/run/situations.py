@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -29,6 +31,8 @@ SECONDS: Final = 1.0
 """Between two situations; and what nothing has moved for when processes are looked at."""
 MOST: Final = 8
 """Groups of a step that a situation has."""
+FULL_BYTES: Final = 4 << 20
+"""Room on the disk of a run, in bytes, below which its driver may have died of that."""
 DRIVER_SECONDS: Final = 5.0
 """A situation that is older: its driver stands, or its disk does."""
 STORAGE: Final = "storage/"
@@ -183,7 +187,7 @@ class Situations:
         ]
 
 
-def state_of_driver(situation: Situation) -> str:
+def state_of_driver(situation: Situation, run_dir: Path) -> str:
     """State of a run's driver since the situation, in words, from the operating system: no question is asked of the run."""
     age, moved = max(0.0, time.time() - situation.time), f"nothing has moved for {situation.idle:.0f} s"
     since = _rounded(age)
@@ -193,7 +197,8 @@ def state_of_driver(situation: Situation) -> str:
         return f"as of {since} ago, on {situation.host}, {moved}"
     process = _process(situation.pid)
     if process in GONE or _began_after(situation):
-        why = "it was killed, or its disk was full"
+        free = shutil.disk_usage(run_dir).free
+        why = f"{run_dir} has no room ({free >> 10:,} kB)" if free < FULL_BYTES else "it was killed, or its disk was full"
         return f"its driver (process {situation.pid}) is gone without a word: {why}, {since} ago or later. At last {moved}"
     if age > DRIVER_SECONDS:
         return f"its driver (process {situation.pid}, {process}) has written nothing for {since}. Before that {moved}"

@@ -141,7 +141,7 @@ class WatchedRun:
         line = run.certificate.line if run.certificate is not None else ""
         config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
         parts: Any = self._parts
-        driver = state_of_driver(run.situation) if run.situation is not None else ""
+        driver = state_of_driver(run.situation, run.path) if run.situation is not None else ""
         return {
             "facts": facts,
             "header": str(parts.header(run.name, sections.facts(run), line, sections.figures(run))),

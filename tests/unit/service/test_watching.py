@@ -15,6 +15,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import httpx2
@@ -233,6 +234,11 @@ async def test_the_page_says_of_the_driver_what_asyncflow_why_says(page: Page, m
     for words, each in seen.items():
         shown = await now(page, each)
         assert words in shown and "What waits for what" in shown
+    monkeypatch.setattr(situations.shutil, "disk_usage", lambda path: SimpleNamespace(free=12_345))
+    folder = page.folder / "one"
+    assert f"is gone without a word: {folder} has no room (12 kB), 60 min ago or later." in await now(
+        page, situation(pid=gone.pid, time=hour_ago)
+    )
     monkeypatch.setattr(situations, "DRIVER_SECONDS", -1.0)
     silent = rf"its driver \(process {os.getpid()}, \w+\) has written nothing for \d+ s\. Before that nothing has moved for 41 s\."
     assert re.search(silent, await now(page, situation()))
