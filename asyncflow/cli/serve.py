@@ -7,7 +7,8 @@ import contextlib
 import signal
 import time
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,9 @@ from asyncflow.cli.plan import load_planned
 from asyncflow.config import Config, load
 from asyncflow.threads import run_ready
 from asyncflow.types import RunError, UserError
+
+if TYPE_CHECKING:
+    from asyncflow.service.tinker.context import BaseModel
 
 SERVICE_DIR = "service"
 """Beside the folder of a run, whose start may clear that: keys, certificate and audit lines stay."""
@@ -32,7 +36,9 @@ def serve(
     self_signed: Annotated[bool, typer.Option(help="TLS with a certificate made at the first start.")] = False,
     weights_from: Annotated[Path | None, typer.Option(help="Folder below which trainers outside may name weights.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if there is none.")] = False,
-    tinker: Annotated[bool, typer.Option(help="Serve a model by Tinker's API instead; CONFIG may be its folder.")] = False,
+    tinker: Annotated[
+        bool, typer.Option(help="Serve a model by Tinker's API instead; CONFIG may be its folder, or its name on the Hub.")
+    ] = False,
     model_name: Annotated[
         str | None, typer.Option(help="With --tinker: the model's name for clients, by default its path.")
     ] = None,
@@ -135,6 +141,29 @@ async def _serve_tinker(
     full_weights: bool,
 ) -> int:
     """Serve a model by Tinker's API until a signal comes. Returns the exit status."""
+    from asyncflow.run.models.model_source import HubName, folder_of
+    from asyncflow.service.tinker.serving import base_model, config_of_model
+
+    is_model = path.is_dir() or (path.suffix not in (".yaml", ".yml") and HubName.of(str(path)) is not None)
+    config = config_of_model(str(path), overrides) if is_model else load(path, overrides)
+    with TemporaryDirectory(prefix="asyncflow-model-") as scratch:
+        base = base_model(config, await folder_of(config.model.path, Path(scratch), print), name)
+        return await _serve_base(
+            config, base, listen, certificate, bounds_of, samplers, self_signed=self_signed, full_weights=full_weights
+        )
+
+
+async def _serve_base(
+    config: Config,
+    base: BaseModel,
+    listen: str,
+    certificate: Path | None,
+    bounds_of: dict[str, int],
+    samplers: int,
+    *,
+    self_signed: bool,
+    full_weights: bool,
+) -> int:
     from asyncflow.service.app import AuditLog, GatePaths, make_app
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
@@ -142,11 +171,9 @@ async def _serve_tinker(
     from asyncflow.service.tickets import Tickets
     from asyncflow.service.tinker.context import Bounds
     from asyncflow.service.tinker.routes import LOOKS, routes
-    from asyncflow.service.tinker.serving import KEY_PREFIX, base_model, config_of_model, sessions_of
+    from asyncflow.service.tinker.serving import KEY_PREFIX, sessions_of
 
-    place = Listen.parse(listen)
-    config = config_of_model(str(path), overrides) if path.is_dir() else load(path, overrides)
-    folder, base = config.run_dir.with_name(f"{config.run_dir.name}.{TINKER_DIR}"), base_model(config, name)
+    place, folder = Listen.parse(listen), config.run_dir.with_name(f"{config.run_dir.name}.{TINKER_DIR}")
     keys, limits, audit = KeyRing.open(folder / "keys.json", time.time, KEY_PREFIX), Limits(), AuditLog(folder / "audit.jsonl")
     trusted = None
     if self_signed and certificate is None:

@@ -100,6 +100,16 @@ def test_an_adapter_goes_to_the_hub_with_its_base_by_name_and_commit(small: Call
     model = Path(tree["run"]["dir"]) / tree["run"]["name"] / "model"
     assert Path(json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]).is_dir()
 
+    (pushed := tmp_path / "pushed").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (pushed / name).write_bytes(files[name])
+    offline = {"HF_HOME": environment["HF_HOME"], "HF_HUB_OFFLINE": "1"}
+    assert run_command("merge", model, tmp_path / "merged", **offline).returncode == 0
+    merged = run_command("merge", pushed, tmp_path / "by-name", **offline)
+    assert merged.returncode == 0, merged.stderr
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("merged", "by-name")]
+    assert weights[0] == weights[1]
+
 
 def test_a_run_driven_from_python_pushes_its_model_when_it_is_done(
     small: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch

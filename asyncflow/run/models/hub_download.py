@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
     DryRunError,
     GatedRepoError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -57,10 +58,11 @@ def download(
     name = repo if revision is None else f"{repo}@{revision}"
     try:
         try:
-            files = [each for each in snapshot_download(**where, dry_run=True) if each.will_download]
+            listed = snapshot_download(**where, dry_run=True)
         except DryRunError:  # the Hub cannot be asked: the cache may have it, or this says what is wrong
             return _with_file(snapshot_download(**where), name, file)
-        if file is None and not _has_weights(repo, revision):
+        has_some = any(_is_of(each.filename, WEIGHTS) for each in listed) if has_weights else _has_weights(repo, revision)
+        if file is None and not has_some:
             raise UserError(
                 f"{name} has no weights in safetensors format: write them with transformers' save_pretrained, or name one of its "
                 f"GGUF files, such as {repo}/NAME.gguf, if it has any"
@@ -68,7 +70,8 @@ def download(
         if file is None:
             first = {**where, "allow_patterns": [*FACTS], "tqdm_class": _bar(name, 0, report)}
             _check_causal(Path(snapshot_download(**first)), name)
-            files = [each for each in files if not _is_of(each.filename, FACTS)]
+            listed = [each for each in listed if not _is_of(each.filename, FACTS)]
+        files = [each for each in listed if each.will_download]
         total, parts = sum(file.file_size or 0 for file in files), parts_of(repo, files)
         if total:
             here = sum(part.here for part in parts)
@@ -104,8 +107,11 @@ def download(
 
 
 def _has_weights(repo: str, revision: str | None) -> bool:
-    """Whether there are files of weights to be taken, by the Hub's list; no file is asked for."""
-    names = HfApi().list_repo_files(repo, revision=revision)
+    """Whether there are files of weights to be taken, by the Hub's list; no file is asked for. Offline nobody can tell."""
+    try:
+        names = HfApi().list_repo_files(repo, revision=revision)
+    except OfflineModeIsEnabled:
+        return True
     return any(_is_of(name, WEIGHTS) and not _is_of(name, NOT_TAKEN) for name in names)
 
 

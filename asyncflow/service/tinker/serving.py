@@ -67,9 +67,9 @@ def config_of_model(folder: str, overrides: Sequence[str]) -> Config:
     return parse(tree)
 
 
-def base_model(config: Config, name: str | None) -> BaseModel:
-    """Base model of a server: that of the configuration, under a name of its own or by its path. Raises `UserError`."""
-    folder = Path(config.model.path)
+def base_model(config: Config, folder: Path, name: str | None) -> BaseModel:
+    """Base model of a server: that of the configuration, whose folder this is, under a name of its own or by its path. Raises
+    `UserError`."""
     fields = read_json(folder / "config.json")
     if not fields:
         raise UserError(f"there is no model in Hugging Face format at {folder}")

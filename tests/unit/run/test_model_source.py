@@ -104,6 +104,8 @@ def test_without_the_hub_the_cache_is_taken_and_what_is_not_there_is_said(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.asked.clear()
     assert fetched(NAME, tmp_path) == folder and not hub.asked
+    for has_weights in (True, False):
+        assert fetched(f"{NAME}@{folder.name}", tmp_path, has_weights=has_weights) == folder, "its commit"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
     assert fetched(NAME, tmp_path) == folder

@@ -32,7 +32,7 @@ from tests.conftest import MODEL
 
 def maker() -> Any:
     config = config_of_model(str(MODEL), [])
-    return engine_maker(config, base_model(config, None))
+    return engine_maker(config, base_model(config, MODEL, None))
 
 
 async def tensors_of(engine: Any) -> dict[str, torch.Tensor]:
