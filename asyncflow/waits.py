@@ -555,7 +555,7 @@ HTTP: Final = _wait(
     "HTTP",
     "a client's request, or its repetition",
     "service/app.py:Gate._paced.paced service/hosted.py:HostedRun.__init__ HostedRun.farewell"
-    " service/watching.py:WatchedRun.__init__ WatchedRun.of"
+    " service/watching.py:WatchedRun.__init__ look_at"
     " service/repeats.py:Repeats.begin",
     ends="the limits of the service (service/limits.py); FAREWELL_SECONDS (5 s), of a run that is over",
 )
