@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +21,7 @@ from asyncflow.threads import run_ready
 from asyncflow.types import RunError, UserError
 
 if TYPE_CHECKING:
+    from asyncflow.service.server import Listen
     from asyncflow.service.tinker.context import BaseModel
 
 SERVICE_DIR = "service"
@@ -57,16 +60,16 @@ def serve(
 ) -> None:
     """Serve a run over HTTP: clients start it, put prompts, train steps, generate for it or train for it."""
     need_service("serve", "fastapi", "google.protobuf", "uvicorn")
-    if certificate is not None:
-        from asyncflow.service.server import tls
+    from asyncflow.service.server import Listen, tls
 
+    if certificate is not None:
         tls(certificate)
+    door = _Door(Listen.parse(listen), certificate, self_signed)
     if tinker:
         refuse({"--resume": resume, "--weights-from": weights_from}, "is for a run, and --tinker serves a model without one")
         bounds = {"models": max_models or MAX_MODELS, "adapters": max_adapters or MAX_ADAPTERS, "rank": max_rank or MAX_RANK}
-        given, counts = overrides or [], (bounds, samplers or 1)
-        served = _serve_tinker(config, given, listen, certificate, self_signed, model_name, *counts, full_weights=full_weights)
-        raise typer.Exit(run_ready(served))
+        models = _Models(model_name, bounds, samplers or 1, full_weights)
+        raise typer.Exit(run_ready(_serve_tinker(config, overrides or [], door, models)))
     of_models = {
         **{"--model-name": model_name, "--max-models": max_models, "--samplers": samplers, "--max-adapters": max_adapters},
         **{"--max-rank": max_rank, "--full-weights": full_weights},
@@ -75,13 +78,38 @@ def serve(
     if weights_from is not None and not weights_from.is_dir():
         raise UserError(f"--weights-from {weights_from} is no folder: make it, or name one that is there")
     loaded = load_planned(config, overrides or [])
-    serving = _serve(loaded, listen, certificate, self_signed=self_signed, weights_from=weights_from, resume=resume)
-    raise typer.Exit(run_ready(serving))
+    raise typer.Exit(run_ready(_serve(loaded, door, weights_from=weights_from, resume=resume)))
 
 
-async def _serve(
-    config: Config, listen: str, certificate: Path | None, *, self_signed: bool, weights_from: Path | None, resume: bool
-) -> int:
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """Where a server listens, and with which certificate: a file, or one that is made at the first start."""
+
+    place: Listen
+    certificate: Path | None
+    is_self_signed: bool
+
+    def certified(self, folder: Path) -> tuple[Path | None, Path | None]:
+        """The certificate with its key, and what clients are to trust of one that is made here, in `folder`."""
+        from asyncflow.service.server import make_self_signed
+
+        if not self.is_self_signed or self.certificate is not None:
+            return self.certificate, None
+        made = folder / "tls.pem"
+        return made, make_self_signed(made, self.place.host)
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """Models that are served by Tinker's API: the base's name for clients, bounds (`Bounds`), rollout engines that sample."""
+
+    name: str | None
+    bounds: Mapping[str, int]
+    num_samplers: int
+    have_full_weights: bool
+
+
+async def _serve(config: Config, door: _Door, *, weights_from: Path | None, resume: bool) -> int:
     """Serve until a client stops the run, or a signal does. Returns the exit status."""
     from asyncflow.cli.watch import predicted
     from asyncflow.run.job import Listener
@@ -90,19 +118,16 @@ async def _serve(
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
     from asyncflow.service.routes import AT_ONCE, STREAMED, routes
-    from asyncflow.service.server import HttpServer, Listen, make_self_signed
+    from asyncflow.service.server import HttpServer
     from asyncflow.service.watching import PUBLIC, Watched, watch_routes
 
     class Printed(Listener):
         def log(self, text: str) -> None:
             print(text, flush=True)
 
-    place, folder = Listen.parse(listen), config.run_dir.with_name(f"{config.run_dir.name}.{SERVICE_DIR}")
+    folder = config.run_dir.with_name(f"{config.run_dir.name}.{SERVICE_DIR}")
     keys, limits, audit = KeyRing.open(folder / "keys.json", time.time), Limits(), AuditLog(folder / "audit.jsonl")
-    trusted = None
-    if self_signed and certificate is None:
-        certificate = folder / "tls.pem"
-        trusted = make_self_signed(certificate, place.host)
+    certificate, trusted = door.certified(folder)
     hosted = HostedRun(config, folder / "journal", Printed(), resume=resume, weights_from=weights_from)
     description = f"The run {config.run.name}."
     paths = GatePaths(streamed=STREAMED, public=PUBLIC, at_once=AT_ONCE)
@@ -111,7 +136,7 @@ async def _serve(
     )
     app.router.routes.extend(routes(hosted, keys).routes)  # included ones are matched twice: a seventh of a small request
     app.include_router(watch_routes(Watched(config.run_dir, predicted)))
-    server = HttpServer(app, place, limits, certificate)
+    server = HttpServer(app, door.place, limits, certificate)
     address = await server.start()
     print(f"serving {config.run_dir} at {address}, with the keys in {keys.path}")
     print(f"try        {_example(address, keys.path, trusted)}", flush=True)
@@ -128,18 +153,7 @@ async def _serve(
     return status
 
 
-async def _serve_tinker(
-    path: Path,
-    overrides: list[str],
-    listen: str,
-    certificate: Path | None,
-    self_signed: bool,
-    name: str | None,
-    bounds_of: dict[str, int],
-    samplers: int,
-    *,
-    full_weights: bool,
-) -> int:
+async def _serve_tinker(path: Path, overrides: list[str], door: _Door, models: _Models) -> int:
     """Serve a model by Tinker's API until a signal comes. Returns the exit status."""
     from asyncflow.run.models.model_source import HubName, folder_of
     from asyncflow.service.tinker.serving import base_model, config_of_model
@@ -147,43 +161,26 @@ async def _serve_tinker(
     is_model = path.is_dir() or (path.suffix not in (".yaml", ".yml") and HubName.of(str(path)) is not None)
     config = config_of_model(str(path), overrides) if is_model else load(path, overrides)
     with TemporaryDirectory(prefix="asyncflow-model-") as scratch:
-        base = base_model(config, await folder_of(config.model.path, Path(scratch), print), name)
-        return await _serve_base(
-            config, base, listen, certificate, bounds_of, samplers, self_signed=self_signed, full_weights=full_weights
-        )
+        base = base_model(config, await folder_of(config.model.path, Path(scratch), print), models.name)
+        return await _serve_base(config, base, door, models)
 
 
-async def _serve_base(
-    config: Config,
-    base: BaseModel,
-    listen: str,
-    certificate: Path | None,
-    bounds_of: dict[str, int],
-    samplers: int,
-    *,
-    self_signed: bool,
-    full_weights: bool,
-) -> int:
+async def _serve_base(config: Config, base: BaseModel, door: _Door, models: _Models) -> int:
     from asyncflow.service.app import AuditLog, GatePaths, make_app
     from asyncflow.service.keys import KeyRing
     from asyncflow.service.limits import Limits
-    from asyncflow.service.server import HttpServer, Listen, make_self_signed
+    from asyncflow.service.server import HttpServer
     from asyncflow.service.tickets import Tickets
     from asyncflow.service.tinker.context import Bounds
     from asyncflow.service.tinker.routes import LOOKS, routes
     from asyncflow.service.tinker.serving import KEY_PREFIX, sessions_of
 
-    place, folder = Listen.parse(listen), config.run_dir.with_name(f"{config.run_dir.name}.{TINKER_DIR}")
+    folder = config.run_dir.with_name(f"{config.run_dir.name}.{TINKER_DIR}")
     keys, limits, audit = KeyRing.open(folder / "keys.json", time.time, KEY_PREFIX), Limits(), AuditLog(folder / "audit.jsonl")
-    trusted = None
-    if self_signed and certificate is None:
-        certificate = folder / "tls.pem"
-        trusted = make_self_signed(certificate, place.host)
-    bounds = Bounds(**bounds_of)
+    certificate, trusted = door.certified(folder)
+    options: dict[str, Any] = {"num_samplers": models.num_samplers, "trains_whole_weights": models.have_full_weights}
     try:
-        async with sessions_of(
-            config, base, folder, num_samplers=samplers, bounds=bounds, trains_whole_weights=full_weights
-        ) as sessions:
+        async with sessions_of(config, base, folder, bounds=Bounds(**models.bounds), **options) as sessions:
             description = f"The model {base.name}, by the API of the tinker SDK."
             tickets = Tickets(time.monotonic)
             app = make_app(
@@ -196,7 +193,7 @@ async def _serve_base(
                 tickets=tickets,
             )
             app.include_router(routes(sessions, tickets))
-            server = HttpServer(app, place, limits, certificate)
+            server = HttpServer(app, door.place, limits, certificate)
             address = await server.start()
             print(f"serving {base.name} at {address}, with the keys in {keys.path} and the checkpoints in {folder}")
             trust = f"SSL_CERT_FILE={trusted} " if trusted else ""
