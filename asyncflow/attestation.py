@@ -29,6 +29,8 @@ MODULUS: Final = 1 << 32
 """Integers of 32 bits are added up, and wrap around, as fast as memory is read; wider sums take twice as long."""
 ADAPTER_MODULUS: Final = 1 << 64
 """An adapter is small, and its scaling, by a power of two as a rule, is a fault to be found where kernels have it in a matrix."""
+CRITIC_DTYPE: Final = "float32"
+"""Dtype (torch's name) in which a critic's weights are summed up at both ends of their way."""
 ADAPTER_ENDS: Final = (".lora_A.weight", ".lora_B.weight")
 """Ends of the names of an adapter's tensors."""
 PROBE_TOKENS: Final = 16

@@ -231,15 +231,16 @@ def _last_words(child: _Child) -> str:
     return words[-1] if words else "nothing"
 
 
+def name_of_signal(number: int) -> str:
+    """Name of a signal, such as SIGKILL, or its number."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 def _how_ended(child: _Child, last_words: str) -> str:
     status = child.process.returncode or 0
     if status == USER_ERROR_STATUS:
         return f"(process {child.process.pid}) found a mistake: {last_words} (more in {child.log})"
-    if status >= 0:
-        how = f"ended with status {status}"
-    else:
-        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        how = f"was ended by {name}"
+    how = f"ended with status {status}" if status >= 0 else f"was ended by {name_of_signal(-status)}"
     return f"(process {child.process.pid}) {how}; its last words: {last_words} (more in {child.log})"
 
 

@@ -455,10 +455,6 @@ class ModelTraining(Protocol):
         ...
 
 
-ATTESTED_DTYPE: Final = "float32"
-"""Dtype (torch's name) in which a critic's weights are summed up at both ends of their way."""
-
-
 class CriticEngine(ModelTraining, Protocol):
     """Engine of a critic: a model of values, and its training."""
 
@@ -480,7 +476,7 @@ class CriticEngine(ModelTraining, Protocol):
         ...
 
     async def attest(self) -> Attestation:
-        """Sums over the bits of the weights that values are now computed with, each cast to `ATTESTED_DTYPE`."""
+        """Sums over the bits of the weights that values are now computed with, each cast to `CRITIC_DTYPE` of attestation.py."""
         ...
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.local import spawn
+from asyncflow.cluster.supervised import name_of_signal
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
@@ -96,8 +96,7 @@ def _raise_for(status: int | None, said: bytes, otherwise: str) -> None:
     """Raise a process's last words, or `otherwise` if there are none: `UserError` if it ended with 2, `RunError` if with anything
     else but 0."""
     if status and status < 0:
-        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        raise RunError(f"{otherwise}: the process that has tried was ended by {name}")
+        raise RunError(f"{otherwise}: the process that has tried was ended by {name_of_signal(-status)}")
     if status:
         last = (said.decode(errors="replace").strip().splitlines() or [otherwise])[-1]
         raise (UserError if status == 2 else RunError)(last)

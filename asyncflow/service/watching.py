@@ -14,6 +14,7 @@ which does. No run knows of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from importlib import resources
@@ -165,21 +166,12 @@ class WatchedRun:
 
 async def look_at(runs: Iterable[WatchedRun], look: Callable[[], Any]) -> Any:
     """Result of `look`, in a thread, while nobody else reads any of these runs."""
-    held: list[asyncio.Lock] = []
-
-    def release() -> None:
-        for lock in held:
-            lock.release()
-
-    try:
+    with contextlib.ExitStack() as held:
         for run in sorted(runs, key=lambda run: run.reader.path):  # in one order, or two would wait for one another
             await run.lock.acquire()
-            held.append(run.lock)
-        looking = asyncio.create_task(asyncio.to_thread(look))
-    except BaseException:
-        release()
-        raise
-    looking.add_done_callback(lambda _: release())  # where a page is closed meanwhile, its thread goes on
+            held.callback(run.lock.release)
+        looking, locks = asyncio.create_task(asyncio.to_thread(look)), held.pop_all()
+    looking.add_done_callback(lambda _: locks.close())  # where a page is closed meanwhile, its thread goes on
     return await asyncio.shield(looking)
 
 

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from asyncflow.attestation import Attestation
+from asyncflow.attestation import CRITIC_DTYPE, Attestation
 from asyncflow.bit_sums import sum_of
-from asyncflow.engines.base import ATTESTED_DTYPE, CriticEngine, MicroBatch, MicroBatchResult, TrainEngineOptions
+from asyncflow.engines.base import CriticEngine, MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.accumulate import make_accumulator
 from asyncflow.engines.train.leader_engine import TrainingEngine
@@ -101,7 +101,7 @@ class CriticTraining(OneModel["CriticPasses"]):
     @torch.no_grad()
     def attest(self) -> Attestation:
         """See `CriticEngine.attest`."""
-        dtype = getattr(torch, ATTESTED_DTYPE)
+        dtype = getattr(torch, CRITIC_DTYPE)
         return Attestation([([name], sum_of(name, weight.to(dtype))) for name, weight in self.model.parameters.items()])
 
     def save(self, path: Path) -> None:

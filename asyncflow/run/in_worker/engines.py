@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from asyncflow.attestation import CRITIC_DTYPE
 from asyncflow.config import Config
 from asyncflow.devices import kind_of
-from asyncflow.engines.base import ATTESTED_DTYPE, CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
+from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, OUTSIDE, TRAIN_ENGINES
 from asyncflow.model_folder import read_json
@@ -125,7 +126,7 @@ def critic_weight_sync(run: RunConnection) -> WeightSync:
         config,
         directory=Path(run.job.weights_dir) / CRITIC_DIR,
         keep=2,  # the newest is whole while the next one is written
-        attested_dtype=ATTESTED_DTYPE,
+        attested_dtype=CRITIC_DTYPE,
         num_receivers=config.plan.values.num_workers,
         listen=listen and f"{listen.rpartition(':')[0]}:0",  # the port that it names is the policy's
         device=config.train.critic.device,
